@@ -1,0 +1,38 @@
+"""Which errors does attnlens raise? One family, each with what is wrong and what to do about it.
+
+AttnlensError
+├── UsageError        the call's words make no sense (unknown analyzer, heads 7-3)
+├── ModelError        the model can't be found, read or reached
+├── TextError         the text is missing, empty, binary or too short
+├── OutputError       a result can't be written where it was asked for
+└── IdentityError     what attnlens recomputes is not what the model computes
+"""
+
+
+class AttnlensError(Exception):
+    """What is wrong (`problem`) and what to do (`remedy`), one line each; the command line exits with 2."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}\n{remedy}")
+        self.problem = problem
+        self.remedy = remedy
+
+
+class UsageError(AttnlensError):
+    """The words of the call make no sense."""
+
+
+class ModelError(AttnlensError):
+    """The model can't be found, read or reached."""
+
+
+class TextError(AttnlensError):
+    """The text is missing, empty, binary or too short."""
+
+
+class OutputError(AttnlensError):
+    """A result can't be written where it was asked for."""
+
+
+class IdentityError(AttnlensError):
+    """What attnlens recomputes is not what the model computes, so no number may be trusted."""

@@ -1,0 +1,375 @@
+"""What does a command find? A Report: measures head by head, with what they rest on; JSON in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    JsonValue,
+    PlainSerializer,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from attnlens.errors import UsageError
+from attnlens.files import write_atomically
+from attnlens.records.tensors import Part
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def _nine_digits(number: float) -> float:
+    return float(f"{number:.9g}")
+
+
+Number = Annotated[float, PlainSerializer(_nine_digits, when_used="json")]
+
+
+class Record(BaseModel):
+    """A frozen noun of the report; fields that a newer attnlens added are ignored when reading."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Null(Record):
+    """What a measure reads by chance alone: independent Gaussian factors of the same shape."""
+
+    mean: Number
+    """Mean of the measure under the null."""
+    sd: Number
+    """Standard deviation of the measure under the null."""
+
+
+class Measure(Record):
+    """One number about one head: its value with error bar or null, or the reason why there is none."""
+
+    value: Number | None
+    """The mean over sequences (tokens.*) or the number itself (weights.*)."""
+    label: str | None = None
+    """The name of a category, where the value is a category's number."""
+    se: Number | None = None
+    """Standard error of the mean over sequences."""
+    n: int | None = None
+    """How many sequences (tokens.*) or matrices (weights.*) the value rests on."""
+    null: Null | None = None
+    """The same measure under the null model."""
+    reason: str | None = None
+    """Why there is no value."""
+
+    @model_validator(mode="after")
+    def _value_or_reason(self) -> Measure:
+        if (self.value is None) == (self.reason is None):
+            raise ValueError("a measure has either a value or the reason why it has none")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_nulls(self, handler: Any) -> dict[str, Any]:
+        return {name: field for name, field in handler(self).items() if name == "value" or field is not None}
+
+    @property
+    def z(self) -> float | None:
+        """(value − null mean) / null sd, or None where either is missing."""
+        if self.value is None or self.null is None or self.null.sd == 0:
+            return None
+        return (self.value - self.null.mean) / self.null.sd
+
+
+class HeadId(Record):
+    """Which head of which site."""
+
+    site: str
+    """The site's name: module path, with #ordinal where the module is called more than once."""
+    layer: int
+    """The site's running number."""
+    head: int
+    """The query head's number."""
+    kv_head: int
+    """The number of the key head that it uses."""
+    part: Part
+    """encoder, decoder or cross."""
+
+
+class Head(HeadId):
+    """All that was measured of one head."""
+
+    measures: dict[str, Measure] = {}
+    """Scalars by qualified name (`weights.symmetry`)."""
+    curves: dict[str, list[Number]] = {}
+    """Curves by qualified name, one number a step."""
+
+
+class Skipped(Record):
+    """What was not analysed, and why."""
+
+    site: str
+    """The site's name, or a module's path."""
+    heads: list[int] = []
+    """Which heads; empty means all."""
+    measure: str | None = None
+    """Which measure or source; None means all."""
+    reason: str
+    """Why."""
+
+
+class Coverage(Record):
+    """What was analysed and what was not."""
+
+    sites: int
+    """Sites asked for."""
+    heads: int
+    """Heads asked for."""
+    analysed: int
+    """Heads on which all that was asked for was measured."""
+    skipped: list[Skipped] = []
+    """What is missing, with reasons."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every head asked for was analysed."""
+        return self.analysed == self.heads and not self.skipped
+
+    @property
+    def sentence(self) -> str:
+        """`COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, because …`."""
+        count = f"{self.analysed} of {self.heads} heads"
+        if self.complete:
+            return f"COMPLETE: {count}"
+        reasons = list(dict.fromkeys(skip.reason for skip in self.skipped))
+        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
+        return f"PARTIAL: {count}, because {reasons[0] if reasons else 'of an interruption'}{more}"
+
+
+class File(Record):
+    """A file that went into the result."""
+
+    name: str
+    """Its name, without the folder."""
+    sha256: str
+    """The SHA-256 of its content, in hex."""
+
+
+class Conventions(Record):
+    """How the model's attention is put together, as far as it changes what the measures mean."""
+
+    position: Literal["absolute", "rotary", "bias", "none"]
+    """How positions enter the scores: through the inputs, as a rotation, as an added bias, or not visibly."""
+    qk_norm: bool
+    """Whether queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
+    bias: Literal["excluded", "none"]
+    """Whether query/key biases exist; they are excluded from weights.* and included in tokens.*."""
+    scale: Literal["included"] = "included"
+    """weights.* include the scale as the model applies it."""
+    notes: list[str] = []
+    """Facts that a reader of the numbers must know, one sentence each."""
+
+
+class ModelInfo(Record):
+    """Which model was read."""
+
+    id: str
+    """As given: hub id, folder, file or `demo`."""
+    revision: str | None = None
+    """Commit of a hub model."""
+    architecture: str
+    """The transformers class."""
+    parameters: int
+    """How many parameters it has."""
+    files: list[File] = []
+    """The weight files read."""
+    conventions: Conventions | None = None
+    """How its attention is put together."""
+
+
+class Text(Record):
+    """Which text was fed."""
+
+    name: str
+    """File name, `stdin`, `built-in sample` or `random pixels`."""
+    sha256: str
+    """SHA-256 of what was fed."""
+
+
+class Settings(Record):
+    """What was asked for."""
+
+    seed: int = 0
+    """Seed of everything random."""
+    device: str = "cpu"
+    """Device of the forward passes."""
+    dtype: str = "float32"
+    """Type of the model's weights; measures are computed in float64."""
+    source: Literal["weights", "tokens", "both"] = "both"
+    """Which sources were analysed."""
+    analyzers: list[str] = []
+    """Which analyzers ran."""
+    text: Text | None = None
+    """The text, where tokens were analysed."""
+    sequences: int | None = None
+    """How many sequences were fed."""
+    tokens: int | None = None
+    """Window length in tokens."""
+    pack: bool | None = None
+    """Whether running text was cut into windows (else: one line, one sequence)."""
+    layers: list[int] | None = None
+    """Which layers were asked for; None means all."""
+    heads: list[int] | None = None
+    """Which heads were asked for; None means all."""
+
+
+class Environment(Record):
+    """Where it ran."""
+
+    python: str
+    """Version of Python."""
+    torch: str
+    """Version of torch."""
+    transformers: str
+    """Version of transformers."""
+    platform: str
+    """Operating system and processor."""
+
+
+class Tool(Record):
+    """What wrote the report."""
+
+    name: str = "attnlens"
+    """The program."""
+    version: str
+    """Its version."""
+
+
+class Standout(Record):
+    """A head that differs from its model's other heads."""
+
+    layer: int
+    """The site's running number."""
+    head: int
+    """The query head's number."""
+    measure: str
+    """The measure in which it differs."""
+    score: Number
+    """Robust z-score against the model's other heads: (value − median) / (1.4826 · MAD)."""
+    text: str
+    """What stands out, in plain words."""
+
+
+class Summary(Record):
+    """The model in a few numbers."""
+
+    medians: dict[str, Number] = {}
+    """Median over heads of each measure."""
+    layers: list[dict[str, Number]] = []
+    """Median over the heads of each layer, measure by measure, in the order of `layer_numbers`."""
+    layer_numbers: list[int] = []
+    """The layers' running numbers."""
+    layer_symmetry: list[Number | None] = []
+    """`weights.layer_symmetry`: symmetry of the heads' summed matrix of each layer (Saponati et al. 2025)."""
+    standouts: list[Standout] = []
+    """Heads that differ most from the model's other heads."""
+    identity_error: Number | None = None
+    """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
+
+
+class Report(Record):
+    """Everything that one command found; the same type for every command."""
+
+    schema_version: Literal["1"] = "1"
+    """Version of this layout."""
+    tool: Tool
+    """What wrote it."""
+    command: str
+    """The command that made it."""
+    model: ModelInfo
+    """Which model."""
+    settings: Settings
+    """What was asked for."""
+    environment: Environment
+    """Where it ran."""
+    coverage: Coverage
+    """What was analysed and what was not."""
+    heads: list[Head] = []
+    """Head by head, in the order of layer and head."""
+    summary: Summary = Summary()
+    """The model in a few numbers."""
+    checks: list[dict[str, JsonValue]] = []
+    """Checks that were asked for, and how they went."""
+    timings: dict[str, Number] = {}
+    """Seconds by stage."""
+    peak_memory_bytes: int = 0
+    """Largest resident memory of the process."""
+
+    def __repr__(self) -> str:
+        return f"<Report {self.command} {self.model.id}: {self.coverage.sentence}>"
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
+        return iter(self.heads)
+
+    def measure_names(self) -> list[str]:
+        """Names of the scalar measures of any head, in the order of first appearance."""
+        return list(dict.fromkeys(name for head in self.heads for name in head.measures))
+
+    def curve_names(self) -> list[str]:
+        """Names of the curves of any head, in the order of first appearance."""
+        return list(dict.fromkeys(name for head in self.heads for name in head.curves))
+
+    def to_json(self) -> str:
+        """The report as JSON text; numbers carry nine significant digits."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    def write_json(self, path: str | Path) -> None:
+        """Write the report to `path` through a temporary file and a rename.
+
+        Raises OutputError where the path can't be written.
+        """
+        write_atomically(Path(path), self.to_json().encode())
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
+
+        Raises UsageError where pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError("to_dataframe needs pandas, which is not installed.", "Run: pip install pandas") from None
+        return pandas.DataFrame([_row(head) for head in self.heads])
+
+
+def _row(head: Head) -> dict[str, object]:
+    row: dict[str, object] = {name: getattr(head, name) for name in HeadId.model_fields}
+    for name, measure in head.measures.items():
+        row[name] = measure.value if measure.label is None else measure.label
+        if measure.se is not None:
+            row[f"{name}.se"] = measure.se
+        if measure.z is not None:
+            row[f"{name}.z"] = measure.z
+    return row
+
+
+def read_report(path: str | Path) -> Report:
+    """Read a report; its content is data, checked field by field.
+
+    Raises UsageError where the file is missing, is not JSON, or is not a report.
+    """
+    try:
+        return Report.model_validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.", "Give the path of a report from --json.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(
+            f"{path} is not a report: {where}: {first['msg']}.", "Give the path of a report from --json."
+        ) from None
+
+
+def json_schema() -> str:
+    """The JSON Schema of the report."""
+    return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"

@@ -1,0 +1,99 @@
+"""What does an analyzer read? A QueryKey: the factored matrix of every head at one site."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+Part = Literal["encoder", "decoder", "cross"]
+Source = Literal["weights", "tokens"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention computation of a model: a module, and which of its calls in one forward pass."""
+
+    path: str
+    """Dotted path of the attention module in the model."""
+    ordinal: int
+    """Which call of that module within one forward pass, from 0."""
+    layer: int
+    """Running number of the site in the order of execution, from 0."""
+    part: Part
+    """Self-attention that sees everything, self-attention that sees the past, or attention to another sequence."""
+    repeated: bool = False
+    """Whether the module is called more than once in a forward pass (as in ALBERT)."""
+
+    @property
+    def name(self) -> str:
+        """The path, with the call's number where the module has several."""
+        return f"{self.path}#{self.ordinal}" if self.repeated else self.path
+
+
+@dataclass(frozen=True)
+class QueryKey:
+    """The factored matrix `scale · Q Kᵀ` of every head at one site.
+
+    From weights, a row is an input dimension (Q = W_Q, K = W_K); from tokens, a row is a token of one sequence. Leading
+    batch axes are allowed before `heads` and are kept by every analyzer.
+    """
+
+    query: Float[Tensor, "*batch heads n head_dim"]
+    """Queries as the model uses them (after bias, QK-norm and rotation), or W_Q."""
+    key: Float[Tensor, "*batch kv_heads n head_dim"]
+    """Keys, one for each *key* head: under GQA several query heads share one."""
+    scale: float
+    """The factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)."""
+    source: Source
+    """Whether the rows are input dimensions or tokens."""
+    site: Site
+    """Where in the model this is."""
+    heads: tuple[int, ...]
+    """The query heads' numbers in the model."""
+    key_of: tuple[int, ...]
+    """For each query head, the index of its key head in `key`."""
+    rotation: Float[Tensor, "positions head_dim head_dim"] | None = None
+    """Weights under RoPE: the query of x at position i is x W_Q R(i), the key x W_K R(i); R(0) = I, R(i) R(j)ᵀ = R(i−j)."""
+    allowed: Bool[Tensor, "*batch #heads n n"] | None = None
+    """Tokens: which keys (last axis) a query may see; None means all."""
+    bias: Float[Tensor, "*batch #heads n n"] | None = None
+    """Tokens: what the model adds to the scores before the mask (T5's position bias)."""
+    softcap: float | None = None
+    """Tokens: scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
+    sinks: Float[Tensor, " heads"] | None = None
+    """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
+
+    @cached_property
+    def paired_key(self) -> Float[Tensor, "*batch heads n head_dim"]:
+        """The keys, repeated so that head h meets its own key head (h // group, never h mod kv_heads)."""
+        if self.key_of == tuple(range(self.key.shape[-3])):
+            return self.key
+        return self.key[..., list(self.key_of), :, :]
+
+    @cached_property
+    def logits(self) -> Float[Tensor, "*batch heads n n"]:
+        """Scores before the mask, in float64: softcap(scale · q kᵀ) + bias."""
+        scores = self.query.double() @ self.paired_key.double().mT * self.scale
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        return scores if self.bias is None else scores + self.bias.double()
+
+    @cached_property
+    def attention(self) -> Float[Tensor, "*batch heads n n"]:
+        """The attention matrix softmax(logits + mask), in float64; a query that may see nothing has a row of zeros."""
+        masked = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, -math.inf)
+        total = masked.logsumexp(-1, keepdim=True)
+        if self.sinks is not None:
+            total = total.logaddexp(self.sinks.double()[:, None, None])
+        return (masked - total).exp().nan_to_num(nan=0.0)
+
+    @property
+    def bilinear(self) -> bool:
+        """Whether the logits are exactly scale · q kᵀ, so that head_dim cores may replace the n × n matrix."""
+        return self.softcap is None and self.bias is None
