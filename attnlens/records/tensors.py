@@ -59,7 +59,7 @@ class QueryKey:
     key_of: tuple[int, ...]
     """For each query head, the index of its key head in `key`."""
     rotation: Float[Tensor, "positions head_dim head_dim"] | None = None
-    """Weights under RoPE: the query of x at position i is x W_Q R(i), the key x W_K R(i); R(0) = I, R(i) R(j)ᵀ = R(i−j)."""
+    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i), and R(i) R(j)ᵀ = R(i−j)."""
     allowed: Bool[Tensor, "*batch #heads n n"] | None = None
     """Tokens: which keys (last axis) a query may see; None means all."""
     bias: Float[Tensor, "*batch #heads n n"] | None = None
