@@ -36,3 +36,7 @@ class OutputError(AttnlensError):
 
 class IdentityError(AttnlensError):
     """What attnlens recomputes is not what the model computes, so no number may be trusted."""
+
+
+class NotBilinearError(ModelError):
+    """A site's queries and keys are no linear functions of its inputs, so that it has no matrix W_Q W_Kᵀ."""

@@ -1,0 +1,140 @@
+"""How is a running model's attention watched, or its kernel replaced? Inside `with`, counted, and restored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+from attnlens.errors import ModelError
+from attnlens.hooks.call import Call, Kernel, attend, exponential, read_call
+from attnlens.records import Site
+
+_door_numbers = count()
+
+
+@contextmanager
+def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator[None]:
+    """Every attention computation of `model` is answered by `answer` inside the block; restored at its end.
+
+    The mask function is registered with the attention function: without it the mask silently becomes None.
+    Raises ModelError where the model's class does not support the interface.
+    """
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, None]:
+        return answer(read_call(module, query, key, value, attention_mask, more)), None
+
+    name = f"attnlens_{next(_door_numbers)}"
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, eager_mask)
+    try:
+        _refuse_hand_written(model)
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        del AttentionInterface._global_mapping[name]
+        del AttentionMaskInterface._global_mapping[name]
+
+
+@dataclass
+class Door:
+    """Counts the calls of an open door, so that each is known by its site."""
+
+    sites: Mapping[tuple[str, int], Site]
+    """The sites to expect, by path and ordinal."""
+    names: Mapping[nn.Module, str]
+    """Module → dotted path."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each path was called so far."""
+
+    def site(self, module: nn.Module) -> Site:
+        """The site of the module's next call; passes follow each other, so ordinals repeat from 0."""
+        path = self.names[module]
+        ordinal = self.calls[path] % sum(known == path for known, _ in self.sites)
+        self.calls[path] += 1
+        return self.sites[path, ordinal]
+
+
+@contextmanager
+def watch(model: PreTrainedModel, sites: tuple[Site, ...], visit: Callable[[Site, Call], None]) -> Iterator[Door]:
+    """Show every attention computation to `visit` and answer it with the model's own kernel."""
+
+    def answer(site: Site, call: Call) -> Tensor:
+        visit(site, call)
+        return attend(call, exponential)
+
+    with _counted(model, sites, answer) as door:
+        yield door
+
+
+@contextmanager
+def replace(model: PreTrainedModel, sites: tuple[Site, ...], kernel: Kernel, chosen: frozenset[Site]) -> Iterator[Door]:
+    """Answer the `chosen` sites with `kernel` and the others with the model's own.
+
+    Raises ModelError at the end of the block where a chosen site was never reached.
+    """
+
+    def answer(site: Site, call: Call) -> Tensor:
+        return attend(call, kernel if site in chosen else exponential)
+
+    with _counted(model, sites, answer) as door:
+        yield door
+    missed = [site.name for site in sites if site in chosen and not door.calls[site.path]]
+    if missed:
+        raise ModelError(
+            f"The swap never reached {len(missed)} of {len(chosen)} sites, first {missed[0]}.",
+            "Run a forward pass that uses these layers, or leave them out with --layers.",
+        )
+
+
+@contextmanager
+def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]) -> Iterator[Door]:
+    by_call = {(site.path, site.ordinal): site for site in sites}
+    door = Door(by_call, {module: name for name, module in model.named_modules()})
+    with opened(model, lambda call: answer(door.site(call.module), call)):
+        yield door
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every configuration that carries the name of an attention implementation."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
+    return list(
+        {id(config): config for config in [*configs, *nested] if hasattr(config, "_attn_implementation")}.values()
+    )
+
+
+def _refuse_hand_written(model: PreTrainedModel) -> None:
+    if not model._can_set_attn_implementation():
+        raise out_of_reach(model)
+
+
+def out_of_reach(model: PreTrainedModel) -> ModelError:
+    """The error for a model whose attention the interface does not reach: it has none, or computes it by hand."""
+    name = type(model).__name__
+    if not any(is_attention(module) for module in model.modules()):
+        return ModelError(
+            f"{name} has no softmax attention that attnlens can reach.", "Choose a model with softmax attention."
+        )
+    return ModelError(
+        f"{name} computes its attention by hand, outside transformers' attention interface.",
+        "attnlens can't read this family yet; `attnlens doctor` on another model shows what it reads.",
+    )
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module's class calls itself attention."""
+    return "Attention" in type(module).__name__
