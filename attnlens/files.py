@@ -16,6 +16,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_writable(path: Path) -> None:
+    """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {folder}")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{path} can't be written: {error.strerror}.", "Choose a path in a folder that you can write."
+        ) from None
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that a killed run leaves no half file.
 

@@ -44,6 +44,8 @@ class MeasureInfo:
     """Whether it is proportional to ‖Q‖‖K‖ (its null is then rescaled to the head's own norms)."""
     has_null: bool = True
     """Whether independent Gaussian factors are a null for it (weights.* scalars only)."""
+    steps: str = "index"
+    """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
 
 
 @dataclass(frozen=True)

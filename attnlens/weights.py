@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -95,7 +96,7 @@ class Probe:
             batch, heads, queries = call.query.shape[:3]
             return call.value.new_zeros(batch, queries, heads, call.value.shape[-1])
 
-        arguments: dict[str, Any] = {**self.reached.arguments, self.input_name: hidden}
+        arguments: dict[str, Any] = {**self.reached.arguments, self.reached.input_name: hidden}
         if self.reached.other is not None:
             arguments[self.reached.other] = other
         with opened(self.model, answer):
@@ -111,15 +112,12 @@ class Probe:
                 raise _not_bilinear(f"its attention module can't be called on its own ({first})") from error
         return asked[0]
 
-    @property
-    def input_name(self) -> str:
-        """The name of the module's input: by transformers' convention the first tensor among its arguments."""
-        return next(name for name, value in self.reached.arguments.items() if isinstance(value, Tensor))
-
     def random(self, batch: int, tokens: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Seeded standard normal inputs, each the same at every position; one and the same for self-attention."""
         generator = torch.Generator().manual_seed(seed)
-        likes: list[Tensor] = [self.reached.arguments[name] for name in (self.input_name, self.reached.other) if name]
+        likes: list[Tensor] = [
+            self.reached.arguments[name] for name in (self.reached.input_name, self.reached.other) if name
+        ]
         draws = [torch.randn(batch, 1, like.shape[-1], generator=generator).to(like) for like in likes]
         return draws[0].repeat(1, tokens, 1), draws[-1].repeat(1, tokens, 1)
 
@@ -150,33 +148,34 @@ def _factors(probe: Probe, window: Probe, rotations: list[Tensor]) -> Factors:
         reason, qk_norm = _mismatch(probe, maps, up_to_scale=True), True
     if reason is not None:
         raise _not_bilinear(reason)
-    return Factors(probe.reached.site, maps, probe.reached.call.scale, _rotation(window, rotations), qk_norm)
+    return Factors(window.reached.site, maps, probe.reached.call.scale, _rotation(window, rotations), qk_norm)
 
 
 def _maps(probe: Probe) -> Maps:
-    """∂q/∂x and ∂k/∂y at position 0 and what is left at zero input."""
+    """∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and what is left at zero input.
+
+    Probe i carries the tangent e_i, so that row i of W comes out exactly, without a difference that rounds; a head
+    whose weights are NaN spoils no other (as it would in a backward pass, where 0 · NaN enters every gradient).
+    """
     base = probe.random(1, seed=1)
     with torch.no_grad():
         zero = probe(*(torch.zeros_like(x) for x in base))
-    jacobians = []
-    for index, part in enumerate((zero.query, zero.key)):
-        heads, head_dim = part.shape[1], part.shape[3]
-        chunks = torch.split(torch.arange(heads * head_dim, device=part.device), CHUNK)
-        rows = torch.cat([_gradient_rows(probe, base, index, chunk) for chunk in chunks])
-        jacobians.append(rows.double().view(heads, head_dim, -1).mT)
+    rows = [_tangents(probe, base, start) for start in range(0, max(x.shape[-1] for x in base), CHUNK)]
+    jacobians = [torch.cat(parts).double().transpose(0, 1) for parts in zip(*rows, strict=True)]
     return Maps(jacobians[0], jacobians[1], zero.query[0, :, 0].double(), zero.key[0, :, 0].double())
 
 
-def _gradient_rows(probe: Probe, base: tuple[Tensor, Tensor], part: int, outputs: Tensor) -> Tensor:
-    """Row n: the gradient of output `outputs[n]` of the queries (part 0) or keys (1); one backward pass for all."""
-    leaves = [x.repeat(len(outputs), 1, 1).requires_grad_() for x in base]
-    if probe.reached.other is None:
-        leaves[1] = leaves[0]
-    with torch.enable_grad():
-        call = probe(leaves[0], leaves[1])
-        flat = (call.query, call.key)[part][:, :, 0].flatten(1)
-        (gradient,) = torch.autograd.grad(flat.gather(1, outputs[:, None]).sum(), leaves[part])
-    return gradient.sum(1)
+def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
+    """Rows start … start + CHUNK of the two Jacobians, (rows, heads, head_dim) each; fewer where the width ends."""
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = []
+        for x in base:
+            tangents = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[start : start + CHUNK, None]
+            duals.append(forward_ad.make_dual(x.repeat(len(tangents), 1, 1), tangents))  # type: ignore[no-untyped-call]
+        hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
+        call = probe(hidden, other)
+        query, key = (forward_ad.unpack_dual(part).tangent for part in (call.query, call.key))  # type: ignore[no-untyped-call]
+        return query[:, :, 0], key[:, :, 0]
 
 
 def _mismatch(probe: Probe, maps: Maps, *, up_to_scale: bool = False) -> str | None:
@@ -208,7 +207,7 @@ def _rotation(probe: Probe, known: list[Tensor]) -> Tensor | None:
     depends on distances only, R(i) R(j)ᵀ = R(i−j), is checked (Su et al. 2021, RoFormer, Eq. 16). Sites mostly share
     a rotation: one that is `known` and fits is taken, a new one is entered there.
     """
-    positions = probe.reached.arguments[probe.input_name].shape[1]
+    positions = probe.reached.arguments[probe.reached.input_name].shape[1]
     if positions < 2 or probe.reached.site.part == "cross":
         return None
     with torch.no_grad():

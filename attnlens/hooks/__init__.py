@@ -1,8 +1,18 @@
 """How is a running model's attention reached? Through transformers' own interface: watch it, or replace its kernel."""
 
 from attnlens.hooks.call import Call, Kernel, attend, exponential
-from attnlens.hooks.door import Door, opened, replace, watch
-from attnlens.hooks.survey import IDENTITY_TOLERANCE, Reached, as_dtype, forward, identity_error, survey, unreached
+from attnlens.hooks.door import Door, implementation, is_attention, opened, replace, watch
+from attnlens.hooks.survey import (
+    IDENTITY_TOLERANCE,
+    Reached,
+    allow_float64,
+    as_dtype,
+    forward,
+    identity_error,
+    real_outputs,
+    survey,
+    unreached,
+)
 
 __all__ = [
     "IDENTITY_TOLERANCE",
@@ -10,12 +20,16 @@ __all__ = [
     "Door",
     "Kernel",
     "Reached",
+    "allow_float64",
     "as_dtype",
     "attend",
     "exponential",
     "forward",
     "identity_error",
+    "implementation",
+    "is_attention",
     "opened",
+    "real_outputs",
     "replace",
     "survey",
     "unreached",

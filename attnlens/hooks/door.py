@@ -35,18 +35,31 @@ def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator
         return answer(read_call(module, query, key, value, attention_mask, more)), None
 
     name = f"attnlens_{next(_door_numbers)}"
-    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, eager_mask)
     try:
-        _refuse_hand_written(model)
+        with implementation(model, name):
+            yield
+    finally:
+        del AttentionInterface._global_mapping[name]
+        del AttentionMaskInterface._global_mapping[name]
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Inside the block the model uses the attention implementation `name`; every configuration is restored at its end.
+
+    Raises ModelError where the model's class does not support the interface.
+    """
+    if not model._can_set_attn_implementation():
+        raise out_of_reach(model)
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
         model.set_attn_implementation(name)
         yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-        del AttentionInterface._global_mapping[name]
-        del AttentionMaskInterface._global_mapping[name]
+        for config, own in before:
+            config._attn_implementation_internal = own
 
 
 @dataclass
@@ -115,11 +128,6 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(
         {id(config): config for config in [*configs, *nested] if hasattr(config, "_attn_implementation")}.values()
     )
-
-
-def _refuse_hand_written(model: PreTrainedModel) -> None:
-    if not model._can_set_attn_implementation():
-        raise out_of_reach(model)
 
 
 def out_of_reach(model: PreTrainedModel) -> ModelError:

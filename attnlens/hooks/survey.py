@@ -38,6 +38,11 @@ class Reached:
     """What the module asked for."""
 
     @property
+    def input_name(self) -> str:
+        """The name of the module's input: by transformers' convention the first tensor among its arguments."""
+        return next(name for name, value in self.arguments.items() if isinstance(value, Tensor))
+
+    @property
     def other(self) -> str | None:
         """The name of the argument that carries the other sequence of a cross-attention."""
         return next((name for name in CROSS_INPUTS if self.arguments.get(name) is not None), None)
@@ -95,10 +100,15 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
     return model(**inputs, **more)
 
 
-def outputs(result: Any) -> list[Tensor]:
-    """The floating-point tensors of a model's output, nested tuples left out."""
+def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The floating-point tensors of a model's output at its real tokens; nested tuples are left out.
+
+    Padding is left out because a padded query may have no key at all, and then implementations differ rightly.
+    """
     values = result.to_tuple() if hasattr(result, "to_tuple") else result
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    masks = [inputs[name].bool() for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
+    return [next((tensor[mask] for mask in masks if mask.shape == tensor.shape[:2]), tensor) for tensor in tensors]
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
@@ -110,8 +120,15 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> floa
     error = _identity_error(model, inputs)
     if error > IDENTITY_TOLERANCE and model.dtype != torch.float64:
         precise = nn.Module.double(copy.deepcopy(model))
+        allow_float64(precise)
         return _identity_error(precise, as_dtype(inputs, torch.float64))
     return error
+
+
+def allow_float64(model: PreTrainedModel) -> None:
+    """Let a mixture of experts run in float64, which its default grouped product refuses; the result is the same."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -121,9 +138,9 @@ def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
     with torch.no_grad():
-        own = outputs(forward(model, inputs))
+        own = real_outputs(forward(model, inputs), inputs)
         with opened(model, lambda call: attend(call, exponential)):
-            again = outputs(forward(model, inputs))
+            again = real_outputs(forward(model, inputs), inputs)
     pairs = [(a.double(), b.double()) for a, b in zip(own, again, strict=True)]
     return max(float((a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny)) for a, b in pairs)
 

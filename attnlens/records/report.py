@@ -158,8 +158,8 @@ class File(Record):
 class Conventions(Record):
     """How the model's attention is put together, as far as it changes what the measures mean."""
 
-    position: Literal["absolute", "rotary", "bias", "none"]
-    """How positions enter the scores: through the inputs, as a rotation, as an added bias, or not visibly."""
+    position: Literal["absolute", "rotary", "bias"]
+    """How positions enter the scores: through the inputs if at all, as a rotation, or as an added bias."""
     qk_norm: bool
     """Whether queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
     bias: Literal["excluded", "none"]
@@ -277,6 +277,27 @@ class Summary(Record):
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
 
 
+class SiteCheck(Record):
+    """Whether what attnlens reads at one site is what the model computes (`doctor`)."""
+
+    site: str
+    """The site's name."""
+    part: Part
+    """encoder, decoder or cross."""
+    heads: int
+    """How many heads it has."""
+    route: str
+    """How its weights were read."""
+    tokens_error: Number | None
+    """‖P − P_model‖ / ‖P_model‖ of the attention matrices from the captured queries and keys."""
+    weights_error: Number | None
+    """The same from the weights times the module's inputs."""
+    reason: str | None = None
+    """Why an error is missing."""
+    passed: bool
+    """Whether no error exceeds the tolerance."""
+
+
 class Report(Record):
     """Everything that one command found; the same type for every command."""
 
@@ -300,6 +321,8 @@ class Report(Record):
     """The model in a few numbers."""
     checks: list[dict[str, JsonValue]] = []
     """Checks that were asked for, and how they went."""
+    doctor: list[SiteCheck] = []
+    """Site by site, whether what attnlens reads is what the model computes."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: int = 0

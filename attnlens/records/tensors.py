@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -97,3 +98,32 @@ class QueryKey:
     def bilinear(self) -> bool:
         """Whether the logits are exactly scale · q kᵀ, so that head_dim cores may replace the n × n matrix."""
         return self.softcap is None and self.bias is None
+
+    def select(self, heads: Sequence[int]) -> QueryKey:
+        """The same site with only the heads at these indices (all key heads stay: `key_of` points at them)."""
+        index = list(heads)
+        return replace(
+            self,
+            query=self.query[..., index, :, :],
+            heads=tuple(self.heads[head] for head in index),
+            key_of=tuple(self.key_of[head] for head in index),
+            allowed=_of_heads(self.allowed, index),
+            bias=_of_heads(self.bias, index),
+            sinks=None if self.sinks is None else self.sinks[index],
+        )
+
+    def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:
+        """The same site with only these sequences of a batch, and of those only these queries and keys."""
+        rows = list(batch)
+        return replace(
+            self,
+            query=self.query[rows][:, :, queries],
+            key=self.key[rows][:, :, keys],
+            allowed=None if self.allowed is None else self.allowed[rows][:, :, queries][..., keys],
+            bias=None if self.bias is None else self.bias[rows][:, :, queries][..., keys],
+        )
+
+
+def _of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
+    """The heads of a mask or bias; one that all heads share stays as it is."""
+    return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

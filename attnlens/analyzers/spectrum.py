@@ -1,0 +1,192 @@
+"""How fast do the head's singular values fall, and so which rank does it need?"""
+
+from __future__ import annotations
+
+from attnlens.records import QueryKey
+from attnlens.registry import MeasureInfo, Readings, analyzer
+
+ZERO = "the matrix is zero"
+NO_LAW = "no clear law: the two best differ by less than 2 in AIC, or there are fewer than four singular values"
+WEIGHTS = (
+    MeasureInfo(
+        "weights.stable_rank",
+        "how many directions carry M's size",
+        "‖M‖_F²/‖M‖₂²",
+        low=1,
+        self_only=False,
+        missing=ZERO,
+    ),
+    MeasureInfo(
+        "weights.effective_rank",
+        "how many directions M uses, by entropy (Roy & Vetterli 2007)",
+        "exp(−Σ p log p), p = σ/Σσ",
+        low=1,
+        self_only=False,
+        missing=ZERO,
+    ),
+    MeasureInfo(
+        "weights.rank90",
+        "rank that keeps 90 % of M's squared size",
+        "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
+        low=1,
+        self_only=False,
+        missing=ZERO,
+    ),
+    MeasureInfo(
+        "weights.decay_law",
+        "the law that M's singular values follow best, by AIC",
+        "σ_l = a, a·e^{−bl} or a·l^{−b}",
+        self_only=False,
+        labels=("flat", "exponential", "power"),
+        missing=NO_LAW,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "weights.decay",
+        "rate b of that law",
+        "b in a·e^{−bl} or a·l^{−b}; 0 if flat",
+        low=0,
+        self_only=False,
+        missing=NO_LAW,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "weights.decay_r2",
+        "how well that law fits log σ",
+        "R² of the fit to log σ_l; 0 if flat",
+        low=0,
+        high=1,
+        self_only=False,
+        missing=NO_LAW,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "weights.singular_values",
+        "singular values of M, descending; under RoPE of the joint kernel on content and position, per position",
+        "σ_l(M)",
+        low=0,
+        curve=True,
+        self_only=False,
+    ),
+)
+
+UNIFORM = "attention is even: nothing is left of it once centred"
+TOKENS = (
+    MeasureInfo(
+        "tokens.entropy",
+        "how spread out attention is: 0 on one key, 1 on all allowed keys alike (a sink counts as a key)",
+        "mean over queries of −Σ p log p/log(allowed keys)",
+        low=0,
+        high=1,
+        self_only=False,
+        missing="no query may choose between keys",
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.max_weight",
+        "largest attention weight of a query, on average",
+        "mean over queries of max_j p_ij",
+        low=0,
+        high=1,
+        self_only=False,
+        missing="no query may see a key",
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.effective_rank",
+        "how many directions the attention matrix P uses, by entropy",
+        "exp(−Σ p log p), p = σ(P)/Σσ(P)",
+        low=1,
+        self_only=False,
+        missing=ZERO,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.rank90",
+        "rank that keeps 90 % of P's squared size",
+        "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
+        low=1,
+        self_only=False,
+        missing=ZERO,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.centred_effective_rank",
+        "effective rank of P times the centring, which takes away even attention",
+        "effective rank of P(I − 11ᵀ/n) = P − 11ᵀ/n",
+        low=1,
+        self_only=False,
+        missing=UNIFORM,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.logit_rank90",
+        "rank that keeps 90 % of the logits' squared size",
+        "least k with Σ_{l≤k}σ(L)² ≥ 0.9·Σσ(L)²",
+        low=1,
+        self_only=False,
+        missing="all logits are zero",
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.singular_values",
+        "share of P's singular values in its k largest (Chen et al. 2023, Figure 1)",
+        "Σ_{l≤k}σ/Σσ",
+        low=0,
+        high=1,
+        curve=True,
+        self_only=False,
+        has_null=False,
+    ),
+    MeasureInfo(
+        "tokens.singular_values_energy",
+        "share of P's squared singular values in its k largest",
+        "Σ_{l≤k}σ²/Σσ²",
+        low=0,
+        high=1,
+        curve=True,
+        self_only=False,
+        has_null=False,
+    ),
+)
+
+
+@analyzer("spectrum", source="weights", measures=WEIGHTS)
+def of_weights(query_key: QueryKey) -> Readings:
+    """How fast do the singular values of a head's bilinear form fall?"""
+    from attnlens import linalg
+
+    values = linalg.core(query_key, linalg.grams(query_key)).singular_values
+    law, rate, fit = linalg.decay_law(values)
+    return {
+        "weights.stable_rank": linalg.stable_rank(values),
+        "weights.effective_rank": linalg.effective_rank(values),
+        "weights.rank90": linalg.rank_at(values, 0.9),
+        "weights.decay_law": law,
+        "weights.decay": rate,
+        "weights.decay_r2": fit,
+        "weights.singular_values": values,
+    }
+
+
+@analyzer("spectrum", source="tokens", measures=TOKENS)
+def of_tokens(query_key: QueryKey) -> Readings:
+    """How spread out is a head's attention, and which rank does it need?"""
+    from attnlens import linalg
+
+    values = linalg.singular_values(query_key.attention)
+    beyond = linalg.singular_values(linalg.centred(query_key.attention))
+    if query_key.bilinear:
+        logits = linalg.product_singular_values(query_key.query, query_key.paired_key)
+    else:
+        logits = linalg.singular_values(query_key.logits)
+    return {
+        "tokens.entropy": linalg.entropy(query_key),
+        "tokens.max_weight": linalg.max_weight(query_key),
+        "tokens.effective_rank": linalg.effective_rank(values),
+        "tokens.rank90": linalg.rank_at(values, 0.9),
+        "tokens.centred_effective_rank": linalg.effective_rank(beyond),
+        "tokens.logit_rank90": linalg.rank_at(logits, 0.9),
+        "tokens.singular_values": linalg.cumulative(values),
+        "tokens.singular_values_energy": linalg.cumulative(values.square()),
+    }

@@ -1,0 +1,184 @@
+"""What can be typed? Each command parses, calls one function, and shows what comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import attnlens
+from attnlens.cli import options as opt
+from attnlens.cli.show import Outputs, console, guarded, progress
+
+app = typer.Typer(
+    name="attnlens",
+    help="Look at the attention of pretrained transformers as kernel machines.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the program."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attnlens {attnlens.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+@guarded
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Look at the attention of pretrained transformers as kernel machines."""
+    commands = getattr(context.command, "commands", {})
+    known = {parameter.name for command in commands.values() for parameter in command.params if parameter.name}
+    found = opt.defaults(Path.cwd(), known)
+    context.default_map = dict.fromkeys(commands, found)
+
+
+def _model(name: str | None, *, quiet: bool) -> str:
+    if name is None and not quiet:
+        console(stderr=True).print("No model named: using demo, the small model that ships with attnlens.")
+    return name or "demo"
+
+
+@app.command()
+@guarded
+def inspect(
+    model: opt.Model = None,
+    source: opt.Source = "both",
+    analyzer: opt.Analyzers = None,
+    layers: opt.Layers = None,
+    heads: opt.Heads = None,
+    text: opt.Text = None,
+    tokens: opt.Tokens = None,
+    sequences: opt.Sequences = 32,
+    batch_size: opt.BatchSize = 8,
+    pack: opt.Pack = True,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    csv: opt.Csv = None,
+    png: opt.Png = None,
+    html: opt.Html = None,
+    markdown: opt.Markdown = None,
+    all_heads: opt.AllHeads = False,
+    strict: opt.Strict = False,
+    offline: opt.Offline = False,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    allow_pickle: opt.AllowPickle = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    no_progress: opt.NoProgress = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Show per head whether its kernel is symmetric and positive definite, and how fast its spectrum falls."""
+    outputs = Outputs(json, csv, png, html, markdown, all_heads, quiet, verbose)
+    outputs.check()
+    asked = {
+        "source": opt.chosen("source", source, ("weights", "tokens", "both")),
+        "analyzers": analyzer or (),
+        "layers": opt.numbers("layers", layers),
+        "heads": opt.numbers("heads", heads),
+        "text": text or (),
+        "tokens": tokens,
+        "sequences": sequences,
+        "batch_size": batch_size,
+        "pack": pack,
+        "seed": seed,
+    }
+    loading = _loading(device, dtype, offline, revision, trust_remote_code, allow_pickle)
+    _inspect(_model(model, quiet=quiet), asked | loading, outputs, shown=not (quiet or no_progress), strict=strict)
+
+
+def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, shown: bool, strict: bool) -> None:
+    from attnlens import run
+
+    try:
+        with progress(shown=shown) as tell:
+            report = run.inspect(model, progress=tell, **settings)
+    except run.Interrupted as stop:
+        outputs.show(stop.report)
+        outputs.write(stop.report)
+        raise typer.Exit(130) from None
+    outputs.show(report)
+    outputs.write(report)
+    if strict and not report.coverage.complete:
+        raise typer.Exit(3)
+
+
+def _loading(
+    device: str, dtype: str, offline: bool, revision: str | None, trust_remote_code: bool, allow_pickle: bool
+) -> dict[str, Any]:
+    return {
+        "device": device,
+        "dtype": dtype,
+        "offline": offline,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "allow_pickle": allow_pickle,
+    }
+
+
+@app.command()
+@guarded
+def doctor(
+    model: opt.Model = None,
+    text: opt.Text = None,
+    tokens: opt.DoctorTokens = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    json: opt.Json = None,
+    offline: opt.Offline = False,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    allow_pickle: opt.AllowPickle = False,
+    quiet: opt.Quiet = False,
+    no_progress: opt.NoProgress = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Prove on this model that what attnlens reads is what the model computes (in float64); exit 2 where it is not."""
+    from attnlens import run
+
+    outputs = Outputs(json, quiet=quiet)
+    outputs.check()
+    loading = _loading(device, "float64", offline, revision, trust_remote_code, allow_pickle)
+    with progress(shown=not (quiet or no_progress)) as tell:
+        report = run.doctor(
+            _model(model, quiet=quiet), text=text or (), tokens=tokens, seed=seed, progress=tell, **loading
+        )
+    outputs.show_doctor(report)
+    outputs.write(report)
+    if not run.sound(report):
+        raise typer.Exit(2)
+
+
+@app.command(name="list")
+@guarded
+def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
+    """List analyzers and measures with their one-line meaning, or print the report's JSON Schema."""
+    kind = what and opt.chosen("list", what, ("analyzers", "measures", "schema"))
+    if kind == "schema":
+        from attnlens.records import json_schema
+
+        typer.echo(json_schema(), nl=False)
+        return
+    from attnlens import registry, tables
+
+    shown = console()
+    if kind != "measures":
+        shown.print(tables.analyzers_table(registry.analyzers()))
+    if kind != "analyzers":
+        shown.print(tables.measures_table(registry.measure_infos().values()))

@@ -1,0 +1,158 @@
+"""How are results shown and written? Product on stdout or in files, talk and progress on stderr."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from attnlens.errors import AttnlensError
+from attnlens.files import check_writable, write_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from attnlens.records import Report
+
+PLAIN_SECONDS = 10.0
+"""How often progress is told where nothing can be animated."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where text goes; imported late, so that `--help` loads no tables."""
+    from attnlens.tables import console
+
+    return console(stderr=stderr)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the results go."""
+
+    json: str | None = None
+    csv: Path | None = None
+    png: Path | None = None
+    html: Path | None = None
+    markdown: Path | None = None
+    all_heads: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    def check(self) -> None:
+        """Find out now, and not after the work, whether every file can be written (OutputError)."""
+        paths = [self.csv, self.png, self.html, self.markdown]
+        for path in [*paths, None if self.json in (None, "-") else Path(str(self.json))]:
+            if path is not None:
+                check_writable(path)
+
+    def write(self, report: Report) -> None:
+        """Write every file asked for, and tell which."""
+        from attnlens import html, plots, tables
+
+        written: list[Path] = []
+        texts = ((self.csv, tables.csv), (self.markdown, tables.markdown), (self.html, html.page))
+        for path, make in texts:
+            if path is not None:
+                write_atomically(path, make(report).encode())
+                written.append(path)
+        if self.png is not None:
+            written += plots.save_all(report, self.png)
+        if self.json == "-":
+            sys.stdout.write(report.to_json())
+        elif self.json is not None:
+            report.write_json(self.json)
+            written.append(Path(self.json))
+        if written and not self.quiet:
+            console(stderr=True).print(
+                "Wrote " + ", ".join(str(path) for path in written), soft_wrap=True, markup=False
+            )
+
+    def show(self, report: Report) -> None:
+        """The tables, on stdout unless the JSON goes there."""
+        from attnlens import tables
+
+        if self.quiet:
+            return
+        shown = console(stderr=self.json == "-")
+        shown.print(tables.summary(report))
+        if self.all_heads:
+            shown.print(tables.all_heads(report))
+        if self.verbose:
+            shown.print(tables.details(report))
+
+    def show_doctor(self, report: Report) -> None:
+        """The table of `doctor`."""
+        from attnlens import tables
+
+        if not self.quiet:
+            console(stderr=self.json == "-").print(tables.doctor_table(report.doctor))
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn errors into two lines and exit code 2, and an interruption into 130; a traceback only with --debug."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except AttnlensError as error:
+            if kwargs.get("debug"):
+                raise
+            console(stderr=True).print(f"Error: {error.problem}\n{error.remedy}", soft_wrap=True, markup=False)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            if kwargs.get("debug"):
+                raise
+            console(stderr=True).print("Interrupted.")
+            raise typer.Exit(130) from None
+
+    return run
+
+
+@contextmanager
+def progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar with ETA on a terminal, else one plain line now and then; yields (stage, done, total) → None."""
+    talk = console(stderr=True)
+    if not shown:
+        yield lambda _stage, _done, _total: None
+    elif talk.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true"):
+        with _bars(talk) as tell:
+            yield tell
+    else:
+        yield _plain(talk)
+
+
+@contextmanager
+def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=talk, transient=True) as bars:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield tell
+
+
+def _plain(talk: Console) -> Callable[[str, int, int], None]:
+    last = time.monotonic()
+
+    def tell(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_SECONDS:
+            last = time.monotonic()
+            talk.print(f"{stage}: {done} of {total}")
+
+    return tell

@@ -1,0 +1,46 @@
+"""What can be said about factored matrices A Bᵀ without forming them? Pure maths on tensors, in float64."""
+
+from attnlens.linalg.anatomy import Anatomy, anatomy
+from attnlens.linalg.attention import centred, entropy, max_weight
+from attnlens.linalg.cores import Core, core
+from attnlens.linalg.definite import definite
+from attnlens.linalg.grams import Grams, grams
+from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.rotation import Rotation
+from attnlens.linalg.spectra import (
+    cumulative,
+    decay_law,
+    effective_rank,
+    product_singular_values,
+    rank_at,
+    singular_values,
+    stable_rank,
+)
+from attnlens.linalg.symmetries import directionality, distance_traces, layer_symmetry, symmetry, symmetry_by_distance
+
+__all__ = [
+    "Anatomy",
+    "Core",
+    "Grams",
+    "Rotation",
+    "anatomy",
+    "centred",
+    "core",
+    "cumulative",
+    "decay_law",
+    "definite",
+    "directionality",
+    "distance_traces",
+    "effective_rank",
+    "entropy",
+    "grams",
+    "layer_symmetry",
+    "max_weight",
+    "over_heads",
+    "product_singular_values",
+    "rank_at",
+    "singular_values",
+    "stable_rank",
+    "symmetry",
+    "symmetry_by_distance",
+]

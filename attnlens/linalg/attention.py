@@ -1,0 +1,54 @@
+"""How concentrated is an attention matrix?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from attnlens.records import QueryKey
+
+
+def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+    """Mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 one key, 1 all alike.
+
+    Queries with fewer than two allowed keys are left out; NaN where none is left. A sink logit counts as one more
+    allowed key, with the probability that it takes.
+    """
+    attention = query_key.attention
+    choices = _allowed_keys(query_key)
+    spread = torch.special.entr(attention).sum(-1)
+    if query_key.sinks is not None:
+        choices = choices + 1
+        spread = spread + torch.special.entr((1 - attention.sum(-1)).clamp(min=0))
+    chooses = choices >= 2
+    return _mean(spread / torch.where(chooses, choices, 2.0).log(), chooses)
+
+
+def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+    """Mean over queries of max_j p_ij, in [0, 1]; queries that may see nothing are left out, NaN where none is left."""
+    return _mean(query_key.attention.amax(-1), _allowed_keys(query_key) >= 1)
+
+
+def centred(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
+    """P(I − 11ᵀ/m), which is P − 11ᵀ/m where rows sum to 1: attention beyond the even one. Rounding becomes zero."""
+    beyond = attention - attention.mean(-1, keepdim=True)
+    border = torch.finfo(attention.dtype).eps * attention.shape[-1] * torch.linalg.matrix_norm(attention)
+    # Strict: an even matrix leaves rounding of at most this norm.
+    return torch.where((torch.linalg.matrix_norm(beyond) > border)[..., None, None], beyond, 0.0)
+
+
+def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
+    """How many keys each query may see."""
+    rows = query_key.attention[..., 0]
+    if query_key.allowed is None:
+        return torch.full_like(rows, query_key.key.shape[-2])
+    return query_key.allowed.sum(-1).to(rows).expand_as(rows)
+
+
+def _mean(values: Float[Tensor, "*batch n"], where: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
+    return torch.where(where, values, 0.0).sum(-1) / where.sum(-1)

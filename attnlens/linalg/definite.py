@@ -1,0 +1,79 @@
+"""Is the kernel matrix exp(L) positive semidefinite, symmetrised? A verdict without eigenvalues."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.linalg.parallel import over_heads
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+EPS = torch.finfo(torch.float64).eps
+GLANCE = 128
+"""Tokens of the leading block that is searched for a witness before the whole matrix is."""
+POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
+
+
+def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch heads"]:
+    """1 where sym K = (K + Kᵀ)/2, K_ij = exp(L_ij), is positive semidefinite up to rounding, 0 if not, NaN undecided.
+
+    Scaled to unit diagonal, a congruence, so that nothing overflows and the verdict stays. Any entry above 1 then
+    proves it indefinite by its 2 × 2 minor, in a leading block as in the whole; what no entry decides, Cholesky does.
+    """
+    return over_heads(_verdicts, logits)
+
+
+def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
+    verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
+    n = logits.shape[-1]
+    for size in sorted({min(n, GLANCE), n}):
+        open_ = verdicts.isnan().nonzero()[:, 0]
+        kernel, rounding = _unit_kernel(logits[open_, :size, :size])
+        witnessed = _witness(kernel, rounding)
+        verdicts[open_[witnessed]] = INDEFINITE
+    verdicts[open_[~witnessed]] = _by_cholesky(kernel[~witnessed], rounding[~witnessed])
+    return verdicts
+
+
+def _unit_kernel(logits: Float[Tensor, "some n n"]) -> tuple[Float[Tensor, "some n n"], Float[Tensor, " some"]]:
+    """sym K scaled to unit diagonal, and the relative rounding of a sum over it, eps · max(n, largest logit).
+
+    Exponents are cut off at 1: such an entry is above e/2 > 1 either way, and so a witness.
+    """
+    diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
+    kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()
+    low, high = logits.flatten(1).aminmax(dim=-1)
+    largest = torch.maximum(-low, high).clamp(min=logits.shape[-1])
+    return (kernel + kernel.mT).div_(2), EPS * largest
+
+
+def _witness(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
+    """Whether an entry exceeds 1, so that a 2 × 2 minor has the eigenvalue 1 − entry < 0."""
+    # Strict, and beyond rounding times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
+    return kernel.flatten(1).amax(-1) > 1 + rounding * kernel.shape[-1]
+
+
+def _by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
+    """Positive where K + tol has a Cholesky factor, indefinite where not even K + 4 tol has; tol = rounding · ‖K‖_∞.
+
+    The factorisation's own rounding is below tol, so success means λ_min > −2 tol, failure at 4 tol λ_min < −3 tol.
+    Between the two the matrix is as near to the border as its rounding, and no verdict is given.
+    """
+    tolerance = rounding * kernel.sum(-1).amax(-1)
+    positive = _factors(kernel, tolerance)
+    verdicts = torch.where(positive, POSITIVE, UNDECIDED).to(kernel)
+    rest = ~positive
+    verdicts[rest] = torch.where(_factors(kernel[rest], 4 * tolerance[rest]), UNDECIDED, INDEFINITE).to(kernel)
+    return verdicts
+
+
+def _factors(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
+    """Whether K + shift · I has a Cholesky factor."""
+    shifted = kernel.clone()
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+    failed: Tensor = torch.linalg.cholesky_ex(shifted).info
+    return failed == 0

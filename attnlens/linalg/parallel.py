@@ -1,0 +1,51 @@
+"""How is LAPACK run on many small matrices? One BLAS thread each, in a pool over the leading axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PIECE = 1 << 18
+"""Numbers in one worker's piece: 2 MB of float64 stay in the second-level cache."""
+
+
+def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | None = None) -> Tensor:
+    """`function` of stacks of matrices (*lead, a, b), cut along `lead` and run by a pool of threads.
+
+    `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). Each worker has a single
+    BLAS thread, because two of them on one small matrix mostly wait for each other. `workers` defaults to torch's own
+    number of threads. Tensors on an accelerator go to `function` as they are.
+    """
+    lead = stacks[0].shape[:-2]
+    flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
+    if flat[0].is_cpu and len(flat[0]) > 0:
+        result = torch.cat(_in_pool(function, flat, workers or torch.get_num_threads()))
+    else:
+        result = function(*flat)
+    return result.reshape(*lead, *result.shape[1:])
+
+
+def _in_pool(function: Callable[..., Tensor], stacks: list[Tensor], workers: int) -> list[Tensor]:
+    largest = max(stack[0].numel() for stack in stacks)
+    step = max(1, min(PIECE // max(largest, 1), -(-len(stacks[0]) // workers)))
+    pieces = zip(*(torch.split(stack, step) for stack in stacks), strict=True)
+    threads = torch.get_num_threads()
+    gradients = torch.is_grad_enabled()
+
+    def run(piece: tuple[Tensor, ...]) -> Tensor:
+        # Whether gradients are recorded is a thread's own setting, and the workers start with torch's default.
+        with torch.set_grad_enabled(gradients):
+            return function(*piece)
+
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(run, pieces))
+    finally:
+        # set_num_threads is each thread's own, but it is also the start value of threads that begin later.
+        torch.set_num_threads(threads)

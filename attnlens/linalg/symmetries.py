@@ -1,0 +1,122 @@
+"""How symmetric is s · W_Q W_Kᵀ, and does it point from rows to columns or back?"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.linalg.grams import Grams
+from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.rotation import Rotation
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from attnlens.records import QueryKey
+
+
+def symmetry(query_key: QueryKey, grams: Grams) -> Float[Tensor, "*batch heads"]:
+    """(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
+
+    Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. NaN for a zero matrix.
+    """
+    return _over_distances(*distance_traces(query_key, grams))
+
+
+def symmetry_by_distance(query_key: QueryKey, grams: Grams) -> Float[Tensor, "*batch heads positions"]:
+    """2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
+    crossed, squared = distance_traces(query_key, grams)
+    return crossed / squared
+
+
+def distance_traces(
+    query_key: QueryKey, grams: Grams
+) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
+    """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
+
+    Without rotation there is one position: tr(CC) and tr(G_Q G_K).
+    """
+    if query_key.rotation is None:
+        crossed = (grams.cross * grams.cross.mT).sum((-2, -1))
+        return crossed[..., None], (grams.query * grams.key).sum((-2, -1))[..., None]
+    rotation = Rotation.of(query_key.rotation)
+    query, key, cross = (gram.unsqueeze(-3) for gram in (grams.query, grams.key, grams.cross))
+    return rotation.traces(cross, cross), (rotation.traces(query, key) + rotation.traces(key, query)) / 2
+
+
+def layer_symmetry(query_key: QueryKey) -> float | None:
+    """The symmetry of Σ_h M_h, the heads of a site summed (Saponati et al. 2025, their layer score), in [−1, 1].
+
+    The sum is that of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ, each query head with its own key head;
+    under rotation with the distances of `symmetry`. For a QueryKey without batch axes. None for a zero matrix, and in
+    cross-attention.
+    """
+    if query_key.site.part == "cross":
+        return None
+    score = float(_summed_symmetry(query_key))
+    return None if math.isnan(score) else score
+
+
+def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
+    query, key = _beside(query_key.query), _beside(query_key.paired_key)
+    if query_key.rotation is None:
+        matrix = query @ key.mT
+        return (matrix * matrix.mT).sum() / matrix.square().sum()
+    rotation = Rotation.of(query_key.rotation)
+    query_gram, key_gram, cross = query.mT @ query, key.mT @ key, key.mT @ query
+    squared = _block_traces(rotation, query_gram, key_gram) + _block_traces(rotation, key_gram, query_gram)
+    return _over_distances(_block_traces(rotation, cross, cross), squared / 2)
+
+
+def directionality(query_key: QueryKey, grams: Grams) -> Float[Tensor, "*batch heads"]:
+    """(r − c)/(r + c) in [−1, 1]; r (c) sums the norms of M's rows (columns) above mean + 2 sd (Saponati et al. 2025).
+
+    The published sign; 0 where no row and no column stands out. Row norms² are diag(W_Q G_K W_Qᵀ). Under rotation a
+    row's norm is pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
+    """
+    query_gram, key_gram = grams.query, grams.key
+    if query_key.rotation is not None:
+        rotation = Rotation.of(query_key.rotation)
+        query_gram, key_gram = (rotation.transposed.averaged(rotation.averaged(x)) for x in (query_gram, key_gram))
+    rows = _outstanding(over_heads(_row_norms, query_key.query, key_gram))
+    columns = _outstanding(over_heads(_row_norms, query_key.paired_key, query_gram))
+    none = rows + columns == 0
+    return torch.where(none, 0.0, (rows - columns) / torch.where(none, 1.0, rows + columns))
+
+
+def _row_norms(factor: Tensor, gram: Tensor) -> Tensor:
+    factor = factor.double()
+    # Rounding may leave a zero row's square below zero.
+    return ((factor @ gram) * factor).sum(-1).clamp(min=0).sqrt()
+
+
+def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+    """The sum of the norms that exceed mean + 2 sd (unbiased), strictly, as Saponati et al. define it."""
+    border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
+    return torch.where(norms > border, norms, 0.0).sum(-1)
+
+
+def _over_distances(
+    crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
+) -> Float[Tensor, "*batch"]:
+    """Σ_Δ of the one over Σ_Δ of the other over all |Δ| < positions: every distance but 0 counts twice."""
+    return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
+
+
+def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
+    """The heads' factors side by side."""
+    return factor.double().transpose(0, 1).flatten(1)
+
+
+def _block_traces(
+    rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
+) -> Float[Tensor, " positions"]:
+    """Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)) over the head_dim blocks of both, one row of blocks at a time for memory."""
+    size = rotation.size
+    heads = len(left) // size
+    x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
+    rows = [rotation.traces(x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
+    return torch.stack(rows).sum(0)

@@ -1,0 +1,167 @@
+"""How does a model get from its name into memory, and what can be said of it before it has run?"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from attnlens.errors import ModelError
+from attnlens.files import sha256
+from attnlens.models.heads import Kind, kind_of, model_class, refuse_own_code
+from attnlens.models.hub import first_line
+from attnlens.models.placement import device_of, dtype_of
+from attnlens.models.places import Place, find
+from attnlens.models.quiet import quiet
+from attnlens.models.soundness import check_whole, nonfinite_tensors
+from attnlens.models.tokenizers import load_tokenizer
+from attnlens.records import File, ModelInfo
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Kind", "Loaded", "Loading", "load", "nonfinite_tensors"]
+
+
+class Loading(TypedDict, total=False):
+    """The options of `load`, for functions that pass them on."""
+
+    revision: str | None
+    dtype: str
+    device: str
+    offline: bool
+    trust_remote_code: bool
+    allow_pickle: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode without gradients, and what belongs to it."""
+
+    model: PreTrainedModel
+    """The model, with the head that the checkpoint names."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """Its tokenizer, or None."""
+    tokenizer_problem: str
+    """Why there is no tokenizer; empty where there is one."""
+    info: ModelInfo
+    """Which model it is; its conventions are not known yet."""
+    kind: Kind
+    """What it reads."""
+    missing_keys: tuple[str, ...] = ()
+    """Parameters that the checkpoint lacks, so that they hold random numbers."""
+
+
+def load(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> Loaded:
+    """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
+
+    `dtype="auto"` is the checkpoint's own type, but half precision is raised to float32 on the CPU, where it is slow
+    and inaccurate; a GGUF file is dequantised. `device="auto"` is the first of cuda, mps, cpu that is there.
+    `offline` looks into the local cache and never at the network; without it, a hub that does not answer within two
+    seconds is left alone in the same way. Nothing asks a question on stdin.
+
+    Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
+    is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
+    its weights don't fit its config, or there is no such device.
+    """
+    place_on = device_of(device)
+    place = find(name, revision, offline=offline, allow_pickle=allow_pickle)
+    if not trust_remote_code:
+        refuse_own_code(place.config, place.id)
+    check_whole(place.weights)
+    _check_packages(place)
+    with quiet():
+        config = _config(place, trust_remote_code)
+        model, missing = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
+        tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+    model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
+    return Loaded(model, tokenizer, problem, _info(place, model), kind_of(model), missing)
+
+
+def _info(place: Place, model: PreTrainedModel) -> ModelInfo:
+    return ModelInfo(
+        id=place.id,
+        revision=place.revision,
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        files=[File(name=file.name, sha256=sha256(file)) for file in place.weights],
+    )
+
+
+def _check_packages(place: Place) -> None:
+    """Raise ModelError where a GGUF file is to be read and one of the two packages that this takes is missing."""
+    from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+
+    if place.gguf and not (is_gguf_available() and is_accelerate_available()):
+        raise ModelError(
+            f"{place.file} needs the packages gguf and accelerate, which are not both installed.",
+            'Run: pip install "attnlens[gguf]"',
+        )
+
+
+def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            place.folder, trust_remote_code=trust_remote_code, **place.gguf
+        )
+    except _foreign_errors() as error:
+        raise ModelError(
+            f"The config of {place.id} can't be read: {first_line(error)}", "Is it a model that transformers knows?"
+        ) from error
+    return config
+
+
+def _model(
+    place: Place, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model, and the names of the parameters that its files lack."""
+    own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+    options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
+    if place.form == "safetensors":
+        config.transformers_weights = place.file
+    try:
+        model, found = named.from_pretrained(
+            place.folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=place.form == "safetensors",
+            output_loading_info=True,
+            local_files_only=True,
+            **place.gguf,
+            **options,
+        )
+    except _foreign_errors() as error:
+        raise ModelError(
+            f"The weights of {place.id} can't be loaded: {first_line(error)}", "Check that they belong to its config."
+        ) from error
+    missing = tuple(sorted(found["missing_keys"]))
+    if len(missing) >= len(list(model.parameters())):
+        raise ModelError(
+            f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
+            "Check the model's config.json.",
+        )
+    return model, missing
+
+
+def _foreign_errors() -> tuple[type[Exception], ...]:
+    """What transformers raises for files and settings that it can't use."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        *(OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError),
+        *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+    )

@@ -1,0 +1,133 @@
+"""How does a hub id become a folder on this machine, without waiting for a network that is not there?"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from attnlens.errors import ModelError
+
+PATIENCE = 2.0
+"""Seconds within which the hub must accept a connection."""
+ANSWER = 20.0
+"""Seconds within which it must answer the first question."""
+
+
+@dataclass(frozen=True)
+class Hub:
+    """One model of the hub at one revision."""
+
+    id: str
+    """`name` or `org/name`."""
+    revision: str | None
+    """Branch, tag or commit; None means the default branch."""
+
+    def fetched(self, wanted: Callable[[Collection[str]], list[str]]) -> Path:
+        """The folder that holds `wanted(names of all files)`, downloaded if need be; its name is the commit.
+
+        Without a connection the local cache answers. Raises ModelError where the model is unknown, gated or not
+        reachable, or the revision does not exist.
+        """
+        from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        # httpx's or httpx2's, whichever the hub's client is built on
+        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
+
+        if is_offline_mode():
+            return self.cached("HF_HUB_OFFLINE is set")
+        if not reachable(constants.ENDPOINT):
+            return self.cached("the hub can't be reached")
+        try:
+            siblings = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER).siblings or []
+            names = wanted([sibling.rfilename for sibling in siblings])
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=names))
+        except (HfHubHTTPError, HFValidationError) as error:
+            raise self._refusal(error) from error
+        except ConnectionFailure:
+            return self.cached("the hub can't be reached")
+
+    def cached(self, why: str) -> Path:
+        """The folder in the local cache, which alone is asked because of `why`; its name is the commit.
+
+        Raises ModelError where the cache does not have it.
+        """
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            # only the config is asked for: other programs cache only the files that they need
+            folder = snapshot_download(
+                self.id, revision=self.revision, allow_patterns="config.json", local_files_only=True
+            )
+        except HFValidationError as error:
+            raise self._refusal(error) from error
+        except LocalEntryNotFoundError:
+            raise ModelError(
+                f"{self} is no folder here and not in the local cache, and {why}.",
+                f"Where there is a network, run `hf download {self._words}`, or give the path of a folder.",
+            ) from None
+        return Path(folder)
+
+    def __str__(self) -> str:
+        return self.id if self.revision is None else f"{self.id}@{self.revision}"
+
+    @property
+    def _words(self) -> str:
+        return self.id if self.revision is None else f"{self.id} --revision {self.revision}"
+
+    def _refusal(self, error: Exception) -> ModelError:
+        """The hub's answer in two lines."""
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HFValidationError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        if isinstance(error, GatedRepoError):  # a child of RepositoryNotFoundError, so it comes first
+            return ModelError(
+                f"{self.id} is gated: its owner gives access on request.",
+                f"Ask on the page of {self.id} on the hub, then run `hf auth login`.",
+            )
+        if isinstance(error, RevisionNotFoundError):
+            return ModelError(f"{self.id} has no revision {self.revision!r}.", "See its branches and tags on the hub.")
+        if isinstance(error, RepositoryNotFoundError | HFValidationError):
+            return ModelError(
+                f"{self.id} is neither a folder here nor a model of the hub that you may see.",
+                "Check the spelling; for a private model run `hf auth login`.",
+            )
+        return ModelError(f"The hub does not hand out {self.id}: {first_line(error)}", "Try again later.")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says something, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def reachable(endpoint: str) -> bool:
+    """Whether `endpoint`, or the proxy that leads there, accepts a connection within PATIENCE seconds."""
+    parts = urlsplit(endpoint)
+    proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+    target = urlsplit(proxy if proxy and "://" in proxy else f"//{proxy}") if proxy else parts
+    port = target.port or (443 if target.scheme == "https" else 80)
+    answers: list[bool] = []
+
+    def knock() -> None:
+        try:
+            socket.create_connection((target.hostname or "", port), timeout=PATIENCE).close()
+            answers.append(True)
+        except OSError:
+            answers.append(False)
+
+    # a name that does not resolve may block for longer than any socket timeout, hence the thread
+    thread = Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return answers == [True]

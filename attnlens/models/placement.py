@@ -1,0 +1,54 @@
+"""On which device does a model run, and in which number type?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnlens.errors import ModelError, UsageError
+from attnlens.registry import checked_name
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+NO_SUCH = "Choose --device auto or --device cpu."
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`; `auto` is the first of cuda, mps, cpu that is there.
+
+    Raises UsageError for a word that names no device, ModelError for one that this machine does not have.
+    """
+    import torch
+
+    if name == "auto":
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device("cuda" if torch.cuda.is_available() else mps)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"There is no kind of device {name!r}.", "There are: auto, cpu, cuda, cuda:1, mps.") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"attnlens does not run on {name!r}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"This machine has no {name}: torch sees {torch.cuda.device_count()} CUDA devices.", NO_SUCH)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelError("This machine has no mps device that torch can use.", NO_SUCH)
+    return device
+
+
+def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:
+    """The type called `name`; `auto` is the checkpoint's own, but half precision is raised to float32 on the CPU.
+
+    There, half precision is slow, and its rounding would be read as asymmetry. Raises UsageError for an unknown name.
+    """
+    import torch
+
+    checked_name("dtype", name, DTYPES)
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float64 if config.dtype == torch.float64 else torch.float32
+    return "auto"

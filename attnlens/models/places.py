@@ -1,0 +1,184 @@
+"""Which files does a model's name mean? `demo`, a folder, a GGUF or safetensors file, or a model of the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attnlens.errors import ModelError, UsageError
+from attnlens.models.hub import Hub
+
+Form = Literal["safetensors", "pickle", "gguf"]
+
+DEMO = Path(__file__).parent.parent / "demo"
+CONFIG = "config.json"
+SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model lies on this machine, and in which form."""
+
+    id: str
+    """The name as given, without the revision."""
+    folder: Path
+    """The folder of config, tokenizer and weights."""
+    form: Form
+    """How the weights are stored."""
+    file: str
+    """The weight file in that folder, or the index that names its shards."""
+    revision: str | None = None
+    """The commit of a hub model."""
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """The weight files: the one file, or the shards that the index names.
+
+        Raises ModelError where the index is unreadable or names a file that is not there.
+        """
+        if not self.file.endswith(".json"):
+            return (self.folder / self.file,)
+        table = read_json(self.folder / self.file).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise ModelError(f"{self.folder / self.file} names no weight files.", "Download the model again.")
+        shards = tuple(self.folder / name for name in sorted(set(table.values())))
+        for shard in shards:
+            if not shard.is_file():
+                raise ModelError(f"The weight file {shard} is missing.", "Download the model again.")
+        return shards
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json; empty for a GGUF file, which carries its own."""
+        return {} if self.form == "gguf" else read_json(self.folder / CONFIG)
+
+    @property
+    def gguf(self) -> dict[str, str]:
+        """The argument by which transformers is told to read a GGUF file."""
+        return {"gguf_file": self.file} if self.form == "gguf" else {}
+
+
+def find(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Place:
+    """The place of the model called `name`: `demo`, a path, or a hub id (`org/name@revision`), in this order.
+
+    Raises ModelError where there is no such model, or it has no weights that may be read; UsageError for a revision of
+    something that has none.
+    """
+    demo = name.partition("@")[0] == "demo"
+    path = DEMO if demo else Path(name).expanduser()
+    if demo and name != "demo":
+        raise UsageError("`demo` comes with attnlens and has no revisions.", "Say only `demo`.")
+    if not demo and not path.exists():
+        return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle)
+    if revision is not None:
+        raise UsageError(f"{name} is on this machine and has no revision {revision!r}.", "Leave the revision out.")
+    return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises ModelError where the file can't be read or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}.", "Make the file readable.") from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object.", "Download the model again.")
+    return content
+
+
+def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Place:
+    names = {path.name for path in folder.iterdir()}
+    form, file = _weights_among(names, str(folder), allow_pickle)
+    if form != "gguf" and CONFIG not in names:
+        raise ModelError(f"{folder} has no config.json.", SAY_PATH)
+    return Place(name, folder, form, file, revision)
+
+
+def _in_file(name: str, path: Path) -> Place:
+    """A bare weight file; a safetensors file takes its config and tokenizer from its folder."""
+    if path.suffix == ".gguf":
+        return Place(name, path.parent, "gguf", path.name)
+    if path.suffix != ".safetensors":
+        raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
+    if not (path.parent / CONFIG).is_file():
+        raise ModelError(f"There is no config.json beside {path}.", "Put the model's config.json into the same folder.")
+    index = path.parent / SHARDED
+    if index.is_file() and path.name in read_json(index).get("weight_map", {}).values():
+        return Place(name, path.parent, "safetensors", SHARDED)
+    return Place(name, path.parent, "safetensors", path.name)
+
+
+def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Place:
+    id_, _, after = name.partition("@")
+    if after and revision is not None and after != revision:
+        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
+    if _looks_like_path(id_):
+        kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
+        raise ModelError(f"There is no such {kind}: {name}.", SAY_PATH)
+    hub = Hub(id_, revision or after or None)
+
+    def wanted(names: Collection[str]) -> list[str]:
+        form, file = _weights_among(names, id_, allow_pickle)
+        return _files_of(names, form, file)
+
+    folder = hub.cached("--offline forbids the network") if offline else hub.fetched(wanted)
+    return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+
+
+def _looks_like_path(name: str) -> bool:
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or "\\" in name
+        or name.endswith(("/", ".gguf", ".safetensors"))
+    )  # fmt: skip
+
+
+def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Form, str]:
+    """The form of the weights among those files, and the file to read first: safetensors before GGUF before pickles."""
+    for file in (SINGLE, SHARDED):
+        if file in names:
+            return "safetensors", file
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and "/" not in name)
+    if len(ggufs) == 1:
+        return "gguf", ggufs[0]
+    if ggufs:
+        raise ModelError(f"{where} has {len(ggufs)} GGUF files.", f"Give the path of one of them, such as {ggufs[0]}.")
+    for file in PICKLES:
+        if file in names and allow_pickle:
+            return "pickle", file
+        if file in names:
+            raise ModelError(
+                f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened.",
+                "Convert it to safetensors, or, if you trust it, add --allow-pickle.",
+            )
+    if CONFIG not in names:
+        raise ModelError(f"{where} has no config.json.", SAY_PATH)
+    raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")
+
+
+def _files_of(names: Collection[str], form: Form, file: str) -> list[str]:
+    """What of a hub repository is needed: the weights of that form, and the small files beside them."""
+    sharded = file.endswith(".index.json")
+    stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")
+    return [
+        name
+        for name in names
+        if "/" not in name
+        and (
+            name == file
+            or name.endswith(SMALL_FILES)
+            or (sharded and name.startswith(stem) and name.endswith(suffix))
+        )
+    ]  # fmt: skip

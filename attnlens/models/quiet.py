@@ -1,0 +1,41 @@
+"""How are transformers' progress bars and warnings kept off the terminal while it loads?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from logging import ERROR
+from typing import Any
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers shows no bars and only errors; what was set before is set again at the end."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(ERROR)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings(), _no_gguf_bar():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _no_gguf_bar() -> Iterator[None]:
+    """The bar over a GGUF file's tensors heeds no setting of transformers, so a disabled one takes its place."""
+    module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = module.tqdm
+    module.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        module.tqdm = bar

@@ -1,0 +1,91 @@
+"""Which pictures does a report make? Maps of layers × heads, fans of curves, and the overview, as files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from attnlens.errors import OutputError, UsageError
+from attnlens.files import write_atomically
+from attnlens.plots.fans import fan_figure
+from attnlens.plots.maps import map_figure
+from attnlens.plots.overview import overview_figure
+from attnlens.plots.style import FORMATS, encoded, house_style
+from attnlens.records import Report
+from attnlens.shapes import Shapes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["fan_figure", "house_style", "map_figure", "overview_figure", "save_all"]
+
+
+def save_all(report: Report, target: Path) -> list[Path]:
+    """Draw the report and return the files written; the same report gives the same bytes.
+
+    A folder (made where there is none) gets `overview.png`, a `<measure>.png` per scalar and a `<curve>.png` per curve;
+    a path that ends in .png, .svg or .pdf gets the overview alone. Raises UsageError where the report has nothing to
+    draw, OutputError where the target can't be written or names another kind of picture.
+    """
+    shapes = Shapes(report)
+    if not shapes.readings and not shapes.curves:
+        raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
+    if not is_file(target):
+        return _save_folder(shapes, _made(target))
+    _save(partial(overview_figure, shapes), target)
+    return [target]
+
+
+def is_file(target: Path) -> bool:
+    """Whether the target means one picture and not a folder of them. Raises OutputError for other picture formats."""
+    suffix = target.suffix.lower()
+    if target.is_dir() or suffix not in {f".{name}" for name in FigureCanvasAgg.get_supported_filetypes()}:
+        return False
+    if suffix not in FORMATS:
+        raise OutputError(f"{target} can't be drawn: {suffix} is not offered.", "End it in .png, .svg or .pdf.")
+    return True
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """Measure or curve → file name; what can't stand in a file name becomes `_`, and no two get the same one."""
+    taken = {"overview.png"}
+    chosen: dict[str, str] = {}
+    for name in names:
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:100].lstrip(".") or "measure"
+        candidates = (f"{stem}{number}.png" for number in ("", *range(2, 2 + len(taken))))
+        chosen[name] = next(candidate for candidate in candidates if candidate.lower() not in taken)
+        taken.add(chosen[name].lower())
+    return chosen
+
+
+def _save_folder(shapes: Shapes, folder: Path) -> list[Path]:
+    names = file_names([*shapes.readings, *shapes.curves])
+    drawings: dict[str, Callable[[], Figure]] = {"overview.png": partial(overview_figure, shapes)}
+    for name in shapes.readings:
+        drawings[names[name]] = partial(map_figure, shapes, name)
+    for name in shapes.curves:
+        drawings[names[name]] = partial(fan_figure, shapes, name)
+    for file, draw in drawings.items():
+        _save(draw, folder / file)
+    return [folder / file for file in drawings]
+
+
+def _save(draw: Callable[[], Figure], path: Path) -> None:
+    with house_style():
+        content = encoded(draw(), path.suffix.lower())
+    write_atomically(path, content)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"The folder {folder} can't be made: {error.strerror}.", "Choose a folder that you can write."
+        ) from None
+    return folder

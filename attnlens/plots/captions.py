@@ -1,0 +1,120 @@
+"""What must a reader of a picture know: unit, null, error, coverage?"""
+
+from __future__ import annotations
+
+import textwrap
+
+from attnlens.registry import MeasureInfo
+from attnlens.shapes import Reading, Shapes
+from attnlens.wording import NO_VALUE, big, clean, counted, decimals_for, listed, short, source_of, title_of, written
+
+
+def full_caption(shapes: Shapes, reading: Reading, width: int) -> str:
+    """The lines under a map: meaning, formula, null, error, what is missing, which model."""
+    info = reading.info
+    note = short_caption(reading)
+    if reading.null is not None:
+        note += ", the black line on the colour bar"
+    lines = [_meaning(info), _range(reading), _sentence(note)]
+    lines += [f"No value for {counted(count, 'head')}: {why}" for why, count in reading.reasons.items()]
+    return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
+
+
+def curve_caption(shapes: Shapes, name: str, width: int) -> str:
+    """The lines under a fan of curves."""
+    info = shapes.info(name)
+    lines = [_meaning(info)]
+    lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles.")
+    return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
+
+
+def short_caption(reading: Reading) -> str:
+    """One line: the null as mean ± sd, or the error and what it rests on."""
+    if reading.null is not None:
+        decimals = decimals_for(reading.null, figures=2)
+        return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
+    if reading.error is not None:
+        return f"mean of {_counts(reading)} sequences, se {short(reading.error)}"
+    return ""
+
+
+def model_line(shapes: Shapes) -> str:
+    """Which model, of which size."""
+    model = shapes.report.model
+    size = f"{big(model.parameters)} parameters"
+    return f"{clean(model.id)} ({clean(model.architecture)}, {size}, {layout_line(shapes)})"
+
+
+def layout_line(shapes: Shapes) -> str:
+    """How many layers of how many heads."""
+    return f"{counted(len(shapes.layers), 'layer')} × {counted(len(shapes.heads), 'head')}"
+
+
+def coverage_line(shapes: Shapes) -> str:
+    """`COMPLETE: 72 of 72 heads`, or what is missing and why."""
+    return clean(shapes.report.coverage.sentence)
+
+
+def settings_line(shapes: Shapes) -> str:
+    """On which text, with which attnlens."""
+    settings, tool = shapes.report.settings, shapes.report.tool
+    text = (
+        f"text: {clean(settings.text.name)}, {settings.sequences} × {settings.tokens} tokens · "
+        if settings.text
+        else ""
+    )
+    return f"{text}{clean(tool.name)} {clean(tool.version)}"
+
+
+def heading(name: str) -> str:
+    """A measure's name as a title: `effective rank`."""
+    return fitted(title_of(name), 60)
+
+
+def source_heading(shapes: Shapes, name: str) -> str:
+    """Where a row of pictures comes from."""
+    settings = shapes.report.settings
+    source = source_of(name)
+    if source != "tokens" or settings.text is None:
+        return source
+    return f"{source} – {clean(settings.text.name)}, {settings.sequences} × {settings.tokens} tokens"
+
+
+def typeset(number: float, decimals: int) -> str:
+    """A number as print has it, with a true minus sign."""
+    return written(number, decimals).replace("-", "−")
+
+
+def fitted(text: str, width: int) -> str:
+    """The text, cut with … where it has more characters than fit."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def wrapped(lines: list[str], width: int) -> str:
+    """Lines folded at that many characters; empty ones are left out."""
+    return "\n".join(textwrap.fill(clean(line), width) for line in lines if line)
+
+
+def _meaning(info: MeasureInfo) -> str:
+    return _sentence(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _range(reading: Reading) -> str:
+    info, present = reading.info, reading.present
+    if reading.labels:
+        return ""
+    decimals = decimals_for(present)
+    found = f"Here {typeset(present.min(), decimals)} to {typeset(present.max(), decimals)}"
+    if info.low is None and info.high is None:
+        return f"{found}."
+    low, high = (NO_VALUE if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
+    return f"{found}; possible: {low} to {high}."
+
+
+def _counts(reading: Reading) -> str:
+    counts = reading.counts
+    return listed(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"

@@ -1,0 +1,143 @@
+"""What does the model's attention look like on one page? Its most telling maps, shares and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from matplotlib.lines import Line2D
+
+from attnlens.plots.captions import (
+    coverage_line,
+    fitted,
+    heading,
+    layout_line,
+    settings_line,
+    short_caption,
+    source_heading,
+)
+from attnlens.plots.fans import draw_fan
+from attnlens.plots.maps import draw_map
+from attnlens.plots.shares import draw_shares
+from attnlens.plots.style import INK, MUTED, new_figure
+from attnlens.shapes import Reading, Shapes
+from attnlens.wording import big, clean, source_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ACROSS = 3
+TITLE, FACTS, NOTE = 80, 160, 54
+"""Characters that fit into the page's title, the line below it, and the line under a panel's title."""
+WIDTH, HEIGHT = 10.0, 7.2
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of the page."""
+
+    name: str
+    """The measure, curve or stem that it shows."""
+    note: str
+    """The line under its title: null or error."""
+    draw: Callable[..., None]
+    """Draws it into axes; `named` says whether the layers' axis is named."""
+
+
+def overview_figure(shapes: Shapes) -> Figure:
+    """A page of up to six pictures: a row for each source, or both rows for a single one."""
+    rows = page_rows(shapes)
+    height = HEIGHT if len(rows) > 1 else 0.57 * HEIGHT
+    figure = new_figure(WIDTH, height, dpi=300)
+    _head(figure, shapes, height)
+    block = (height - 0.75 - 0.25) / len(rows)
+    letters = iter("abcdef")
+    for number, row in enumerate(rows):
+        ceiling = height - 0.75 - number * block
+        if number == 0 or source_of(row[0].name) != source_of(rows[number - 1][0].name):
+            _section(figure, fitted(source_heading(shapes, row[0].name), 120), ceiling, height)
+        for column, panel in enumerate(row):
+            bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
+            axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
+            _title(axes, next(letters), panel)
+            panel.draw(axes, named=column == 0)
+    return figure
+
+
+def page_rows(shapes: Shapes) -> list[list[Panel]]:
+    """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show."""
+    names = [*shapes.readings, *shapes.curves]
+    sources = list(dict.fromkeys(source_of(name) for name in names))
+    if len(sources) > 1:
+        return [_panels(shapes, source, ACROSS) for source in sources[:2]]
+    panels = _panels(shapes, sources[0], 2 * ACROSS)
+    return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
+
+
+def _panels(shapes: Shapes, source: str, room: int) -> list[Panel]:
+    """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place."""
+    of_source = {name: reading for name, reading in shapes.readings.items() if source_of(name) == source}
+    stems = [stem for stem in shapes.shares if source_of(stem) == source][:1]
+    parts = {name for stem in stems for name in shapes.shares[stem]}
+    curves = [name for name in shapes.curves if source_of(name) == source][: max(1, room // ACROSS)]
+    shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
+    # a measure that cannot be told from chance gives its place to one that can
+    maps = sorted(shown, key=lambda name: of_source[name].chance)[: room - len(stems) - len(curves)]
+    return [
+        *(Panel(stem, "", partial(draw_shares, shapes=shapes, stem=stem)) for stem in stems),
+        *(Panel(name, _note(of_source[name]), partial(_map, shapes=shapes, name=name)) for name in maps),
+        *(Panel(name, "median black, quartiles dashed", partial(_fan, shapes=shapes, name=name)) for name in curves),
+    ]
+
+
+def _note(reading: Reading) -> str:
+    return short_caption(reading) or fitted(reading.info.meaning, NOTE)
+
+
+def _map(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
+    draw_map(axes, shapes, shapes.readings[name], named=named)
+
+
+def _fan(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
+    draw_fan(axes, shapes, name)
+
+
+def _head(figure: Figure, shapes: Shapes, height: float) -> None:
+    model = shapes.report.model
+    figure.text(
+        0.055, 1 - 0.3 / height, fitted(clean(model.id), TITLE), fontsize=14, weight="bold", color=INK, va="center"
+    )
+    facts = [
+        clean(model.architecture),
+        f"{big(model.parameters)} parameters",
+        layout_line(shapes),
+        coverage_line(shapes),
+    ]
+    figure.text(0.055, 1 - 0.53 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
+    if any(reading.reasons for reading in shapes.readings.values()):
+        figure.text(0.055, 0.14 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
+    figure.text(
+        0.935, 0.14 / height, fitted(settings_line(shapes), 150), fontsize=6.5, color=MUTED, ha="right", va="center"
+    )
+
+
+def _section(figure: Figure, title: str, ceiling: float, height: float) -> None:
+    """What the row below rests on, over a hairline."""
+    figure.text(0.055, (ceiling - 0.13) / height, title, fontsize=8.5, color=MUTED, style="italic", va="center")
+    figure.add_artist(Line2D([0.055, 0.935], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
+
+
+def _title(axes: Axes, letter: str, panel: Panel) -> None:
+    axes.set_title(f"{letter}  {fitted(heading(panel.name), 32)}", weight="bold", pad=15, color=INK)
+    axes.annotate(
+        panel.note,
+        xy=(0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 5),
+        textcoords="offset points",
+        fontsize=6.5,
+        color=MUTED,
+    )

@@ -1,0 +1,64 @@
+"""What does a whole consist of, layer by layer? Stacked bars of measures that sum to 1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from attnlens.plots.style import CATEGORIES, MISSING, MUTED, label_layers
+from attnlens.shapes import Shapes
+from attnlens.wording import title_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from matplotlib.axes import Axes
+
+
+CROWDED = 24
+"""Layers beyond which the bars touch: the gaps between thinner ones would be all that one sees."""
+
+
+def draw_shares(axes: Axes, shapes: Shapes, stem: str, *, named: bool = True) -> None:
+    """A bar a layer, its parts the means over the layer's heads; layers without a value are hatched."""
+    names = shapes.shares[stem]
+    means = layer_means(shapes, names)
+    rows = np.arange(len(shapes.layers))
+    height, crisp = (1.0, False) if len(rows) > CROWDED else (0.86, True)
+    left = np.zeros(len(rows))
+    for number, (name, mean) in enumerate(zip(names, means, strict=True)):
+        colour = CATEGORIES[number % len(CATEGORIES)]
+        label = title_of(name).removeprefix(title_of(stem)).strip()
+        width = np.nan_to_num(mean)
+        axes.barh(rows, width, left=left, height=height, color=colour, label=label, linewidth=0, antialiased=crisp)
+        left += width
+    for row in rows[np.isnan(means[0])]:
+        axes.add_patch(
+            Rectangle((0, row - 0.43), 1, 0.86, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0)
+        )
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
+    axes.set_xlabel("share, mean over heads", labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_layers(axes, shapes.layers, shapes.parts, named=named)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.985),
+        ncols=min(4, len(names)),
+        frameon=False,
+        fontsize=6.5,
+        handlelength=0.8,
+        handletextpad=0.4,
+        columnspacing=0.9,
+        borderpad=0.2,
+    )
+
+
+def layer_means(shapes: Shapes, names: list[str]) -> list[Float[np.ndarray, " layers"]]:
+    """Mean over the heads of each layer that have every part; the parts' means sum to 1 as each head's parts do."""
+    stack = np.stack([shapes.readings[name].values for name in names])
+    whole = ~np.isnan(stack.sum(axis=0))
+    count = whole.sum(axis=1)
+    totals = np.where(whole, stack, 0.0).sum(axis=2)
+    return list(np.where(count > 0, totals / np.maximum(count, 1), np.nan))

@@ -1,0 +1,123 @@
+"""How does a picture look, and how is it the same file every time?"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SETTINGS = {
+    "font.family": "DejaVu Sans",
+    "font.size": 7.5,
+    "axes.titlesize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": "#555555",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "hatch.linewidth": 0.5,
+    "text.parse_math": False,  # a model's name may hold a dollar sign
+    "svg.hashsalt": "attnlens",
+    "pdf.fonttype": 42,
+}
+"""The house style, over matplotlib's defaults; a reader's own matplotlibrc has no say."""
+
+FORMATS: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""Suffix → metadata to leave out, so that the bytes depend on the report alone."""
+
+INK = "#222222"
+MUTED = "#666666"
+MISSING = "#dddddd"
+CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart, in an order that keeps neighbours apart."""
+
+DPI = 200
+"""Dots per inch of a map or fan; the overview, which goes on paper, has 300."""
+
+CROWD = 400
+"""Lines beyond which a vector picture holds them as pixels, to stay of a size that a page can carry."""
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Draw and save within: matplotlib's settings are the house's inside and the caller's again outside."""
+    with matplotlib.style.context(["default", SETTINGS]):
+        yield
+
+
+def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
+    """An empty figure of that size in inches that no global state knows."""
+    figure = Figure(figsize=(width, height), dpi=dpi)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def encoded(figure: Figure, suffix: str) -> bytes:
+    """The figure as the bytes of a .png, .svg or .pdf file, without dates."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix])
+    return buffer.getvalue()
+
+
+def tick_positions(count: int, most: int) -> list[int]:
+    """At most about `most` of 0 … count−1, evenly spaced from 0, in steps that people count in."""
+    steps = (1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 100, 200, 500, 1000)
+    step = next((step for step in steps if count <= step * most), count)
+    return list(range(0, count, step))
+
+
+def figure_of(axes: Axes) -> Figure:
+    """The figure that the axes stand in."""
+    figure = axes.get_figure(root=True)
+    if figure is None:
+        raise ValueError("these axes stand in no figure")
+    return figure
+
+
+def size_in_points(axes: Axes) -> tuple[float, float]:
+    """Width and height of the axes on paper."""
+    box = axes.get_position()
+    width, height = figure_of(axes).get_size_inches()
+    return box.width * width * 72, box.height * height * 72
+
+
+def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str], *, named: bool = True) -> None:
+    """Layers down the side, layer 0 at the top; where there are several parts, each part's rows under its name."""
+    _, height = size_in_points(axes)
+    rows = tick_positions(len(layers), max(2, int(height / 10)))
+    axes.set_yticks(rows, [str(layers[row]) for row in rows])
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+    groups = [(part, [row for row, of in enumerate(parts) if of == part]) for part in dict.fromkeys(parts)]
+    for _, members in groups[1:]:
+        axes.axhline(members[0] - 0.5, color="white", linewidth=2.5)
+        axes.axhline(members[0] - 0.5, color=INK, linewidth=0.6)
+    if not named:
+        return
+    if len(groups) == 1:
+        axes.set_ylabel("layer")
+        return
+    for part, members in groups:
+        axes.annotate(
+            part,
+            xy=(0, (members[0] + members[-1]) / 2),
+            xycoords=("axes fraction", "data"),
+            xytext=(-20, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="center",
+            va="center",
+        )

@@ -1,0 +1,248 @@
+"""How do readings become a report? They are gathered site by site, averaged over sequences, and summed up."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics as stdlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from torch import Tensor
+
+import attnlens
+from attnlens.records import (
+    Coverage,
+    Environment,
+    Head,
+    Measure,
+    Null,
+    Site,
+    Skipped,
+    Standout,
+    Summary,
+    Tool,
+)
+from attnlens.registry import Analyzer, MeasureInfo, Readings
+from attnlens.statistics import Stream, robust_z
+
+STANDOUT_SCORE = 3.5
+"""Robust z-score from which a head stands out (Iglewicz & Hoaglin 1993)."""
+MOST_STANDOUTS = 8
+"""How many standouts a summary names."""
+TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A head's record while its dictionaries fill up."""
+
+    site: Site
+    head: int
+    kv_head: int
+    measures: dict[str, Measure] = field(default_factory=dict)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def record(self) -> Head:
+        """The finished record; curves with missing numbers are left out."""
+        curves = {name: curve for name, curve in self.curves.items() if not any(step != step for step in curve)}
+        return Head(
+            site=self.site.name,
+            layer=self.site.layer,
+            head=self.head,
+            kv_head=self.kv_head,
+            part=self.site.part,
+            measures=self.measures,
+            curves=curves,
+        )
+
+
+@dataclass
+class Collector:
+    """What has been measured so far."""
+
+    chosen_heads: Sequence[int] | None
+    """Heads asked for; None means all."""
+    drafts: dict[tuple[Site, int], Draft] = field(default_factory=dict)
+    """The heads asked for."""
+    streams: dict[tuple[Site, str], Stream] = field(default_factory=dict)
+    """Running statistics over sequences."""
+    skipped: list[Skipped] = field(default_factory=list)
+    """What could not be measured."""
+    layer_symmetry: dict[int, float | None] = field(default_factory=dict)
+    """Symmetry of the heads' summed matrix by layer."""
+
+    def enter(self, site: Site, key_of: Sequence[int]) -> None:
+        """Note a site that was asked for, with the key head of each of its query heads."""
+        for head, kv_head in enumerate(key_of):
+            if self.chosen_heads is None or head in self.chosen_heads:
+                self.drafts[site, head] = Draft(site, head, kv_head)
+
+    def add_weights(
+        self, site: Site, heads: Sequence[int], analyzer: Analyzer, readings: Readings, nulls: Mapping[str, list[Null]]
+    ) -> None:
+        """Enter readings of shape (heads,) or (heads, steps); `nulls` by measure, one a head."""
+        for info in analyzer.measures:
+            for index, head in enumerate(heads):
+                draft = self.drafts.get((site, head))
+                reading = readings.get(info.name)
+                if draft is None or (reading is None and info.curve):
+                    continue
+                if info.curve and reading is not None:
+                    draft.curves[info.name] = reading[index].tolist()
+                else:
+                    value = None if reading is None else float(reading[index])
+                    null = nulls[info.name][index] if info.name in nulls else None
+                    draft.measures[info.name] = _measure(info, site, value, n=1, null=null)
+
+    def add_tokens(self, site: Site, heads: Sequence[int], total: int, readings: Readings) -> None:
+        """Stream readings of the `heads` that were computed: (sequences, heads) or (sequences, heads, steps)."""
+        for name, reading in readings.items():
+            full = reading.new_full((reading.shape[0], total, *reading.shape[2:]), torch.nan)
+            full[:, list(heads)] = reading
+            if (site, name) not in self.streams:
+                self.streams[site, name] = Stream()
+            self.streams[site, name].update(full)
+
+    def close_tokens(self, analyzers: Iterable[Analyzer]) -> None:
+        """Turn the running statistics into measures and curves."""
+        infos = [info for analyzer in analyzers if analyzer.source == "tokens" for info in analyzer.measures]
+        for (site, head), draft in self.drafts.items():
+            for info in infos:
+                stream = self.streams.get((site, info.name))
+                if stream is None:
+                    continue
+                if info.curve:
+                    draft.curves[info.name] = stream.mean[head].tolist()
+                    continue
+                n = int(stream.count[head])
+                value = float(stream.mean[head]) if n else None
+                se = float(stream.standard_error[head]) if n > 1 else None
+                draft.measures[info.name] = _measure(info, site, value, n=n, se=se)
+
+    def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
+        """Note what is not measured, and why; the same thing once."""
+        entry = Skipped(site=site, heads=list(heads), measure=measure, reason=reason)
+        if entry not in self.skipped:
+            self.skipped.append(entry)
+
+    def heads(self) -> list[Head]:
+        """The finished records in the order of layer and head."""
+        return [
+            draft.record for draft in sorted(self.drafts.values(), key=lambda draft: (draft.site.layer, draft.head))
+        ]
+
+    def coverage(self) -> Coverage:
+        """How many of the heads asked for have all that was asked for."""
+        missing = {
+            key
+            for key, draft in self.drafts.items()
+            if any(
+                skip.site == draft.site.name and (not skip.heads or draft.head in skip.heads) for skip in self.skipped
+            )
+        }
+        return Coverage(
+            sites=len({site for site, _ in self.drafts}),
+            heads=len(self.drafts),
+            analysed=len(self.drafts) - len(missing),
+            skipped=self.skipped,
+        )
+
+    def summary(self, identity_error: float | None) -> Summary:
+        """Medians over the model and over each layer, and the heads that stand out."""
+        records = self.heads()
+        by_layer: dict[int, list[Head]] = defaultdict(list)
+        for record in records:
+            by_layer[record.layer].append(record)
+        return Summary(
+            medians=_medians(records),
+            layers=[_medians(group) for group in by_layer.values()],
+            layer_numbers=list(by_layer),
+            layer_symmetry=[self.layer_symmetry.get(layer) for layer in by_layer] if self.layer_symmetry else [],
+            standouts=standouts(records),
+            identity_error=identity_error,
+        )
+
+
+def _measure(
+    info: MeasureInfo, site: Site, value: float | None, n: int, se: float | None = None, null: Null | None = None
+) -> Measure:
+    if site.part == "cross" and info.self_only:
+        return Measure(value=None, reason=TWO_DOMAINS)
+    if value is None or value != value:
+        return Measure(value=None, reason=info.missing)
+    label = info.labels[round(value)] if info.labels else None
+    return Measure(value=value, label=label, se=se, n=n, null=null)
+
+
+def _medians(records: Sequence[Head]) -> dict[str, float]:
+    """Median over the heads that have a value, measure by measure; categories have none."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, measure in record.measures.items():
+            if measure.value is not None and measure.label is None:
+                values[name].append(measure.value)
+    return {name: stdlib.median(present) for name, present in values.items()}
+
+
+def standouts(records: Sequence[Head]) -> list[Standout]:
+    """The heads that differ most from the others of their kind (encoder, decoder, cross), at most one line a head."""
+    candidates = []
+    names = dict.fromkeys(name for record in records for name in record.measures)
+    for part in dict.fromkeys(record.part for record in records):
+        for name in names:
+            group = [
+                (record, measure.value)
+                for record in records
+                if record.part == part and (measure := record.measures.get(name)) and measure.value is not None
+                if measure.label is None
+            ]
+            if group:
+                candidates += _standouts_in(name, group)
+    best: dict[tuple[int, int], Standout] = {}
+    for candidate in sorted(candidates, key=lambda standout: -abs(standout.score)):
+        best.setdefault((candidate.layer, candidate.head), candidate)
+    return list(best.values())[:MOST_STANDOUTS]
+
+
+def _standouts_in(name: str, group: Sequence[tuple[Head, float]]) -> list[Standout]:
+    values = torch.tensor([value for _, value in group], dtype=torch.float64)
+    found, median = [], float(values.median())
+    for (record, value), score in zip(group, robust_z(values).tolist(), strict=True):
+        if abs(score) >= STANDOUT_SCORE:
+            side = "above" if value > median else "below"
+            text = f"{name} {value:.3g} is far {side} the other heads' median {median:.3g}"
+            found.append(Standout(layer=record.layer, head=record.head, measure=name, score=score, text=text))
+    return found
+
+
+def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> list[Null]:
+    """The null of each head: as drawn from factors of unit norm, or rescaled to the head's own ‖s·W_Q‖‖W_K‖."""
+    factors = norms.tolist() if info.grows_with_factors else [1.0] * len(norms)
+    return [Null(mean=null[0] * factor, sd=null[1] * abs(factor)) for factor in factors]
+
+
+def environment() -> Environment:
+    """Versions and platform of this process."""
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+    )
+
+
+def tool() -> Tool:
+    """What writes the report."""
+    return Tool(version=attnlens.__version__)
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, in bytes (getrusage counts kibibytes, on macOS bytes)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

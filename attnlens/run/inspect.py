@@ -1,0 +1,357 @@
+"""What are a model's attention heads, as kernels? Weights and real text go through the analyzers, head by head."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks, linalg, models, registry, texts, weights
+from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError, UsageError
+from attnlens.hooks import Call, Reached
+from attnlens.records import Conventions, Null, QueryKey, Report, Settings, Site
+from attnlens.registry import Analyzer, Readings
+from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
+from attnlens.statistics import gaussian_null
+
+Progress = Callable[[str, int, int], None]
+"""(stage, steps done, steps in all)."""
+
+NULL_DRAWS = 64
+"""Random heads behind each null."""
+PIECE_BYTES = 32 * 2**20
+"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
+CAUSAL_NOTE = "Causal heads: the scores above the diagonal belong to the kernel, but the model never uses them."
+SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the work; `report` holds what was finished."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """Show no progress."""
+
+
+def inspect(
+    model: str | models.Loaded = "demo",
+    *,
+    source: Literal["weights", "tokens", "both"] = "both",
+    analyzers: Sequence[str] = (),
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    text: Sequence[str] = (),
+    tokens: int | None = None,
+    sequences: int = 32,
+    batch_size: int = 8,
+    pack: bool = True,
+    seed: int = 0,
+    progress: Progress = silent,
+    **loading: Unpack[models.Loading],
+) -> Report:
+    """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
+
+    `model` is a hub id, folder, file, `demo`, or a model loaded by `models.load`; `text` are files (`-` is stdin; none
+    is the built-in sample), cut into `sequences` windows of `tokens` tokens (default 128, or the model's limit if that
+    is less), or fed line by line with `pack=False`. Measures are float64; tokens.* carry standard errors over
+    sequences, weights.* the null of independent Gaussian factors.
+    Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which carries what was finished.
+    """
+    chosen = registry.analyzers(analyzers, source)
+    content = texts.read_text(text) if source != "weights" else None
+    clock = {"start": time.perf_counter()}
+    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    clock["loaded"] = time.perf_counter()
+    window = texts.window_length(loaded.model, tokens)
+    settings = Settings(
+        seed=seed,
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        source=source,
+        analyzers=list(dict.fromkeys(analyzer.name for analyzer in chosen)),
+        tokens=window,
+        pack=pack,
+        layers=None if layers is None else list(layers),
+        heads=None if heads is None else list(heads),
+    )
+    inspection = Inspection(loaded, settings, chosen, Collector(heads), progress, clock)
+    return inspection.run(content, sequences, batch_size)
+
+
+@dataclass
+class Inspection:
+    """One run of `inspect`."""
+
+    loaded: models.Loaded
+    settings: Settings
+    analyzers: list[Analyzer]
+    collector: Collector
+    progress: Progress
+    clock: dict[str, float]
+    timings: dict[str, float] = field(default_factory=dict)
+    reached: list[Reached] = field(default_factory=list)
+    conventions: Conventions | None = None
+    identity_error: float | None = None
+    sites: tuple[Site, ...] = ()
+    tokenless: str | None = None
+
+    def run(self, content: texts.Content | None, sequences: int, batch_size: int) -> Report:
+        """Survey, weights, tokens, report."""
+        self.timings["load"] = self.clock["loaded"] - self.clock["start"]
+        batches = self._batches(content, sequences, batch_size)
+        with self._timed("survey"):
+            first = self._survey(batches)
+        try:
+            if any(analyzer.source == "weights" for analyzer in self.analyzers):
+                with self._timed("weights"):
+                    self._read_weights(first)
+            if batches:
+                with self._timed("tokens"):
+                    self._read_tokens(batches)
+        except KeyboardInterrupt:
+            for found in self.reached:
+                self.collector.skip(found.site.name, "the run was interrupted")
+            raise Interrupted(self._report()) from None
+        if not self.collector.coverage().analysed and not any(
+            draft.measures for draft in self.collector.drafts.values()
+        ):
+            raise ModelError(
+                f"No head could be analysed: {self.collector.skipped[0].reason}.", "Get an intact copy of the model."
+            )
+        return self._report()
+
+    def _batches(self, content: texts.Content | None, sequences: int, batch_size: int) -> tuple[texts.Batch, ...]:
+        """The text as batches; none where weights alone are asked for, or a model without tokenizer for both sources."""
+        if content is None or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
+            return ()
+        try:
+            found = texts.batches(
+                self.loaded,
+                content,
+                tokens=self.settings.tokens,
+                sequences=sequences,
+                batch_size=batch_size,
+                pack=self.settings.pack is not False,
+                seed=self.settings.seed,
+            )
+        except TextError as error:
+            if self.loaded.tokenizer is not None or self.settings.source == "tokens":
+                raise
+            self.tokenless = error.problem
+            return ()
+        self.settings = self.settings.model_copy(update={"text": found.text, "sequences": found.sequences})
+        return found.batches
+
+    def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
+        """Find the sites, prove that the door changes nothing, and choose the layers; returns the one-token survey."""
+        model, window = self.loaded.model, self.settings.tokens or 2
+        sample = texts.placeholder(self.loaded, window, self.settings.seed).batches[0].inputs
+        window_sites = hooks.survey(model, sample)
+        probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
+        self.identity_error = hooks.identity_error(model, probe)
+        if not self.identity_error <= hooks.IDENTITY_TOLERANCE and not models.nonfinite_tensors(model):
+            raise IdentityError(
+                f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {self.identity_error:.1e}.",
+                "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
+            )
+        _refuse_initialised(self.loaded, window_sites)
+        self.sites = tuple(found.site for found in window_sites)
+        first = hooks.survey(model, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
+        layers = self.settings.layers
+        _check_numbers("layer", layers, len(window_sites))
+        _check_numbers("head", self.settings.heads, max(found.call.query.shape[1] for found in window_sites))
+        self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
+        for found in self.reached:
+            heads = found.call.query.shape[1]
+            self.collector.enter(found.site, [head // found.call.group for head in range(heads)])
+            if self.tokenless:
+                self.collector.skip(found.site.name, self.tokenless, measure="tokens")
+        for path in hooks.unreached(model, window_sites):
+            self.collector.skip(path, "its attention is computed outside transformers' attention interface")
+        return [found for found in first if layers is None or found.site.layer in layers]
+
+    def _read_weights(self, first: list[Reached]) -> None:
+        """The weights.* measures of every site, with their nulls."""
+        analyzers = [analyzer for analyzer in self.analyzers if analyzer.source == "weights"]
+        nulls: dict[object, dict[str, tuple[float, float]]] = {}
+        read: list[weights.Factors] = []
+        for done, (site, factors) in enumerate(
+            zip(
+                (found.site for found in self.reached),
+                weights.factors(self.loaded.model, first, self.reached),
+                strict=True,
+            )
+        ):
+            self.progress("weights", done, len(self.reached))
+            if isinstance(factors, NotBilinearError):
+                self.collector.skip(site.name, factors.problem, measure="weights")
+                continue
+            read.append(factors)
+            self._analyse_weights(factors, analyzers, nulls)
+        self.progress("weights", len(self.reached), len(self.reached))
+        self.conventions = _conventions(self.reached, read)
+
+    def _analyse_weights(
+        self,
+        factors: weights.Factors,
+        analyzers: Sequence[Analyzer],
+        nulls: dict[object, dict[str, tuple[float, float]]],
+    ) -> None:
+        whole = factors.query_key
+        finite = [head for head in whole.heads if _finite(whole.select([head]))]
+        self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite])
+        if not finite:
+            return
+        query_key = whole.select(finite)
+        complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
+        self.collector.layer_symmetry[factors.site.layer] = linalg.layer_symmetry(whole) if complete else None
+        norms = whole.scale * query_key.query.norm(dim=(1, 2)) * query_key.paired_key.norm(dim=(1, 2))
+        for analyzer in analyzers:
+            shape = (analyzer.name, tuple(whole.query.shape[1:]), tuple(whole.key.shape[1:]), id(whole.rotation))
+            if shape not in nulls:
+                nulls[shape] = gaussian_null(analyzer, query_key, draws=NULL_DRAWS, seed=self.settings.seed)
+            infos = {info.name: info for info in analyzer.measures}
+            scaled: dict[str, list[Null]] = {
+                name: scaled_null(null, infos[name], norms) for name, null in nulls[shape].items()
+            }
+            self.collector.add_weights(factors.site, finite, analyzer, analyzer.function(query_key), scaled)
+
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], measure: str | None = None) -> None:
+        if heads:
+            named = [name for name in models.nonfinite_tensors(self.loaded.model) if name.startswith(site.path)]
+            where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
+            self.collector.skip(site.name, where, heads=heads, measure=measure)
+
+    def _read_tokens(self, batches: Sequence[texts.Batch]) -> None:
+        """The tokens.* measures: one forward a batch; each site's queries and keys are analysed and dropped."""
+        analyzers = [analyzer for analyzer in self.analyzers if analyzer.source == "tokens"]
+        chosen = {found.site for found in self.reached}
+
+        def visit(site: Site, call: Call) -> None:
+            if site in chosen:
+                self._analyse_tokens(site, call.query_key(site), analyzers)
+
+        total = self.settings.sequences or 0
+        done = 0
+        try:
+            with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
+                for batch in batches:
+                    self.progress("tokens", done, total)
+                    hooks.forward(self.loaded.model, batch.inputs)
+                    done += batch.size
+            self.progress("tokens", total, total)
+        finally:
+            self.collector.close_tokens(analyzers)
+
+    def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> None:
+        total = len(query_key.heads)
+        finite = [head for head in query_key.heads if _finite(query_key.select([head]))]
+        self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite])
+        if not finite:
+            return
+        for group in pieces(query_key.select(finite)):
+            for analyzer in analyzers:
+                self.collector.add_tokens(site, group.heads, total, analyzer.function(group))
+
+    def _report(self) -> Report:
+        info = self.loaded.info.model_copy(update={"conventions": self.conventions})
+        return Report(
+            tool=tool(),
+            command="inspect",
+            model=info,
+            settings=self.settings,
+            environment=environment(),
+            coverage=self.collector.coverage(),
+            heads=self.collector.heads(),
+            summary=self.collector.summary(self.identity_error),
+            timings=self.timings,
+            peak_memory_bytes=peak_memory(),
+        )
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[stage] = time.perf_counter() - start
+
+
+def pieces(query_key: QueryKey) -> Iterator[QueryKey]:
+    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each.
+
+    A key that no query may see is padding. Sequences of one length stay together; long ones are cut by heads.
+    """
+    for batch, keys in _same_length(query_key):
+        queries: slice | Tensor = keys if query_key.site.part != "cross" else slice(None)
+        rest = query_key.sequences(batch, queries, keys)
+        one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
+        together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
+        heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
+        for start in range(0, len(batch), together):
+            some = rest.sequences(range(start, min(start + together, len(batch))), slice(None), slice(None))
+            for head in range(0, len(rest.heads), heads):
+                yield some.select(range(head, min(head + heads, len(rest.heads))))
+
+
+def _same_length(query_key: QueryKey) -> Iterator[tuple[list[int], Tensor | slice]]:
+    batch = query_key.query.shape[0]
+    if query_key.allowed is None:
+        yield list(range(batch)), slice(None)
+        return
+    real = query_key.allowed.any(dim=-2).any(dim=-2)
+    if bool(real.all()):
+        yield list(range(batch)), slice(None)
+        return
+    for sequence in range(batch):
+        yield [sequence], real[sequence].nonzero().squeeze(-1)
+
+
+def _finite(query_key: QueryKey) -> bool:
+    return bool(query_key.query.isfinite().all()) and bool(query_key.paired_key.isfinite().all())
+
+
+def _check_numbers(what: str, numbers: Sequence[int] | None, count: int) -> None:
+    wrong = [number for number in numbers or () if not 0 <= number < count]
+    if wrong:
+        raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
+
+
+def _refuse_initialised(loaded: models.Loaded, reached: Sequence[Reached]) -> None:
+    """A weight that was not in the checkpoint is random; one below an attention makes that attention's numbers worthless."""
+    last = reached[-1].site.path
+    order = [name for name, _ in loaded.model.named_parameters(remove_duplicate=False)]
+    up_to = max(index for index, name in enumerate(order) if name.startswith(f"{last}."))
+    missing = [name for name in loaded.missing_keys if name in order and order.index(name) <= up_to]
+    if missing:
+        raise ModelError(
+            f"The checkpoint of {loaded.info.id} lacks {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ", which would be filled at random.",
+            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
+        )
+
+
+def _conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:
+    rotary = any(factors.rotation is not None for factors in read)
+    added = any(found.call.query_key(found.site).bias is not None for found in reached)
+    biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
+    causal = any(found.site.part == "decoder" for found in reached)
+    return Conventions(
+        position="rotary" if rotary else "bias" if added else "absolute",
+        qk_norm=any(factors.qk_norm for factors in read),
+        bias="excluded" if biased else "none",
+        notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal,
+    )
+
+
+__all__ = ["Interrupted", "Progress", "Readings", "inspect", "silent"]

@@ -1,0 +1,204 @@
+"""Which shapes are in a report: a map of layers × heads, a set of parts that sum to 1, a curve per head?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnlens.records import Measure, Part, Report
+from attnlens.registry import MeasureInfo, measure_infos
+from attnlens.wording import source_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+MOST_FILLED = 1024
+"""Layers or heads up to which missing numbers are filled in; beyond, only those that are there are shown."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN where nothing is."""
+
+    name: str
+    """Qualified by source."""
+    info: MeasureInfo
+    """What the registry knows of it; empty texts for a measure it does not know."""
+    values: Float[np.ndarray, "layers heads"]
+    """The values."""
+    errors: Float[np.ndarray, "layers heads"]
+    """Their standard errors."""
+    null_means: Float[np.ndarray, "layers heads"]
+    """Means under the null."""
+    null_sds: Float[np.ndarray, "layers heads"]
+    """Standard deviations under the null."""
+    labels: dict[int, str]
+    """Category number → name, where the values are categories."""
+    reasons: dict[str, int]
+    """Why there is no value → for how many heads."""
+    counts: tuple[int, ...]
+    """The different numbers of sequences or matrices that a value rests on, ascending."""
+
+    @cached_property
+    def present(self) -> Float[np.ndarray, " some"]:
+        """The values that exist, in the order of layer and head."""
+        return np.asarray(self.values[~np.isnan(self.values)])
+
+    @property
+    def constant(self) -> bool:
+        """Whether more than one head has a value and all have the same."""
+        return self.present.size > 1 and bool(np.all(self.present == self.present[0]))
+
+    @property
+    def signed(self) -> bool:
+        """Whether values below 0 occur or could occur."""
+        could = self.info.low is not None and self.info.low < 0
+        return could or bool(np.any(self.present < 0))
+
+    @property
+    def null(self) -> tuple[float, float] | None:
+        """Median over heads of the null's mean and sd."""
+        return None if np.isnan(self.null_means).all() else (middle(self.null_means), middle(self.null_sds))
+
+    @property
+    def chance(self) -> bool:
+        """Whether most heads lie within two sd of the null."""
+        if self.null is None or not self.null[1]:
+            return False
+        return middle(np.abs(self.values - self.null_means) / self.null_sds) < 2
+
+    @property
+    def error(self) -> float | None:
+        """Median over heads of the standard error."""
+        return None if np.isnan(self.errors).all() else middle(self.errors)
+
+
+class Shapes:
+    """A report laid out: its layers, parts and heads, and every measure as a map over them."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        part_of: dict[int, Part] = {head.layer: head.part for head in report.heads}
+        order = list(dict.fromkeys(part_of.values()))
+        layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
+        self.layers: tuple[int, ...] = tuple(sorted(layers, key=lambda n: (order.index(part_of.get(n, order[0])), n)))
+        """The layers' running numbers, part by part."""
+        self.parts: tuple[Part, ...] = tuple(part_of.get(layer, order[0]) for layer in self.layers)
+        """For each of them encoder, decoder or cross."""
+        self.heads: tuple[int, ...] = _numbers({head.head for head in report.heads}, 0, report.settings.heads is None)
+        """The heads' numbers."""
+        self._row = {layer: row for row, layer in enumerate(self.layers)}
+        self._column = {head: column for column, head in enumerate(self.heads)}
+        self._infos = measure_infos()
+
+    @cached_property
+    def readings(self) -> dict[str, Reading]:
+        """Every scalar measure with at least one value, by name, the most telling ones first."""
+        readings = (self._reading(name) for name in self.report.measure_names())
+        found = sorted((reading for reading in readings if reading.present.size), key=_background)
+        return {reading.name: reading for reading in found}
+
+    @cached_property
+    def curves(self) -> dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]]:
+        """Every curve by name: for each head its row in `layers` and its numbers."""
+        found: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
+        for head in self.report.heads:
+            for name, curve in head.curves.items():
+                if curve:
+                    found.setdefault(name, []).append((self._row[head.layer], np.asarray(curve, dtype=float)))
+        return found
+
+    def info(self, name: str) -> MeasureInfo:
+        """What the registry knows of a measure or curve."""
+        return self._infos.get(name) or MeasureInfo(name, meaning="", formula="")
+
+    def cell(self, layer: int, head: int) -> tuple[int, int]:
+        """Row and column of a head in every map."""
+        return self._row[layer], self._column[head]
+
+    @cached_property
+    def shares(self) -> dict[str, list[str]]:
+        """Sets of measures with one stem (`tokens.share_…`) that are ≥ 0 and sum to 1 in every head: stem → names."""
+        sets: dict[str, list[str]] = {}
+        for name in self.report.measure_names():
+            if name in self.readings and "_" in name.rpartition(".")[2]:
+                sets.setdefault(name.rpartition("_")[0], []).append(name)
+        return {stem: names for stem, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
+
+    def _sum_to_one(self, names: list[str]) -> bool:
+        stack = np.stack([self.readings[name].values for name in names])
+        total = stack.sum(axis=0)
+        whole = ~np.isnan(total)
+        # nine significant digits are kept in a report, so a sum of a few shares is exact to about 1e-9
+        return bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
+
+    def _reading(self, name: str) -> Reading:
+        maps = np.full((4, len(self.layers), len(self.heads)), np.nan)
+        labels: dict[int, str] = {}
+        reasons: Counter[str] = Counter()
+        counts: set[int] = set()
+        for head in self.report.heads:
+            measure = head.measures.get(name)
+            if measure is None or measure.value is None:
+                reasons[(measure.reason if measure else None) or "not measured"] += 1
+                continue
+            maps[(slice(None), *self.cell(head.layer, head.head))] = _numbers_of(measure)
+            if measure.label is not None:
+                labels[round(measure.value)] = measure.label
+            if measure.n is not None:
+                counts.add(measure.n)
+        values, errors, null_means, null_sds = maps
+        return Reading(
+            name=name,
+            info=self.info(name),
+            values=values,
+            errors=errors,
+            null_means=null_means,
+            null_sds=null_sds,
+            labels=labels,
+            reasons=dict(reasons),
+            counts=tuple(sorted(counts)),
+        )
+
+
+def middle(values: Float[np.ndarray, "layers heads"]) -> float:
+    """The median of what is there; NaN where nothing is."""
+    present = values[~np.isnan(values)]
+    return float(np.median(present)) if present.size else float("nan")
+
+
+def by_turns(names: Iterable[str]) -> list[str]:
+    """The names with their sources taking turns, each source in its own order: the first of each, the second, …"""
+    sources: dict[str, list[str]] = {}
+    for name in names:
+        sources.setdefault(source_of(name), []).append(name)
+    return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
+
+
+def _background(reading: Reading) -> tuple[bool, bool, bool, int]:
+    """What puts a measure behind the others: the same everywhere; a category; a size in the units of the weights.
+
+    Then those that say most by themselves come first: a zero between two ends, two ends, an open range.
+    """
+    info = reading.info
+    ends = 2 if info.low is None or info.high is None else int(info.low >= 0)
+    return reading.constant, bool(reading.labels), info.grows_with_factors, ends
+
+
+def _numbers_of(measure: Measure) -> list[float]:
+    null = measure.null
+    numbers = [measure.value, measure.se, null.mean if null else None, null.sd if null else None]
+    return [float("nan") if number is None else number for number in numbers]
+
+
+def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
+    """The numbers that are there; with `fill`, also those missing in between and up to `expected`."""
+    numbers = sorted(set(present))
+    size = max([expected, *(number + 1 for number in numbers)])
+    return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

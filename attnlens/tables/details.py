@@ -1,0 +1,39 @@
+"""What else does a report know: which files, which versions, how long, how much memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from attnlens.records import Report
+from attnlens.wording import clean, listed
+
+
+def details(report: Report) -> Group:
+    """What a reader needs to repeat the run: tool, environment, settings, files with checksums, seconds, memory."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in _facts(report):
+        table.add_row(Text(name, style="dim"), Text(clean(fact)))
+    return Group("", Text("Details", style="bold"), table)
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    versions, settings = report.environment, report.settings
+    yield "tool", f"{report.tool.name} {report.tool.version}"
+    yield "python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"
+    yield "platform", versions.platform
+    yield "source", settings.source
+    if settings.analyzers:
+        yield "analyzers", listed(settings.analyzers, 20)
+    if settings.text is not None:
+        yield "text", f"{settings.text.name}, sha256 {settings.text.sha256}"
+    for file in report.model.files:
+        yield "file", f"{file.name}, sha256 {file.sha256}"
+    for stage, seconds in report.timings.items():
+        yield "time", f"{stage}: {seconds:.2f} s"
+    yield "memory", f"at most {report.peak_memory_bytes / 2**20:,.0f} MiB"

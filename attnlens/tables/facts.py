@@ -1,0 +1,101 @@
+"""Which sentences belong to a report: whose it is, what is missing, what stands out?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnlens.records import Report, Skipped, Standout
+from attnlens.shapes import Shapes
+from attnlens.tables.layers import LayerRows
+from attnlens.wording import big, clean, counted, listed, short, written
+
+
+def header(report: Report) -> str:
+    """Model, architecture, parameters, revision and settings on one line."""
+    model, settings = report.model, report.settings
+    facts = [model.architecture, f"{big(model.parameters)} parameters"]
+    if model.revision:
+        facts.append(f"revision {model.revision[:12]}")
+    if settings.text is not None:
+        facts.append(f"{settings.text.name}, {settings.sequences} × {settings.tokens} tokens")
+    facts += [f"{settings.dtype} on {settings.device}", f"seed {settings.seed}"]
+    return " · ".join(clean(fact) for fact in facts)
+
+
+def conventions(report: Report) -> list[str]:
+    """How the model's attention is put together, where that changes what the numbers mean."""
+    found = report.model.conventions
+    if found is None:
+        return []
+    facts = [f"positions: {found.position}"]
+    if found.qk_norm:
+        facts.append("queries and keys are normalised per token")
+    if found.bias == "excluded":
+        facts.append("biases are left out of weights.*")
+    return ["; ".join(facts), *(clean(note) for note in found.notes)]
+
+
+def identity(report: Report) -> str:
+    """How well recomputed attention agrees with the model's own; empty where that was not measured."""
+    error = report.summary.identity_error
+    return "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
+
+
+def reading_help(rows: LayerRows, shapes: Shapes) -> str:
+    """What a row of the layers' table is."""
+    over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
+    sentence = f"Rows are medians {over}"
+    if any(reading.error is not None for reading in shapes.readings.values()):
+        sentence += "; ± is one head's standard error (median)"
+    if any(reading.null for reading in shapes.readings.values()):
+        sentence += "; null is what independent random factors read, mean ± sd"
+    return f"{sentence}."
+
+
+def constants(shapes: Shapes) -> str:
+    """The measures that all heads share, which need no column; empty where there are none."""
+    same = [
+        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
+        for reading in shapes.readings.values()
+        if reading.constant
+    ]
+    return f"The same for every head: {listed(same, 8)}." if same else ""
+
+
+def standout(found: Standout) -> tuple[str, str]:
+    """`layer 3 head 7`, and what stands out in words with the measure and its robust z-score."""
+    score = f"{'+' if found.score > 0 else ''}{written(found.score, 1)}"
+    return f"layer {found.layer} head {found.head}", f"{clean(found.text)} ({clean(found.measure)}, z {score})"
+
+
+def skipped(entries: Iterable[Skipped]) -> list[str]:
+    """What was skipped, one line a reason, with the sites and heads."""
+    reasons: dict[str, list[str]] = {}
+    for entry in entries:
+        heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {listed(entry.heads, 12)}" if entry.heads else ""
+        what = f" ({entry.measure})" if entry.measure else ""
+        reasons.setdefault(entry.reason, []).append(f"{entry.site}{heads}{what}")
+    return [f"{clean(reason)}: {listed(places, 4)}" for reason, places in reasons.items()]
+
+
+def without_value(shapes: Shapes) -> list[str]:
+    """Which measures have no value for which number of heads, one line a reason."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for reading in shapes.readings.values():
+        for reason, count in reading.reasons.items():
+            groups.setdefault((reason, count), []).append(reading.name)
+    lines = [
+        f"{listed(names, 5)}: {counted(count, 'head')}, because {clean(reason)}"
+        for (reason, count), names in groups.items()
+    ]
+    return lines + _nowhere(shapes)
+
+
+def _nowhere(shapes: Shapes) -> list[str]:
+    """Measures that no head has."""
+    names = [name for name in shapes.report.measure_names() if name not in shapes.readings]
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
+        reasons.setdefault(first.reason or "", []).append(name)
+    return [f"{listed(found, 5)}: all heads, because {clean(reason)}" for reason, found in reasons.items()]

@@ -1,0 +1,114 @@
+"""What does each layer read? Medians over its heads as columns of finished text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from attnlens.shapes import Reading, Shapes, by_turns, middle
+from attnlens.tables.terminal import Column
+from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
+
+MOST_ROWS = 48
+"""Layers up to which each has its row."""
+
+GROUPED_ROWS = 40
+"""About how many rows a larger model has."""
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Which layers share a row: rows of the maps, part by part."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """For each table row, rows of the maps."""
+    size: int
+    """How many layers a row holds (the last of a part may hold fewer)."""
+
+
+def layer_rows(shapes: Shapes) -> LayerRows:
+    """A row a layer up to 48 layers; beyond, neighbours of one part share a row, so that about 40 rows remain."""
+    count = len(shapes.layers)
+    size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
+    groups: list[tuple[int, ...]] = []
+    for _, members in groupby(range(count), key=lambda row: shapes.parts[row]):
+        rows = list(members)
+        groups += [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return LayerRows(tuple(groups), size)
+
+
+def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
+    """The layers' numbers and, where there are several, their parts."""
+    numbers = tuple(_span(shapes, group) for group in rows.groups)
+    foot = ("all", "null", "± sd") if any(reading.null for reading in shapes.readings.values()) else ("all",)
+    layer = Column("", "layer", numbers, foot)
+    if len(set(shapes.parts)) == 1:
+        return (layer,)
+    return layer, Column("", "part", tuple(shapes.parts[group[0]] for group in rows.groups), ("",) * len(foot), True)
+
+
+def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
+    """A column for every measure that differs between heads, sources taking turns; then the heads' summed matrix."""
+    varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
+    columns = [_column(reading, rows) for reading in (varying[name] for name in by_turns(varying))]
+    return (*columns, *_summed(shapes, rows))
+
+
+def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
+    first, last = shapes.layers[group[0]], shapes.layers[group[-1]]
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _column(reading: Reading, rows: LayerRows) -> Column:
+    title, source = title_of(reading.name), source_of(reading.name)
+    everything = tuple(range(len(reading.values)))
+    if reading.labels:
+        cells = tuple(_commonest(reading, group) for group in rows.groups)
+        return Column(source, title, cells, (_commonest(reading, everything), "", ""))
+    medians = [middle(reading.values[list(group)]) for group in rows.groups]
+    total = middle(reading.values)
+    null = reading.null or ()
+    shown = [number for number in (*medians, total, *null) if not np.isnan(number)]
+    decimals = decimals_with_error(shown, reading.error)
+    cells = tuple(
+        _with_error(median, middle(reading.errors[list(group)]), decimals)
+        for median, group in zip(medians, rows.groups, strict=True)
+    )
+    foot = [_with_error(total, middle(reading.errors), decimals), "", ""]
+    if reading.null is not None:
+        foot[1:] = [written(reading.null[0], decimals), f"±{written(reading.null[1], decimals)}"]
+    return Column(source, title, cells, tuple(foot))
+
+
+def _with_error(median: float, error: float, decimals: int) -> str:
+    number = written(median, decimals)
+    return number if np.isnan(error) or np.isnan(median) else f"{number}±{written(error, decimals)}"
+
+
+def _commonest(reading: Reading, group: tuple[int, ...]) -> str:
+    values = reading.values[list(group)]
+    found = Counter(round(value) for value in values[~np.isnan(values)].tolist())
+    if not found:
+        return NO_VALUE
+    number, count = found.most_common(1)[0]
+    return f"{clean(reading.labels[number])} {count}/{found.total()}"
+
+
+def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
+    summary = shapes.report.summary
+    known = {
+        layer: value
+        for layer, value in zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
+        if value is not None
+    }
+    if not known:
+        return
+    values = np.array([known.get(layer, np.nan) for layer in shapes.layers])
+    medians = [middle(values[list(group)]) for group in rows.groups]
+    decimals = decimals_for([*known.values()])
+    cells = tuple(written(median, decimals) for median in medians)
+    yield Column("weights", "layer symmetry", cells, (written(middle(values), decimals), "", ""))

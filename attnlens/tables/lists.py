@@ -1,0 +1,115 @@
+"""What does attnlens know, and what did doctor find? The tables of `attnlens list` and `attnlens doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from attnlens.registry import Analyzer, MeasureInfo
+from attnlens.wording import NO_VALUE, clean
+
+
+class DoctorRow(Protocol):
+    """What doctor found at one site."""
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+
+    @property
+    def part(self) -> str:
+        """encoder, decoder or cross."""
+
+    @property
+    def heads(self) -> int:
+        """How many query heads it has."""
+
+    @property
+    def route(self) -> str:
+        """How attnlens reaches its queries and keys."""
+
+    @property
+    def tokens_error(self) -> float | None:
+        """Worst relative error of softmax(q·k) against the model's own attention probabilities."""
+
+    @property
+    def weights_error(self) -> float | None:
+        """Worst relative error of weights × inputs against the model's own logits."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why something was not checked or does not agree."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was checked agrees."""
+
+
+def measures_table(infos: Iterable[MeasureInfo]) -> Table:
+    """Name, range and meaning of every measure and curve; its formula below the meaning."""
+    table = _table("measure", "range", "meaning")
+    for info in infos:
+        meaning = Text(clean(info.meaning))
+        if info.formula:
+            meaning.append(f"\n{clean(info.formula)}", style="dim")
+        table.add_row(Text(info.name, style="bold"), _range(info), meaning)
+    return table
+
+
+def analyzers_table(analyzers: Iterable[Analyzer]) -> Table:
+    """Every analyzer: its name, what it reads, the question it answers, how many measures and curves it returns."""
+    table = _table("analyzer", "source", "question", "measures")
+    for found in analyzers:
+        names = ", ".join(info.name.removeprefix(f"{found.source}.") for info in found.measures)
+        question = Text(clean(found.question))
+        question.append(f"\n{names}", style="dim")
+        table.add_row(Text(found.name, style="bold"), found.source, question, str(len(found.measures)))
+    table.columns[-1].justify = "right"
+    return table
+
+
+def doctor_table(rows: Sequence[DoctorRow]) -> Table:
+    """Every site: its route, both errors (relative, worst), and the verdict in words."""
+    table = _table("site", "part", "heads", "route", "q·k logits", "weights × inputs", "verdict")
+    table.columns[2].justify = table.columns[4].justify = table.columns[5].justify = "right"
+    for row in rows:
+        checked = row.tokens_error is not None or row.weights_error is not None
+        verdict = Text(_verdict(row.passed, checked), style="bold" if row.passed else "bold yellow")
+        if row.reason:
+            verdict.append(f"\n{clean(row.reason)}", style="dim")
+        errors = (_error(row.tokens_error), _error(row.weights_error))
+        table.add_row(Text(clean(row.site)), row.part, str(row.heads), Text(clean(row.route)), *errors, verdict)
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+def _verdict(passed: bool, checked: bool) -> str:
+    if not checked:
+        return "not checked"
+    return "agrees" if passed else "DIFFERS"
+
+
+def _error(error: float | None) -> str:
+    return NO_VALUE if error is None else f"{error:.1e}"
+
+
+def _range(info: MeasureInfo) -> str:
+    if info.curve:
+        return f"curve over {info.steps}"
+    if info.labels:
+        return " | ".join(info.labels)
+    if info.low is None and info.high is None:
+        return "any"
+    low = "−∞" if info.low is None else f"{info.low:g}"
+    high = "∞" if info.high is None else f"{info.high:g}"
+    return f"{low} to {high}"

@@ -1,0 +1,48 @@
+"""How does a report become rows for a spreadsheet, without becoming formulas?"""
+
+from __future__ import annotations
+
+import csv as standard
+import io
+
+from attnlens.records import Head, HeadId, Report
+from attnlens.wording import clean
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
+"""First characters at which a spreadsheet may start to calculate."""
+
+
+def csv(report: Report) -> str:
+    """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
+
+    The columns of `Report.to_dataframe`. A category stands by its name, a missing value is an empty cell, numbers carry
+    nine significant digits; a text that a spreadsheet could run as a formula gets an apostrophe before it.
+    """
+    rows = [_row(head) for head in report.heads]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    buffer = io.StringIO()
+    writer = standard.writer(buffer, lineterminator="\n")
+    writer.writerow([harmless(name) for name in columns])
+    writer.writerows([row.get(name, "") for name in columns] for row in rows)
+    return buffer.getvalue()
+
+
+def harmless(text: str) -> str:
+    """The text, on one line, as text for a spreadsheet."""
+    line = clean(text)
+    return f"'{line}" if line.startswith(FORMULA) else line
+
+
+def _row(head: Head) -> dict[str, str]:
+    row = {name: harmless(str(getattr(head, name))) for name in HeadId.model_fields}
+    for name, measure in head.measures.items():
+        row[name] = _number(measure.value) if measure.label is None else harmless(measure.label)
+        if measure.se is not None:
+            row[f"{name}.se"] = _number(measure.se)
+        if measure.z is not None:
+            row[f"{name}.z"] = _number(measure.z)
+    return row
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{number:.9g}"

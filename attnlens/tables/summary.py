@@ -1,0 +1,83 @@
+"""What is the answer at a glance? The model, its layers, the heads that stand out, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from attnlens.records import Report
+from attnlens.shapes import Shapes
+from attnlens.tables import facts
+from attnlens.tables.layers import layer_rows, measure_columns, name_columns
+from attnlens.tables.terminal import FittedTable
+from attnlens.wording import clean
+
+HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
+
+
+def summary(report: Report) -> Group:
+    """The report on one page: header, coverage, a row per layer (medians over heads), standouts, what was skipped.
+
+    The table shows as many measures as the page is wide, whole columns, in the report's order of importance with the
+    sources taking turns. Above 48 layers neighbours share a row, and a line says so. Colour never carries a meaning of
+    its own.
+    """
+    shapes = Shapes(report)
+    return Group(
+        *_header(report),
+        *_layers(shapes),
+        *_standouts(report),
+        *_list("Skipped", facts.skipped(report.coverage.skipped)),
+        *_list("No value", facts.without_value(shapes)),
+    )
+
+
+def _header(report: Report) -> Iterator[RenderableType]:
+    yield Text.assemble((clean(report.model.id), "bold"), " · ", facts.header(report))
+    for line in facts.conventions(report):
+        yield Text(line, style="dim")
+    if facts.identity(report):
+        yield Text(facts.identity(report), style="dim")
+    coverage = report.coverage
+    yield Text(clean(coverage.sentence), style="bold blue" if coverage.complete else "bold yellow")
+
+
+def _layers(shapes: Shapes) -> Iterator[RenderableType]:
+    if not shapes.readings:
+        return
+    rows = layer_rows(shapes)
+    yield ""
+    columns = measure_columns(shapes, rows)
+    if columns:
+        yield FittedTable(name_columns(shapes, rows), columns, hidden=HIDDEN)
+    yield Text(facts.reading_help(rows, shapes), style="dim")
+    if facts.constants(shapes):
+        yield Text(facts.constants(shapes), style="dim")
+
+
+def _standouts(report: Report) -> Iterator[RenderableType]:
+    found = report.summary.standouts
+    if not found:
+        return
+    yield ""
+    yield Text("Heads that stand out", style="bold")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for standout in found:
+        where, what = facts.standout(standout)
+        table.add_row(Text(where), Text(what))
+    yield Padding(table, (0, 0, 0, 2))
+
+
+def _list(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+    if not lines:
+        return
+    yield ""
+    yield Text(title, style="bold")
+    for line in lines:
+        yield Padding(Text(line, overflow="fold"), (0, 0, 0, 2))

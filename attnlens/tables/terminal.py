@@ -1,0 +1,126 @@
+"""On how wide a page is a table printed, and which of its columns fit?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+PIPED = 100
+"""Width of the page where the output is no terminal and COLUMNS says nothing."""
+
+GAP = 2
+"""Blanks between columns."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr, as wide as the terminal or COLUMNS says, 100 columns in a pipe; heeds NO_COLOR."""
+    stream = sys.stderr if stderr else sys.stdout
+    if stream.isatty():
+        return Console(stderr=stderr, highlight=False)
+    asked = os.environ.get("COLUMNS", "")
+    # rich heeds a width under TERM=dumb only together with a height
+    return Console(stderr=stderr, highlight=False, width=int(asked) if asked.isdecimal() else PIPED, height=25)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of numbers: its group (a source), its title in words, its cells from top to bottom."""
+
+    group: str
+    """What stands over it and its neighbours; empty for the rows' own names."""
+    title: str
+    """Its words, which may stand under each other."""
+    cells: tuple[str, ...]
+    """Finished texts, one a row."""
+    foot: tuple[str, ...] = ()
+    """Finished texts below the rule."""
+    words: bool = False
+    """Whether the cells are words, which stand to the left, and not numbers."""
+
+    @property
+    def width(self) -> int:
+        """Least width that breaks no word and no number."""
+        return max(map(len, [*self.title.split(), *self.cells, *self.foot]), default=1)
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """A table whose columns are shown whole or not at all: the first that fit, or (paged) all, block under block."""
+
+    names: tuple[Column, ...]
+    """The columns that name the rows; always shown."""
+    columns: tuple[Column, ...]
+    """The others, the most important first; neighbours of one group are shown together."""
+    paged: bool = False
+    """Whether columns that don't fit go into a further block."""
+    hidden: str = ""
+    """What to say where columns are left out; `{shown}` and `{all}` are their numbers."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Choose the columns for the page at hand and print them."""
+        rest = list(self.columns)
+        while rest:
+            chosen = fitting(self.names, rest, options.max_width)
+            rest = [column for column in rest if column not in chosen]
+            yield from _block(self.names, _grouped(chosen), "-" if options.ascii_only else "─")
+            if not self.paged:
+                break
+            if rest:
+                yield ""
+        if rest and self.hidden:
+            shown = len(self.columns) - len(rest)
+            yield Text(self.hidden.format(shown=shown, all=len(self.columns)), style="dim")
+
+
+def fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> list[Column]:
+    """The first columns that fit beside the names; at least one, so that a narrow page still shows something."""
+    used = sum(column.width + GAP for column in names) - GAP
+    ends = accumulate((GAP + column.width for column in columns), initial=used)
+    count = sum(end <= width for end in ends) - 1
+    return list(columns[: max(1, count)])
+
+
+def _grouped(columns: Sequence[Column]) -> list[Column]:
+    """Columns of one group beside each other, the groups in the order of their first column."""
+    order = list(dict.fromkeys(column.group for column in columns))
+    return sorted(columns, key=lambda column: order.index(column.group))
+
+
+def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
+    if any(column.group for column in columns):
+        yield _group_line(names, columns, rule)
+    every = [*names, *columns]
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_footer=False)
+    table.show_footer = any(column.foot for column in every)
+    for column in every:
+        table.add_column(
+            Text(column.title),
+            Text("\n".join(column.foot)),
+            width=column.width,
+            justify="left" if column.words else "right",
+            vertical="bottom",
+            header_style="bold",
+            footer_style="none",
+        )
+    for cells in zip(*(column.cells for column in every), strict=True):
+        table.add_row(*map(Text, cells))
+    yield table
+
+
+def _group_line(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Text:
+    """`weights ──────  tokens ──────`, each over its own columns."""
+    line = Text(" " * sum(column.width + GAP for column in names), no_wrap=True, overflow="crop")
+    for group, members in groupby(columns, key=lambda column: column.group):
+        width = sum(column.width + GAP for column in members) - GAP
+        line.append(f"{group} ".ljust(width, rule)[:width], style="bold")
+        line.append(" " * GAP)
+    line.rstrip()
+    return line

@@ -1,0 +1,124 @@
+"""How does a text become sequences of token ids, by windows or by lines?"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from attnlens.errors import TextError, UsageError
+from attnlens.texts.sources import Content
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CHARACTERS_A_TOKEN = 8
+"""More than most tokenizers put into a token, so that one look at the text's beginning is mostly enough."""
+MARGIN = 32
+"""Tokens at the end of a cut that are not used: there, a tokenizer may have split otherwise than in the whole text."""
+LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int) -> list[list[int]]:
+    """The first `sequences` windows of the running text, each of `tokens` ids with the tokenizer's special tokens.
+
+    Raises TextError where there is not even one window, UsageError where the special tokens leave no room.
+    """
+    before, after = special_tokens(tokenizer, content, tokens)
+    room = tokens - len(before) - len(after)
+    ids = _beginning(tokenizer, content.text, room * sequences)
+    count = min(sequences, len(ids) // room)
+    if count == 0:
+        raise TextError(
+            f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
+            "Give a longer text, or fewer --tokens.",
+        )
+    return [[*before, *ids[room * i : room * (i + 1)], *after] for i in range(count)]
+
+
+def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int) -> list[list[int]]:
+    """The first `sequences` non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
+
+    A line of fewer than two tokens has no pair to look at and is left out. Raises TextError where no line is left,
+    UsageError where the special tokens leave no room.
+    """
+    special_tokens(tokenizer, content, tokens)
+    found: list[list[int]] = []
+    for line in re.split(r"\r?\n", content.text):
+        if len(found) == sequences:
+            break
+        ids = _ids(tokenizer, line, tokens) if line.strip() else []
+        if len(ids) >= 2:
+            found.append(ids)
+    if not found:
+        raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
+    return found
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a sequence, read off the beginning of the text.
+
+    Raises UsageError where they leave no room in `tokens`.
+    """
+    sample = content.text.strip()[:40]
+    bare, whole = _ids(tokenizer, sample, None), _ids(tokenizer, sample, 10**6)
+    starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    if not bare or not starts:
+        raise TextError(f"The tokenizer makes no tokens of the text ({content.name}).", "Give another text.")
+    before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
+    if tokens <= len(before) + len(after):
+        raise UsageError(
+            f"{tokens} tokens leave no room for text beside {len(before) + len(after)} special tokens.",
+            "Give more --tokens.",
+        )
+    return before, after
+
+
+def window_length(model: PreTrainedModel, tokens: int | None) -> int:
+    """`tokens`, or where it is None the lesser of 128 and what the model's positions allow.
+
+    Raises UsageError for fewer than two tokens, and for more than the model has positions.
+    """
+    limit = position_limit(model)
+    if tokens is None:
+        return 128 if limit is None else min(128, limit)
+    if tokens < 2:
+        raise UsageError(f"A window of {tokens} tokens has no pair to look at.", "Give at least --tokens 2.")
+    if limit is not None and tokens > limit:
+        raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --tokens {limit}.")
+    return tokens
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has positions for; None where positions are relative without an end (T5)."""
+    from torch.nn import Embedding
+
+    config = model.config.get_text_config()
+    if hasattr(config, "relative_attention_num_buckets"):
+        return None
+    limits = [limit for name in LIMITS if isinstance(limit := getattr(config, name, None), int) and limit > 0]
+    for path, module in model.named_modules():
+        # RoBERTa counts positions from padding_idx + 1 on
+        if path.endswith("position_embeddings") and isinstance(module, Embedding) and module.padding_idx is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(limits, default=None)
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:
+    """The first `needed` ids of the text without special tokens, or all, if it has fewer."""
+    size = (needed + MARGIN) * CHARACTERS_A_TOKEN
+    while size < len(text):
+        ids = _ids(tokenizer, re.sub(r"\S*\Z", "", text[:size]).rstrip(), None)
+        if len(ids) >= needed + MARGIN:
+            return ids[:needed]
+        size *= 2
+    return _ids(tokenizer, text, None)[:needed]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, longest: int | None) -> list[int]:
+    """Ids without special tokens (None), or with them and truncated to `longest`."""
+    if longest is None:
+        found = tokenizer(text, add_special_tokens=False, verbose=False)
+    else:
+        found = tokenizer(text, truncation=True, max_length=longest)
+    ids: list[int] = found["input_ids"]
+    return ids

@@ -1,0 +1,19 @@
+"""How do the tests see wrong shapes? The maths rooms are imported with jaxtyping and beartype watching every call."""
+
+import typing
+
+import beartype.door  # noqa: F401  # before the switch below, which is meant for the maths rooms alone
+import torch
+from jaxtyping import install_import_hook
+
+import attnlens.records  # as above
+
+# Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
+torch.set_num_threads(1)
+
+# Annotations are strings whose names the package imports for type checkers only; here they must exist.
+typing.TYPE_CHECKING = True
+with install_import_hook(["attnlens.linalg", "attnlens.statistics"], "beartype.beartype"):
+    import attnlens.linalg
+    import attnlens.statistics  # noqa: F401
+typing.TYPE_CHECKING = False

@@ -1,0 +1,90 @@
+"""How does the hub answer? A server on this machine that speaks as much of its language as a download takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OPEN, GATED = "someone/open", "someone/gated"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    folder: Path
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        path = self.path.split("?")[0]
+        if OPEN not in path and GATED not in path:
+            self._refuse(401, "RepoNotFound")
+        elif "nosuch" in path:
+            self._refuse(404, "RevisionNotFound")
+        elif path.startswith("/api/models/"):
+            self._describe(path)
+        elif GATED in path:
+            self._refuse(403, "GatedRepo")
+        else:
+            self._hand_out(self.folder / path.rsplit("/", 1)[1])
+
+    do_HEAD = do_GET  # noqa: N815  # http.server looks it up by this name
+
+    def _describe(self, path: str) -> None:
+        files = sorted(file for file in self.folder.iterdir() if file.is_file())
+        if "/tree/" in path:
+            entries = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _etag(f)} for f in files]
+            self._send(json.dumps(entries).encode())
+        else:
+            siblings = [{"rfilename": file.name} for file in files]
+            self._send(json.dumps({"id": OPEN, "sha": COMMIT, "siblings": siblings}).encode())
+
+    def _hand_out(self, file: Path) -> None:
+        if not file.is_file():
+            self._refuse(404, "EntryNotFound")
+            return
+        self._send(file.read_bytes(), {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": COMMIT})
+
+    def _send(self, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), "Content-Type": "application/json"}.items():
+            self.send_header(name, value)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Keep the test's output clean."""
+
+
+def _etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub that has `folder` under two names, one of them gated, and the paths it was asked for."""
+    asked: list[str] = []
+    answers = type("Answers", (_Answers,), {"folder": folder, "asked": asked})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,57 @@
+"""What do heads look like? QueryKeys built from plain tensors, and the dense matrices that they stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnlens.records import Part, QueryKey, Site, Source
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def query_key(
+    query: Tensor, key: Tensor, source: Source = "weights", part: Part = "encoder", scale: float = 0.3, **rest: object
+) -> QueryKey:
+    """Query heads in groups on key heads, as GQA pairs them."""
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    rest.setdefault("key_of", tuple(head * kv_heads // heads for head in range(heads)))
+    return QueryKey(query, key, scale, source, Site("attention", 0, 0, part), tuple(range(heads)), **rest)
+
+
+def rotary(positions: int, head_dim: int, base: float = 50.0, rotated: int | None = None) -> Tensor:
+    """RoPE in the half-split layout on the first `rotated` dimensions: row vector x → x R(i)."""
+    rotated = head_dim if rotated is None else rotated
+    half = rotated // 2
+    angles = torch.arange(positions).double()[:, None] * base ** (-torch.arange(half).double() / half)
+    matrices = torch.eye(head_dim, dtype=torch.float64).repeat(positions, 1, 1)
+    first, second = torch.arange(half), torch.arange(half, rotated)
+    matrices[:, first, first] = matrices[:, second, second] = angles.cos()
+    matrices[:, first, second] = angles.sin()
+    matrices[:, second, first] = -angles.sin()
+    return matrices
+
+
+def dense(heads: QueryKey) -> Tensor:
+    """M of every head, formed."""
+    key = heads.key.double()[..., list(heads.key_of), :, :]
+    return heads.scale * heads.query.double() @ key.mT
+
+
+def at_distance(heads: QueryKey, distance: int) -> Tensor:
+    """M(Δ) of every head, formed: W_Q R(−Δ) W_Kᵀ."""
+    assert heads.rotation is not None
+    turn = heads.rotation[abs(distance)]
+    key = heads.key.double()[..., list(heads.key_of), :, :]
+    return heads.scale * heads.query.double() @ (turn.mT if distance > 0 else turn) @ key.mT
+
+
+def stacked(heads: QueryKey) -> Tensor:
+    """The joint kernel on (content, position) of every head, formed and divided by the number of positions."""
+    assert heads.rotation is not None
+    key = heads.key.double()[..., list(heads.key_of), :, :]
+    queries = torch.cat([heads.query.double() @ turn for turn in heads.rotation], -2)
+    keys = torch.cat([key @ turn for turn in heads.rotation], -2)
+    return heads.scale * queries @ keys.mT / len(heads.rotation)

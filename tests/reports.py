@@ -1,0 +1,243 @@
+"""What would a report look like? Synthetic reports of any shape, with the trends that real models show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from attnlens.records import (
+    Conventions,
+    Coverage,
+    Environment,
+    Head,
+    Measure,
+    ModelInfo,
+    Null,
+    Part,
+    Report,
+    Settings,
+    Skipped,
+    Standout,
+    Summary,
+    Text,
+    Tool,
+)
+
+CROSS = "queries and keys live on different domains"
+LAWS = ("flat", "exponential", "power")
+Cells = Iterable[tuple[int, int]]
+
+
+def synthetic_report(
+    layers: int = 12,
+    heads: int = 12,
+    *,
+    source: Literal["weights", "tokens", "both"] = "both",
+    parts: Sequence[Part] | None = None,
+    missing: Cells = (),
+    head_dim: int = 64,
+    d_model: int = 768,
+    curves: bool = True,
+    sequences: int = 32,
+    seed: int = 0,
+    model: str = "bert-base-uncased",
+    architecture: str = "BertForMaskedLM",
+    parameters: int = 109_514_298,
+) -> Report:
+    """A report of layers × heads; the heads in `missing` have no value in any measure of the weights."""
+    random = np.random.default_rng(seed)
+    sites: Sequence[Part] = parts or ["encoder"] * layers
+    gone = set(missing)
+    found = [
+        _head(random, layer, head, sites, (layer, head) in gone, source, head_dim, d_model, curves, sequences)
+        for layer in range(layers)
+        for head in range(heads)
+    ]
+    return Report(
+        tool=Tool(version="0.1.0"),
+        command="inspect",
+        model=ModelInfo(
+            id=model,
+            architecture=architecture,
+            parameters=parameters,
+            revision="86b5e0934494bd15c9632b12f734a8a67f723594",
+            conventions=Conventions(position="absolute", qk_norm=False, bias="excluded"),
+        ),
+        settings=_settings(source, sequences),
+        environment=Environment(python="3.11.2", torch="2.13.0", transformers="5.23.0", platform="Linux x86_64"),
+        coverage=_coverage(layers, heads, gone),
+        heads=found,
+        summary=_summary(found, layers),
+    )
+
+
+def planted(values: np.ndarray, name: str = "weights.planted", curve: str = "") -> Report:
+    """A report that holds exactly these values, NaN where a head has none."""
+    heads = [
+        Head(
+            site=f"site.{layer}",
+            layer=layer,
+            head=head,
+            kv_head=head,
+            part="encoder",
+            measures={name: Measure(value=float(value)) if np.isfinite(value) else Measure(value=None, reason="gone")},
+            curves={curve: [float(value), float(value) / 2]} if curve else {},
+        )
+        for (layer, head), value in np.ndenumerate(values)
+    ]
+    return synthetic_report(*values.shape).model_copy(update={"heads": heads})
+
+
+def _settings(source: Literal["weights", "tokens", "both"], sequences: int) -> Settings:
+    if source == "weights":
+        return Settings(source=source)
+    text = Text(name="built-in sample", sha256="0" * 64)
+    return Settings(source=source, text=text, sequences=sequences, tokens=128, pack=True)
+
+
+def _coverage(layers: int, heads: int, gone: set[tuple[int, int]]) -> Coverage:
+    skipped = [
+        Skipped(
+            site=_site(layer),
+            heads=sorted(head for at, head in gone if at == layer),
+            measure="weights",
+            reason="the weights are not finite",
+        )
+        for layer in sorted({layer for layer, _ in gone})
+    ]
+    return Coverage(sites=layers, heads=layers * heads, analysed=layers * heads - len(gone), skipped=skipped)
+
+
+def _site(layer: int) -> str:
+    return f"bert.encoder.layer.{layer}.attention.self"
+
+
+def _head(
+    random: np.random.Generator,
+    layer: int,
+    head: int,
+    parts: Sequence[Part],
+    gone: bool,
+    source: str,
+    head_dim: int,
+    d_model: int,
+    curves: bool,
+    sequences: int,
+) -> Head:
+    depth = layer / max(1, len(parts) - 1)
+    part = parts[layer]
+    measures: dict[str, Measure] = {}
+    lines: dict[str, list[float]] = {}
+    if source in ("weights", "both"):
+        reason = "the weights are not finite" if gone else None
+        measures |= _weights(random, depth, part, reason, head_dim, d_model)
+        if not gone:
+            lines["weights.singular_values"] = _spectrum(random, depth, head_dim)
+    if source in ("tokens", "both"):
+        measures |= _tokens(random, depth, sequences, part)
+        lines["tokens.singular_values"] = _cumulative(_spectrum(random, 1 - depth, 128))
+    return Head(
+        site=_site(layer),
+        layer=layer,
+        head=head,
+        kv_head=head,
+        part=part,
+        measures=measures,
+        curves=lines if curves else {},
+    )
+
+
+def _weights(
+    random: np.random.Generator, depth: float, part: Part, reason: str | None, head_dim: int, d_model: int
+) -> dict[str, Measure]:
+    symmetry = float(np.clip(0.8 * np.exp(-2.2 * depth) * random.beta(4, 2) - 0.06 * random.random(), -1, 1))
+    definiteness = float(np.clip(0.75 * symmetry + 0.12 * random.standard_normal(), -1, 1))
+    rank = float(head_dim * (0.5 + 0.35 * depth + 0.05 * random.standard_normal()))
+    law = int(random.choice(3, p=[0.15, 0.5, 0.35]))
+    null = {"symmetry": Null(mean=1 / d_model, sd=2**0.5 / d_model), "definiteness": Null(mean=0.0, sd=0.021)}
+    null["directionality"] = Null(mean=0.0, sd=0.3)
+    values = {
+        "symmetry": symmetry,
+        "definiteness": definiteness,
+        "directionality": float(np.tanh(0.4 * random.standard_normal() + 0.5 * depth)),
+        "positivity": float(np.clip(definiteness + 0.05 * random.standard_normal(), -1, 1)),
+        "effective_rank": rank,
+        "stable_rank": 1 + 0.25 * rank * random.random(),
+        "rank90": float(round(0.7 * rank)),
+        "decay_law": float(law),
+        "inertia_positive": float(head_dim),
+        "inertia_negative": float(head_dim),
+        "norm": float(np.exp(1.5 + 0.3 * random.standard_normal() + depth)),
+    }
+    self_only = {"symmetry", "definiteness", "directionality", "positivity", "inertia_positive", "inertia_negative"}
+    why = {name: reason or (CROSS if part == "cross" and name in self_only else None) for name in values}
+    return {
+        f"weights.{name}": Measure(value=None, reason=why[name])
+        if why[name]
+        else Measure(value=value, label=LAWS[law] if name == "decay_law" else None, n=1, null=null.get(name))
+        for name, value in values.items()
+    }
+
+
+def _tokens(random: np.random.Generator, depth: float, sequences: int, part: Part) -> dict[str, Measure]:
+    shares = random.dirichlet(12 * np.array([0.5 - 0.3 * depth, 0.08, 0.15, 0.27 + 0.3 * depth]))
+    values = dict(zip(("positive", "negative", "skew", "key"), shares.tolist(), strict=True))
+    found = {
+        f"tokens.share_{name}": Measure(value=None, reason=CROSS)
+        if part == "cross"
+        else Measure(value=value, se=0.02 * random.random() + 0.001, n=sequences)
+        for name, value in values.items()
+    }
+    entropy = float(np.clip(0.75 - 0.4 * depth + 0.15 * random.standard_normal(), 0.02, 0.99))
+    more = {
+        "definite": float(random.beta(0.4, 3)),
+        "entropy": entropy,
+        "max_weight": float(1 - 0.9 * entropy),
+        "effective_rank": 4 + 60 * (1 - entropy),
+        "rank90": float(round(2 + 30 * (1 - entropy))),
+    }
+    return found | {
+        f"tokens.{name}": Measure(value=value, se=abs(value) * 0.02, n=sequences) for name, value in more.items()
+    }
+
+
+def _spectrum(random: np.random.Generator, depth: float, steps: int) -> list[float]:
+    rate = (4 - 2.5 * depth) * (1 + 0.2 * random.standard_normal()) / steps
+    sigma = np.exp(0.3 * random.standard_normal()) * np.exp(-rate * np.arange(steps))
+    return [float(value) for value in sigma * (1 + 0.4 / (1 + np.arange(steps)))]
+
+
+def _cumulative(sigma: list[float]) -> list[float]:
+    total = np.cumsum(sigma) / np.sum(sigma)
+    return [float(value) for value in total]
+
+
+def _summary(heads: list[Head], layers: int) -> Summary:
+    """Two heads that stand out, and the layers' symmetry; medians are the tables' own business."""
+    if not heads or "weights.symmetry" not in heads[0].measures:
+        return Summary()
+    last = heads[-1]
+    standouts = [
+        Standout(
+            layer=heads[0].layer,
+            head=heads[0].head,
+            measure="weights.symmetry",
+            score=4.2,
+            text="far more symmetric than the model's other heads",
+        ),
+        Standout(
+            layer=last.layer,
+            head=last.head,
+            measure="weights.effective_rank",
+            score=-3.6,
+            text="needs far fewer dimensions than the model's other heads",
+        ),
+    ]
+    return Summary(
+        standouts=standouts,
+        layer_numbers=list(range(layers)),
+        layer_symmetry=[round(0.6 * float(np.exp(-layer / layers)), 6) for layer in range(layers)],
+        identity_error=3.2e-7,
+    )

@@ -1,0 +1,208 @@
+"""Does the door change nothing by itself, miss nothing, and leave nothing behind?"""
+
+from dataclasses import replace
+
+import families
+import pytest
+import torch
+
+from attnlens import hooks
+from attnlens.errors import ModelError
+
+TOKENS = 12
+REACHED = [name for name in families.FAMILIES if name not in ("bloom", "mamba")]
+CAUSAL = [
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "cohere",
+    "gpt_oss",
+]
+
+
+def precise(name):
+    model = families.build(name).double()
+    hooks.allow_float64(model)
+    return model
+
+
+def fed(name, model, **more):
+    return hooks.as_dtype(families.inputs(name, model, **more), torch.float64)
+
+
+def changed(model, inputs, alter):
+    """Relative change of the outputs when every call is altered before it is answered with the model's own kernel."""
+    with torch.no_grad():
+        own = hooks.real_outputs(hooks.forward(model, inputs), inputs)
+        with hooks.opened(model, lambda call: hooks.attend(alter(call), hooks.exponential)):
+            again = hooks.real_outputs(hooks.forward(model, inputs), inputs)
+    return max(float((a - b).norm() / a.norm()) for a, b in zip(own, again, strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", REACHED)
+def test_own_kernel_through_the_door_is_the_models_own_output(name, padded):
+    model = precise(name)
+    assert hooks.identity_error(model, fed(name, model, padded=padded)) <= 2e-6
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "bart"])
+def test_a_dropped_mask_is_seen(name):
+    model = precise(name)
+    assert changed(model, fed(name, model), lambda call: replace(call, mask=None)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("gemma2", "softcap"), ("gpt_oss", "sinks"), ("t5", "bias")], ids=["softcap", "sinks", "bias"]
+)
+def test_a_dropped_argument_is_seen(name, field):
+    model = precise(name)
+    assert changed(model, fed(name, model), lambda call: replace(call, **{field: None})) > 1e-3
+
+
+def test_mispaired_key_heads_are_seen():
+    model = precise("llama")
+    alter = lambda call: replace(call, key=call.key.flip(1), value=call.value.flip(1))  # noqa: E731  # one expression
+    assert changed(model, fed("llama", model), alter) > 1e-3
+
+
+def test_a_window_narrower_than_the_text_is_in_the_mask():
+    model = precise("mistral")
+    reached = hooks.survey(model, fed("mistral", model))
+    seen = reached[0].call.allowed.sum(-1)
+    assert seen.max() == model.config.sliding_window < TOKENS
+
+
+def test_sites_are_named_by_path_and_call():
+    albert = families.build("albert")
+    sites = [found.site for found in hooks.survey(albert, families.inputs("albert", albert))]
+    assert len({site.path for site in sites}) == 1
+    assert [(site.ordinal, site.layer, site.repeated) for site in sites] == [(0, 0, True), (1, 1, True), (2, 2, True)]
+    assert len({site.name for site in sites}) == 3
+    bert = families.build("bert")
+    names = [found.site.name for found in hooks.survey(bert, families.inputs("bert", bert))]
+    assert names == [f"bert.encoder.layer.{layer}.attention.self" for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
+def test_encoder_decoder_and_cross_attention_are_told_apart(name):
+    model = families.build(name)
+    parts = [found.site.part for found in hooks.survey(model, families.inputs(name, model))]
+    assert parts == ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_bidirectional_attention_is_an_encoders(name):
+    model = families.build(name)
+    assert {found.site.part for found in hooks.survey(model, families.inputs(name, model))} == {"encoder"}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_attention_is_a_decoders(name):
+    model = families.build(name)
+    assert {found.site.part for found in hooks.survey(model, families.inputs(name, model))} == {"decoder"}
+
+
+def implementations(model):
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+def test_everything_is_restored_even_after_an_error():
+    model = families.build("clip")
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    before = implementations(model)
+    assert "eager" in before
+    assert "sdpa" in before
+    with pytest.raises(ZeroDivisionError), hooks.opened(model, lambda _call: 1 / 0):
+        hooks.forward(model, families.inputs("clip", model))
+    assert implementations(model) == before
+
+
+def test_the_registered_names_go_away():
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    model = families.build("bert")
+    before = set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())
+    hooks.survey(model, families.inputs("bert", model))
+    assert (set(AttentionInterface().valid_keys()), set(AttentionMaskInterface().valid_keys())) == before
+
+
+@pytest.mark.parametrize(("name", "why"), [("bloom", "by hand"), ("mamba", "no softmax attention")])
+def test_a_model_out_of_reach_is_refused_by_name(name, why):
+    model = families.build(name)
+    with pytest.raises(ModelError) as refusal:
+        hooks.survey(model, families.inputs(name, model))
+    assert type(model).__name__ in refusal.value.problem
+    assert why in refusal.value.problem
+    assert "\n" not in refusal.value.problem
+    assert refusal.value.remedy
+
+
+def test_layers_keep_their_numbers_over_batches():
+    model = families.build("albert")
+    inputs = families.inputs("albert", model)
+    sites = tuple(found.site for found in hooks.survey(model, inputs))
+    seen = []
+    with torch.no_grad(), hooks.watch(model, sites, lambda site, _call: seen.append(site)):
+        for _ in range(3):
+            hooks.forward(model, inputs)
+    assert seen == list(sites) * 3
+
+
+def doubled(query, key, scale):
+    return 2 * hooks.exponential(query, key, scale)
+
+
+def test_replacing_the_kernel_changes_the_chosen_sites_only():
+    model = precise("gpt2")
+    inputs = fed("gpt2", model)
+    sites = tuple(found.site for found in hooks.survey(model, inputs))
+    with torch.no_grad():
+        own = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
+        with hooks.replace(model, sites, hooks.exponential, frozenset(sites)):
+            same = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
+        with hooks.replace(model, sites, doubled, frozenset()):
+            none = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
+        with hooks.replace(model, sites, doubled, frozenset(sites[1:])):
+            other = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
+    torch.testing.assert_close(same, own)
+    torch.testing.assert_close(none, own)
+    assert (other - own).norm() > 1e-3 * own.norm()
+
+
+def test_a_swap_that_misses_a_site_is_an_error():
+    model = families.build("bart")
+    sites = tuple(found.site for found in hooks.survey(model, families.inputs("bart", model)))
+    ids = families.inputs("bart", model)["input_ids"]
+    with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, doubled, frozenset(sites)):
+        model.get_encoder()(input_ids=ids)
+
+
+def test_a_query_that_may_see_nothing_has_an_empty_row():
+    model = families.build("gpt2")
+    inputs = families.inputs("gpt2", model)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :4] = 0
+    found = hooks.survey(model, inputs)[0]
+    attention = found.call.query_key(found.site).attention
+    assert torch.equal(attention[0, :, :4], torch.zeros_like(attention[0, :, :4]))
+    torch.testing.assert_close(attention[0, :, 4:].sum(-1), torch.ones(4, TOKENS - 4, dtype=torch.float64))
+
+
+def test_a_module_outside_the_interface_is_named():
+    model = families.build("bert")
+
+    class HandWrittenAttention(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    model.bert.extra = HandWrittenAttention()
+    assert hooks.unreached(model, hooks.survey(model, families.inputs("bert", model))) == ["bert.extra"]

@@ -1,0 +1,570 @@
+import math
+
+import pytest
+import torch
+from heads import at_distance, dense, query_key, random, rotary, stacked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnlens import linalg
+from attnlens.linalg import cores, spectra
+
+SIGMA = torch.tensor([4.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+
+
+def core_of(heads):
+    return linalg.core(heads, linalg.grams(heads))
+
+
+def close(ours, theirs, tolerance=1e-11):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+def with_condition(n, head_dim, condition, seed):
+    left = torch.linalg.qr(random(n, head_dim, seed=seed)).Q
+    right = torch.linalg.qr(random(head_dim, head_dim, seed=seed + 1)).Q
+    return left * torch.logspace(0, -math.log10(condition), head_dim, dtype=torch.float64) @ right
+
+
+# --- the pool -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_pool_returns_what_one_call_returns(workers):
+    stack = random(2, 5, 7, 7)
+    assert torch.equal(linalg.over_heads(torch.linalg.svdvals, stack, workers=workers), torch.linalg.svdvals(stack))
+
+
+def test_the_pool_runs_more_pieces_than_workers_in_order(monkeypatch):
+    monkeypatch.setattr(linalg.parallel, "PIECE", 20)
+    stack, sizes = random(9, 4, 4), []
+
+    def trace(piece):
+        sizes.append(len(piece))
+        return piece.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    assert torch.equal(linalg.over_heads(trace, stack, workers=2), stack.diagonal(dim1=-2, dim2=-1).sum(-1))
+    assert sizes == [1] * 9
+
+
+def test_workers_have_one_thread_and_the_caller_keeps_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = linalg.over_heads(lambda x: torch.full(x.shape[:1], float(torch.get_num_threads())), random(4, 2, 2))
+        assert seen.tolist() == [1.0] * 4
+        assert torch.get_num_threads() == 2
+        with pytest.raises(torch.linalg.LinAlgError):
+            linalg.over_heads(torch.linalg.cholesky, -torch.eye(2).repeat(4, 1, 1))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_pool_keeps_the_callers_gradient_mode():
+    stack = random(4, 3, 3).requires_grad_()
+    assert linalg.over_heads(torch.linalg.svdvals, stack).requires_grad
+    with torch.no_grad():
+        assert not linalg.over_heads(torch.linalg.svdvals, stack).requires_grad
+
+
+# --- the core of W_Q W_Kᵀ ---------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "plain": ((3, 20, 4), (3, 20, 4)),
+    "grouped": ((6, 20, 4), (2, 20, 4)),
+    "batched": ((2, 6, 20, 4), (2, 3, 20, 4)),
+    "wider than half": ((2, 6, 4), (2, 6, 4)),
+    "wider than long": ((2, 3, 5), (2, 3, 5)),
+    "one row": ((2, 1, 4), (2, 1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_core_shares_every_invariant_of_the_matrix(name):
+    query, key = SHAPES[name]
+    heads = query_key(random(*query), random(*key, seed=1))
+    core, matrix = core_of(heads), dense(heads)
+    close(core.norm, torch.linalg.matrix_norm(matrix))
+    sigma = torch.linalg.svdvals(matrix)
+    steps = min(sigma.shape[-1], query[-1])
+    close(core.singular_values[..., :steps], sigma[..., :steps])
+    assert (core.singular_values[..., steps:] <= 1e-12 * sigma.max()).all()
+    values = torch.linalg.eigvals(matrix)
+    close(core.positivity, values.real.sum(-1) / values.abs().sum(-1), 1e-9)
+    close(core.definiteness, *[(mu.sum(-1) / mu.abs().sum(-1)) for mu in [symmetric_eigenvalues(matrix)]], 1e-10)
+
+
+def symmetric_eigenvalues(matrix):
+    return torch.linalg.eigvalsh((matrix + matrix.mT) / 2)
+
+
+def test_symmetric_eigenvalues_are_those_of_the_symmetric_part():
+    heads = query_key(random(4, 30, 5), random(2, 30, 5, seed=1))
+    ours, theirs = core_of(heads).symmetric_eigenvalues, symmetric_eigenvalues(dense(heads))
+    close(ours[:, :5], theirs[:, :5])
+    close(ours[:, 5:], theirs[:, -5:])
+    assert [part.tolist() for part in core_of(heads).inertia] == [[5.0] * 4, [5.0] * 4]
+
+
+def test_a_positive_head_has_no_negative_inertia_though_its_joint_factors_are_singular():
+    factor = random(2, 20, 4)
+    core = core_of(query_key(factor, factor))
+    assert [part.tolist() for part in core.inertia] == [[4.0, 4.0], [0.0, 0.0]]
+    close(core.definiteness, torch.ones(2, dtype=torch.float64))
+    core = core_of(query_key(factor, -factor))
+    assert [part.tolist() for part in core.inertia] == [[0.0, 0.0], [4.0, 4.0]]
+
+
+def test_a_low_rank_key_factor_leaves_no_phantom_eigenvalues():
+    key = random(1, 20, 4, seed=1)
+    key[..., 2:] = 0
+    core = core_of(query_key(random(1, 20, 4), key))
+    assert [part.tolist() for part in core.inertia] == [[2.0], [2.0]]
+
+
+def test_float32_factors_are_read_in_float64():
+    heads = query_key(random(2, 20, 4).float(), random(2, 20, 4, seed=1).float())
+    assert core_of(heads).norm.dtype == torch.float64
+    close(core_of(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
+
+
+def smallest_error(heads):
+    sigma = torch.linalg.svdvals(torch.linalg.qr(heads.query[0]).R @ torch.linalg.qr(heads.key[0]).R.mT) * heads.scale
+    return float((core_of(heads).singular_values[0, -1] / sigma[-1] - 1).abs())
+
+
+def test_the_smallest_singular_value_survives_badly_conditioned_factors(monkeypatch):
+    bad = query_key(with_condition(60, 8, 1e7, 3)[None], with_condition(60, 8, 1e3, 5)[None])
+    fair = query_key(with_condition(60, 8, 1e4, 3)[None], with_condition(60, 8, 1e4, 5)[None])
+    assert smallest_error(fair) < 1e-6
+    assert smallest_error(bad) < 1e-6
+    monkeypatch.setattr(cores, "LARGEST_CONDITION", 1e30)
+    assert smallest_error(bad) > 1e-6  # the control: Gram matrices alone lose it
+
+
+def test_a_column_of_another_scale_is_no_bad_condition(monkeypatch):
+    query = random(1, 40, 6) * torch.logspace(0, -8, 6, dtype=torch.float64)
+    monkeypatch.setattr(cores, "_qr_root", None)  # it would be called
+    heads = query_key(query, random(1, 40, 6, seed=1))
+    close(core_of(heads).singular_values[:, :3], torch.linalg.svdvals(dense(heads))[:, :3])
+
+
+def test_a_zero_matrix_is_no_crash():
+    heads = query_key(torch.zeros(2, 10, 3), random(2, 10, 3).float())
+    core = core_of(heads)
+    assert core.norm.tolist() == [0, 0]
+    assert [part.tolist() for part in core.inertia] == [[0, 0], [0, 0]]
+    for missing in (core.definiteness, core.positivity, linalg.symmetry(heads, linalg.grams(heads))):
+        assert missing.isnan().all()
+    assert linalg.layer_symmetry(heads) is None
+
+
+def test_cross_attention_has_singular_values_between_two_domains():
+    heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
+    close(core_of(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
+    assert linalg.layer_symmetry(heads) is None
+
+
+# --- symmetry ---------------------------------------------------------------------------------------------------------
+
+
+def dense_symmetry(matrix):
+    even, odd = (matrix + matrix.mT) / 2, (matrix - matrix.mT) / 2
+    return (even.square().sum((-2, -1)) - odd.square().sum((-2, -1))) / matrix.square().sum((-2, -1))
+
+
+def dense_directionality(matrix):
+    sides = []
+    for norms in (matrix.norm(dim=-1), matrix.norm(dim=-2)):
+        border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
+        sides.append(torch.where(norms > border, norms, 0).sum(-1))
+    return (sides[0] - sides[1]) / (sides[0] + sides[1])
+
+
+def test_symmetry_and_directionality_are_those_of_the_matrix():
+    heads = query_key(random(6, 50, 4), random(2, 50, 4, seed=1))
+    grams = linalg.grams(heads)
+    close(linalg.symmetry(heads, grams), dense_symmetry(dense(heads)), 1e-10)
+    directions = dense_directionality(dense(heads))
+    assert directions.abs().max() > 0.05
+    close(linalg.directionality(heads, grams), directions, 1e-10)
+
+
+def test_without_outstanding_rows_there_is_no_direction():
+    heads = query_key(torch.eye(6).double()[None], torch.eye(6).double()[None])
+    assert linalg.directionality(heads, linalg.grams(heads)).item() == 0
+
+
+def test_layer_symmetry_is_that_of_the_heads_summed():
+    heads = query_key(random(6, 20, 4), random(2, 20, 4, seed=1))
+    assert linalg.layer_symmetry(heads) == pytest.approx(float(dense_symmetry(dense(heads).sum(0))), abs=1e-12)
+    wrong = query_key(heads.query, heads.key, key_of=(0, 1, 0, 1, 0, 1))
+    assert linalg.layer_symmetry(wrong) != pytest.approx(float(dense_symmetry(dense(heads).sum(0))), abs=1e-3)
+
+
+# --- rotation ---------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_sums_are_those_of_the_matrices_multiplied_out():
+    matrices = rotary(7, 6, rotated=4)
+    rotation = linalg.Rotation.of(matrices)
+    assert rotation.values.shape == (7, 2 * 4 + 2)
+    x, y = random(3, 2, 6, 6), random(3, 2, 6, 6, seed=1)
+    close(rotation.averaged(x), sum(r.mT @ x @ r for r in matrices) / 7)
+    close(rotation.transposed.averaged(x), sum(r @ x @ r.mT for r in matrices) / 7)
+    multiplied = [(x @ r.mT @ y @ r).diagonal(dim1=-2, dim2=-1).sum((-2, -1)) for r in matrices]
+    close(rotation.traces(x, y), torch.stack(multiplied, -1))
+
+
+@pytest.fixture(params=[6, 4], ids=["all dimensions", "partial rotary"])
+def rotated(request):
+    return query_key(random(4, 9, 6), random(2, 9, 6, seed=1), rotation=rotary(5, 6, rotated=request.param))
+
+
+def test_under_rotation_the_core_is_that_of_the_joint_kernel(rotated):
+    core, matrix = core_of(rotated), stacked(rotated)
+    close(core.norm, torch.linalg.matrix_norm(matrix))
+    close(core.singular_values, torch.linalg.svdvals(matrix)[:, :6])
+    values = torch.linalg.eigvals(matrix)
+    close(core.positivity, values.real.sum(-1) / values.abs().sum(-1), 1e-9)
+    mu = symmetric_eigenvalues(matrix)
+    close(core.definiteness, mu.sum(-1) / mu.abs().sum(-1), 1e-9)
+    still = query_key(rotated.query, rotated.key)
+    assert not torch.allclose(core.norm, core_of(still).norm, rtol=1e-3)
+
+
+def test_under_rotation_directionality_pools_positions(rotated):
+    matrix = stacked(rotated) * 5
+    norms = []
+    for joint in (matrix, matrix.mT):
+        by_position = joint.square().sum(-1).unflatten(-1, (5, 9))
+        norms.append(by_position.sum(-2).sqrt())
+    sides = [torch.where(n > n.mean(-1, True) + 2 * n.std(-1, keepdim=True), n, 0).sum(-1) for n in norms]
+    whole = sides[0] + sides[1]
+    expected = torch.where(whole > 0, (sides[0] - sides[1]) / whole, 0)
+    close(linalg.directionality(rotated, linalg.grams(rotated)), expected, 1e-10)
+
+
+def distance_sums(heads, one_sum=None):
+    matrices = {d: at_distance(heads, d) if one_sum is None else one_sum(at_distance(heads, d)) for d in range(-4, 5)}
+    crossed = {d: (matrices[d] * matrices[-d].mT).sum((-2, -1)) for d in matrices}
+    squared = {d: matrices[d].square().sum((-2, -1)) for d in matrices}
+    return crossed, squared
+
+
+def test_under_rotation_symmetry_runs_over_all_distances(rotated):
+    crossed, squared = distance_sums(rotated)
+    grams = linalg.grams(rotated)
+    close(linalg.symmetry(rotated, grams), sum(crossed.values()) / sum(squared.values()), 1e-10)
+    curve = [(crossed[d] + crossed[-d]) / (squared[d] + squared[-d]) for d in range(5)]
+    close(linalg.symmetry_by_distance(rotated, grams), torch.stack(curve, -1), 1e-10)
+    close(linalg.symmetry_by_distance(rotated, grams)[:, 0], dense_symmetry(dense(rotated)), 1e-10)
+    assert not torch.allclose(linalg.symmetry(rotated, grams), dense_symmetry(dense(rotated)), atol=1e-3)
+
+
+def test_under_rotation_layer_symmetry_sums_the_heads_at_each_distance(rotated):
+    crossed, squared = distance_sums(rotated, lambda matrices: matrices.sum(0))
+    expected = float(sum(crossed.values()) / sum(squared.values()))
+    assert linalg.layer_symmetry(rotated) == pytest.approx(expected, abs=1e-12)
+
+
+def test_equal_factors_are_symmetric_at_every_distance_and_definite():
+    factor = random(2, 9, 6)
+    heads = query_key(factor, factor, rotation=rotary(5, 6))
+    close(linalg.symmetry_by_distance(heads, linalg.grams(heads)), torch.ones(2, 5, dtype=torch.float64))
+    assert [part.tolist() for part in core_of(heads).inertia] == [[6.0, 6.0], [0.0, 0.0]]
+
+
+# --- singular values, ranks, laws -------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_spectrum_known_by_hand():
+    assert linalg.effective_rank(SIGMA).item() == pytest.approx(3.36359, abs=5e-6)
+    assert linalg.stable_rank(SIGMA).item() == 1.375
+    assert linalg.rank_at(SIGMA, 0.9).item() == 2  # 16 + 4 of 22 is 0.909
+    close(linalg.cumulative(SIGMA), torch.tensor([0.5, 0.75, 0.875, 1.0], dtype=torch.float64))
+
+
+def test_a_share_reached_exactly_is_reached():
+    assert linalg.rank_at(torch.full((10,), 0.1, dtype=torch.float64), 0.9).item() == 9
+    assert linalg.rank_at(torch.full((10,), 0.1, dtype=torch.float64), 0.91).item() == 10
+
+
+def test_a_zero_spectrum_has_no_rank():
+    zero = torch.zeros(3, dtype=torch.float64)
+    found = [linalg.effective_rank(zero), linalg.stable_rank(zero), linalg.rank_at(zero, 0.9), *linalg.decay_law(zero)]
+    assert all(value.isnan() for value in found)
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_ranks_lie_between_one_and_the_number_of_values(values):
+    sigma = torch.tensor(sorted(values, reverse=True), dtype=torch.float64)
+    for rank in (linalg.effective_rank(sigma), linalg.stable_rank(sigma), linalg.rank_at(sigma, 0.9)):
+        assert 1 - 1e-9 <= rank.item() <= len(values) + 1e-9
+        assert rank.item() == pytest.approx(
+            {0: linalg.effective_rank, 1: linalg.stable_rank}.get(9, lambda s: rank)(sigma).item()
+        )
+    scaled = linalg.effective_rank(7 * sigma).item()
+    assert scaled == pytest.approx(linalg.effective_rank(sigma).item(), rel=1e-9)
+
+
+def test_products_have_the_singular_values_of_the_formed_matrix():
+    for n, m, size in ((20, 15, 4), (3, 15, 4), (2, 2, 5)):
+        left, right = random(3, n, size), random(3, m, size, seed=1)
+        steps = min(n, m, size)
+        close(linalg.product_singular_values(left, right), torch.linalg.svdvals(left @ right.mT)[:, :steps])
+
+
+INDEX = torch.arange(1, 41, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("values", "law", "rate"),
+    [
+        (3 * torch.exp(-0.2 * INDEX), spectra.EXPONENTIAL, 0.2),
+        (3 * INDEX**-1.5, spectra.POWER, 1.5),
+        (3 * torch.ones(40).double(), spectra.FLAT, 0.0),
+    ],
+    ids=["exponential", "power", "flat"],
+)
+def test_the_law_that_made_a_spectrum_is_found(values, law, rate, noise):
+    found = linalg.decay_law(values * (noise * random(40)).exp())
+    assert found[0].item() == law
+    assert found[1].item() == pytest.approx(rate, abs=1e-9 if noise == 0 else 0.02)
+    assert found[2].item() == pytest.approx(0 if law == spectra.FLAT else 1, abs=1e-9 if noise == 0 else 0.02)
+
+
+def test_between_two_laws_there_is_no_clear_one():
+    both = (-0.03 * INDEX).exp() * INDEX**-0.3
+    mixes = torch.stack([both ** (1 - t) * INDEX ** (-t) for t in torch.linspace(-1, 1, 21).tolist()])
+    noisy = mixes * (0.5 * random(40)).exp()
+    law = linalg.decay_law(noisy.sort(-1, descending=True).values)[0]
+    assert law.isnan().any()
+    assert not law.isnan().all()
+
+
+def test_laws_by_hand():
+    values = (random(5, 40).abs() + 0.1).sort(-1, descending=True).values
+    law, rate, fit = linalg.decay_law(values)
+    for row in range(5):
+        logs, scores = values[row].log(), []
+        for x in (INDEX, INDEX.log()):
+            design = torch.stack((torch.ones(40).double(), x), -1)
+            solution = torch.linalg.lstsq(design, logs[:, None]).solution
+            residual = (logs - (design @ solution)[:, 0]).square().sum()
+            scores.append(
+                (40 * (residual / 40).log() + 2, -solution[1, 0], 1 - residual / (logs - logs.mean()).square().sum())
+            )
+        best = min((0, 1), key=lambda which: scores[which][0])
+        assert abs(scores[0][0] - scores[1][0]) > 2
+        assert law[row] == best + 1
+        close(torch.stack((rate[row], fit[row])), torch.stack(scores[best][1:]), 1e-9)
+
+
+def test_numerical_zeros_take_no_part_in_the_law_and_three_values_have_none():
+    padded = torch.cat((3 * torch.exp(-0.2 * INDEX[:20]), torch.full((20,), 1e-17).double()))
+    assert [part.item() for part in linalg.decay_law(padded)] == pytest.approx([spectra.EXPONENTIAL, 0.2, 1.0])
+    assert linalg.decay_law(torch.cat((SIGMA[:3], torch.zeros(3).double())))[0].isnan()
+
+
+# --- attention rows ---------------------------------------------------------------------------------------------------
+
+
+def attention_by_hand(heads):
+    """Entropy and largest weight, row by row."""
+    key = heads.key[:, list(heads.key_of)]
+    logits = heads.scale * heads.query @ key.mT
+    entropies, largest = torch.zeros(logits.shape[:2]), torch.zeros(logits.shape[:2])
+    for batch in range(logits.shape[0]):
+        for head in range(logits.shape[1]):
+            rows, tops = [], []
+            for i in range(logits.shape[2]):
+                allowed = torch.ones(logits.shape[3], dtype=torch.bool)
+                if heads.allowed is not None:
+                    allowed = heads.allowed[batch, min(head, heads.allowed.shape[1] - 1), i]
+                scores = logits[batch, head, i][allowed]
+                sink = [] if heads.sinks is None else [heads.sinks[head]]
+                p = torch.softmax(torch.cat((scores, torch.tensor(sink, dtype=torch.float64))), 0)
+                if len(p) > 1:
+                    rows.append(-(p * p.log()).sum() / math.log(len(p)))
+                if len(scores):
+                    tops.append(p[: len(scores)].max())
+            entropies[batch, head] = sum(rows) / len(rows)
+            largest[batch, head] = sum(tops) / len(tops)
+    return entropies.double(), largest.double()
+
+
+CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
+HOLED = CAUSAL & torch.tensor([row != 3 for row in range(8)])[:, None]
+
+
+@pytest.mark.parametrize("allowed", [None, CAUSAL, HOLED], ids=["all", "causal", "an empty row"])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, 2.0, -1.0])], ids=["no sink", "sink"])
+def test_entropy_and_largest_weight_row_by_row(allowed, sinks):
+    mask = None if allowed is None else allowed.expand(2, 1, 8, 8)
+    heads = query_key(random(2, 3, 8, 4), random(2, 3, 8, 4, seed=1), "tokens", allowed=mask, sinks=sinks)
+    entropy, largest = attention_by_hand(heads)
+    torch.testing.assert_close(linalg.entropy(heads), entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(linalg.max_weight(heads), largest, rtol=1e-6, atol=1e-6)
+    if allowed is not None:
+        unmasked = query_key(heads.query, heads.key, "tokens", sinks=sinks)
+        assert (linalg.entropy(unmasked) - entropy).abs().max() > 0.01  # the control: a dropped mask shows
+
+
+def test_where_no_query_chooses_there_is_no_entropy():
+    one = query_key(random(2, 1, 4), random(2, 1, 4, seed=1), "tokens")
+    assert linalg.entropy(one).isnan().all()
+    assert linalg.max_weight(one).tolist() == [1, 1]
+    shut = query_key(random(2, 3, 4), random(2, 3, 4), "tokens", allowed=torch.zeros(1, 3, 3, dtype=torch.bool))
+    assert linalg.max_weight(shut).isnan().all()
+
+
+def test_centring_leaves_nothing_of_even_attention():
+    assert (linalg.centred(torch.full((5, 7), 1 / 7, dtype=torch.float64)) == 0).all()
+    attention = torch.softmax(random(5, 7), -1)
+    close(linalg.centred(attention), attention - torch.ones(5, 7).double() / 7)
+
+
+# --- the anatomy of logits --------------------------------------------------------------------------------------------
+
+
+def anatomy_by_hand(logits):
+    n = logits.shape[-1]
+    j = torch.eye(n, dtype=torch.float64) - 1 / n
+    even, odd = j @ (logits + logits.mT) @ j / 2, j @ (logits - logits.mT) @ j / 2
+    mu = torch.linalg.eigvalsh(even)
+    columns = logits.mean(-2) - logits.mean((-2, -1), keepdim=True)[..., 0]
+    parts = (
+        mu.clamp(min=0).square().sum(-1),
+        mu.clamp(max=0).square().sum(-1),
+        odd.square().sum((-2, -1)),
+        n * columns.square().sum(-1),
+    )
+    return torch.stack(parts) / (logits @ j).square().sum((-2, -1))
+
+
+def stack_of(parts):
+    return torch.stack((parts.positive, parts.negative, parts.skew, parts.key))
+
+
+@pytest.mark.parametrize("n", [5, 8, 9, 30], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["bilinear", "softcap"])
+def test_anatomy_is_that_of_the_formed_logits(n, softcap):
+    heads = query_key(random(2, 4, n, 4) + 0.5, random(2, 2, n, 4, seed=1), "tokens", softcap=softcap)
+    ours = stack_of(linalg.anatomy(heads))
+    close(ours, anatomy_by_hand(heads.logits), 1e-11)
+    assert (ours.sum(0) - 1).abs().max() < 1e-10
+    assert (ours > 0.001).all()
+
+
+@given(st.integers(2, 40), st.integers(1, 6), st.integers(-8, 8), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_shares_sum_to_one_whatever_the_tokens(n, size, exponent, seed):
+    query, key = random(1, n, size, seed=seed), random(1, n, size, seed=seed + 1)
+    key[:, 0] *= 10.0**exponent  # a sink, or a token that nobody sees
+    key[:, n // 2 :] = key[:, :1]  # duplicates
+    shares = stack_of(linalg.anatomy(query_key(query, key, "tokens")))
+    assert (shares.sum(0) - 1).abs().max() < 1e-10
+    assert (shares >= 0).all()
+
+
+@pytest.mark.parametrize("n", [6, 30])
+def test_equal_queries_and_keys_are_mercer(n):
+    factor = random(2, n, 4)
+    parts = linalg.anatomy(query_key(factor, factor, "tokens"))
+    assert max(parts.skew.max(), parts.negative.max()) < 1e-24
+    assert (parts.positive > 0.5).all()
+    control = linalg.anatomy(query_key(factor, factor.roll(1, -1), "tokens"))
+    assert control.skew.min() > 0.01
+    assert control.negative.min() > 0.001
+
+
+def test_a_skew_form_is_all_skew():
+    n = 12
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    factor = random(1, n, 2)
+    factor = factor - factor.mean(-2, keepdim=True)
+    assert linalg.anatomy(query_key(factor, factor @ turn, "tokens")).skew.item() == pytest.approx(1, abs=1e-12)
+
+
+def test_what_depends_on_the_query_alone_is_not_seen():
+    heads = query_key(random(2, 20, 4), random(2, 1, 4, seed=1).expand(2, 20, 4), "tokens")
+    assert stack_of(linalg.anatomy(heads)).isnan().all()
+    assert stack_of(linalg.anatomy(query_key(random(2, 1, 4), random(2, 1, 4), "tokens"))).isnan().all()
+    assert stack_of(linalg.anatomy(query_key(torch.zeros(2, 9, 4), random(2, 9, 4).float(), "tokens"))).isnan().all()
+
+
+def test_a_gate_on_queries_changes_nothing_and_one_on_keys_only_the_key_share():
+    heads = query_key(random(1, 10, 6), random(1, 10, 6, seed=1), "tokens")
+    gate = random(1, 10, seed=2)
+    plain = stack_of(linalg.anatomy(heads))
+    queries = query_key(heads.query, heads.key, "tokens", bias=gate[..., None].expand(1, 10, 10))
+    close(stack_of(linalg.anatomy(queries)), plain, 1e-10)
+    keys = stack_of(linalg.anatomy(query_key(heads.query, heads.key, "tokens", bias=gate[:, None].expand(1, 10, 10))))
+    assert (keys[3] - plain[3]).abs() > 1e-3
+    close(keys[:3] / keys[:3].sum(0), plain[:3] / plain[:3].sum(0), 1e-10)
+
+
+# --- is exp(L) positive semidefinite? ---------------------------------------------------------------------------------
+
+
+def verdict_by_hand(logits):
+    kernel = logits.exp()
+    kernel = (kernel + kernel.mT) / 2
+    scale = kernel.diagonal(dim1=-2, dim2=-1).rsqrt()
+    values = torch.linalg.eigvalsh(kernel * scale[..., None] * scale[..., None, :])
+    return torch.where(values[..., 0] >= -1e-12, 1.0, 0.0).double()
+
+
+@pytest.mark.parametrize("n", [1, 2, 20, 150])
+def test_verdicts_are_those_of_the_eigenvalues(n):
+    factor = random(3, 2, n, 6)
+    mercer = 0.3 * factor @ factor.mT
+    mixed = torch.cat((mercer, mercer + 0.02 * random(3, 2, n, n), 0.3 * random(3, 2, n, n)))
+    verdicts = linalg.definite(mixed)
+    assert torch.equal(verdicts, verdict_by_hand(mixed))
+    assert (verdicts[:3] == 1).all()
+    assert n < 20 or (verdicts[3:] == 0).all()
+
+
+def test_an_indefinite_kernel_without_a_witness_is_found_by_cholesky():
+    angles = torch.tensor([0.0, 0.5, 1.0, 1.4], dtype=torch.float64)
+    kernel = (angles[:, None] - angles).cos()
+    kernel[0, 2] = kernel[2, 0] = 0.4
+    assert kernel.max() <= 1
+    assert torch.linalg.eigvalsh(kernel)[0] < -0.01
+    assert linalg.definite(kernel.log()[None]).item() == 0
+    kernel[0, 2] = kernel[2, 0] = math.cos(1.0)
+    assert linalg.definite(kernel.log()[None]).item() == 1
+
+
+def test_a_witness_outside_the_first_glance_counts(monkeypatch):
+    monkeypatch.setattr(linalg.definite_module, "GLANCE", 8) if hasattr(linalg, "definite_module") else None
+    factor = random(1, 200, 6)
+    logits = 0.3 * factor @ factor.mT
+    logits[0, 190, 195] = logits[0, 195, 190] = logits[0].max() + 1
+    assert linalg.definite(logits).item() == 0
+
+
+def test_large_logits_do_not_overflow_and_duplicates_stay_positive():
+    factor = 40 * random(1, 60, 6)
+    factor[:, 30:] = factor[:, :30]
+    logits = factor @ factor.mT
+    assert logits.max() > 5000
+    assert linalg.definite(logits).item() == 1
+    assert linalg.definite(logits + 1e4 * (random(1, 60, 60) > 2)).item() == 0
+
+
+def test_at_the_border_no_verdict_is_given():
+    angles = torch.tensor([0.0, 0.35, 0.7], dtype=torch.float64)
+    kernel = (angles[:, None] - angles).cos()
+    least = torch.linalg.eigh(kernel).eigenvectors[:, 0]
+    tolerance = torch.finfo(torch.float64).eps * 3 * kernel.sum(-1).max()
+    shifted = [kernel - times * tolerance * torch.outer(least, least) for times in (0.0, 2.5, 20.0)]
+    verdicts = linalg.definite(torch.stack(shifted).log())
+    assert verdicts[0] == 1
+    assert verdicts[1].isnan()
+    assert verdicts[2] == 0

@@ -1,0 +1,34 @@
+"""Are maps, shares and orders found in a report by their shape alone?"""
+
+from __future__ import annotations
+
+import numpy as np
+from reports import planted, synthetic_report
+
+from attnlens.plots.shares import layer_means
+from attnlens.shapes import Shapes, by_turns
+
+
+def test_shares_are_found_by_their_sum_and_not_by_their_name() -> None:
+    shapes = Shapes(synthetic_report(4, 4))
+    names = ["tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.share_key"]
+    assert shapes.shares == {"tokens.share": names}  # weights.inertia_± share a stem too, and sum to 128
+    np.testing.assert_allclose(sum(layer_means(shapes, names)), np.ones(4), atol=1e-12)
+
+
+def test_what_says_most_by_itself_comes_first_and_what_says_nothing_last() -> None:
+    names = list(Shapes(synthetic_report(4, 4, source="weights")).readings)
+    assert names[0] == "weights.symmetry"
+    assert names.index("weights.effective_rank") < names.index("weights.norm") < names.index("weights.decay_law")
+    assert names[-2:] == ["weights.inertia_positive", "weights.inertia_negative"]
+
+
+def test_sources_take_turns() -> None:
+    assert by_turns(["w.a", "w.b", "w.c", "t.a"]) == ["w.a", "t.a", "w.b", "w.c"]
+
+
+def test_a_report_with_absurd_numbers_of_layers_makes_no_absurd_map() -> None:
+    report = planted(np.eye(2))
+    far = [head.model_copy(update={"layer": head.layer * 10**9, "head": head.head * 10**9}) for head in report]
+    shapes = Shapes(report.model_copy(update={"heads": far}))
+    assert shapes.readings["weights.planted"].values.shape == (2, 2)

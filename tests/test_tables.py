@@ -1,0 +1,298 @@
+"""Do the tables show the report's numbers on any page, and other people's strings as nothing but text?"""
+
+from __future__ import annotations
+
+import csv as standard
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from reports import CROSS, synthetic_report
+from rich.console import Console, RenderableType
+
+from attnlens import tables
+from attnlens.records import Report
+from attnlens.registry import Analyzer, MeasureInfo
+from attnlens.tables.markdown import escaped
+
+HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
+
+
+def printed(renderable: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def medians(report: Report, name: str) -> dict[int, float]:
+    """The naive median over the heads of each layer."""
+    layers: dict[int, list[float]] = {}
+    for head in report.heads:
+        value = head.measures[name].value
+        if value is not None:
+            layers.setdefault(head.layer, []).append(value)
+    return {layer: float(np.median(values)) for layer, values in layers.items()}
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Rows of the layers' table by their first cell."""
+    table = text.split("Rows are medians")[0].splitlines()
+    return {line.split()[0]: line.split()[1:] for line in table if re.match(r" *(\d+(–\d+)?|all|null)  ", line)}
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int) -> None:
+    report = synthetic_report(12, 12, missing=[(3, 1), (5, 2)])
+    text = printed(tables.summary(report), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    rows = rows_of(text)
+    for layer, median in medians(report, "weights.symmetry").items():
+        assert rows[str(layer)][0] == f"{median:.3f}"
+    for layer, median in medians(report, "weights.definiteness").items():
+        assert rows[str(layer)][1] == f"{median:.3f}"
+
+
+def test_a_wider_page_shows_more_measures_and_a_narrow_one_says_what_it_hides() -> None:
+    report = synthetic_report(4, 4)
+    columns = [len(rows_of(printed(tables.summary(report), width))["0"]) for width in (60, 80, 120, 200)]
+    assert columns == sorted(set(columns))
+    assert f"{columns[1]} of 19 columns fit" in printed(tables.summary(report), 80)
+    assert "columns fit" not in printed(tables.summary(report), 400)
+
+
+def test_both_sources_are_shown_even_on_a_narrow_page() -> None:
+    lines = printed(tables.summary(synthetic_report(4, 4)), 80).splitlines()
+    assert any("weights ─" in line and "tokens ─" in line for line in lines)
+
+
+def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
+    report = synthetic_report(4, 4)
+    text = printed(tables.summary(report), 80)
+    rows = rows_of(text)
+    assert rows["null"][0] == "0.001"
+    assert re.search(r"± sd +±0\.002", text)
+    errors = [head.measures["tokens.share_positive"].se for head in report.heads if head.layer == 2]
+    value = medians(report, "tokens.share_positive")[2]
+    assert f"{value:.3f}±{np.median(errors):.3f}" in rows["2"]
+
+
+def test_measures_that_all_heads_share_are_one_line_and_no_column() -> None:
+    text = printed(tables.summary(synthetic_report(4, 4)), 300)
+    assert "The same for every head: weights.inertia_positive 64, weights.inertia_negative 64." in text
+    assert "inertia" not in text.split("The same")[0]
+
+
+def test_up_to_48_layers_have_a_row_each_and_more_share_rows_that_say_so() -> None:
+    small = printed(tables.summary(synthetic_report(48, 1)))
+    assert "47" in rows_of(small)
+    assert "neighbouring" not in small
+    report = synthetic_report(80, 3)
+    text = printed(tables.summary(report))
+    rows = rows_of(text)
+    assert "the heads of 2 neighbouring layers" in text
+    assert len(rows) == 40 + 2  # and `all` and `null`
+    pair = [head.measures["weights.symmetry"].value for head in report.heads if head.layer in (6, 7)]
+    assert rows["6–7"][0] == f"{np.median(pair):.3f}"
+
+
+def test_grouped_rows_never_mix_parts() -> None:
+    rows = rows_of(printed(tables.summary(synthetic_report(51, 1, parts=["encoder"] * 25 + ["decoder"] * 26))))
+    assert rows["24"][0] == "encoder"
+    assert rows["25–26"][0] == "decoder"
+
+
+def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
+    report = synthetic_report(3, 4, missing=[(1, 2)])
+    text = printed(tables.summary(report), 200)
+    first = text.splitlines()[0]
+    for fact in (
+        "bert-base-uncased",
+        "BertForMaskedLM",
+        "110 M parameters",
+        "revision 86b5e0934494",
+        "32 × 128 tokens",
+    ):
+        assert fact in first
+    assert "PARTIAL: 11 of 12 heads, because the weights are not finite" in text
+    assert "COMPLETE: 12 of 12 heads" in printed(tables.summary(synthetic_report(3, 4)))
+
+
+def test_standouts_are_words_and_skipped_parts_have_reasons() -> None:
+    text = printed(tables.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)])), 150)
+    assert "layer 0 head 0  far more symmetric than the model's other heads (weights.symmetry, z +4.2)" in text
+    assert "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)" in text
+    assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
+
+
+def test_measures_that_do_not_exist_read_as_a_dash_with_the_reason() -> None:
+    text = printed(tables.summary(synthetic_report(4, 2, parts=["encoder", "encoder", "decoder", "cross"])), 120)
+    assert rows_of(text)["3"][:2] == ["cross", "–"]
+    assert f"2 heads, because {CROSS}" in " ".join(text.split())
+
+
+def test_colour_carries_no_meaning_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    report = synthetic_report(3, 3)
+    coloured = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
+    coloured.print(tables.summary(report))
+    text = coloured.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[" in text
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == printed(tables.summary(report))
+
+
+@pytest.mark.parametrize("terminal", ["dumb", "xterm"])
+@pytest.mark.parametrize(("columns", "expected"), [(None, "100"), ("140", "140")])
+def test_a_pipe_is_a_hundred_columns_wide(terminal: str, columns: str | None, expected: str) -> None:
+    # an explicit environment: readline, which pytest loads, sets COLUMNS behind Python's back
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": terminal}
+    if columns is not None:
+        environment["COLUMNS"] = columns
+    code = "from attnlens import tables; tables.console().rule(); tables.console(stderr=True).rule()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert [len(done.stdout.rstrip()), len(done.stderr.rstrip())] == [int(expected), int(expected)]
+
+
+def test_strings_from_strangers_reach_the_terminal_as_text_only() -> None:
+    report = synthetic_report(2, 2, model=HOSTILE)
+    text = printed(tables.summary(report), 300)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "[red]b[/red]" in text  # rich's own markup is not obeyed either
+
+
+def test_all_heads_shows_every_head_and_measure_within_the_page() -> None:
+    report = synthetic_report(3, 5, missing=[(1, 1)])
+    text = printed(tables.all_heads(report), 120)
+    assert max(map(len, text.splitlines())) <= 120
+    words = text.replace("\n", " ").split()
+    for head in report.heads:
+        for measure in head.measures.values():
+            assert measure.label is None or measure.label.split()[0] in words
+        symmetry = head.measures["weights.symmetry"].value
+        assert symmetry is None or f"{symmetry:.3f}" in words
+        entropy = head.measures["tokens.entropy"]
+        assert f"{entropy.value:.3f}±{entropy.se:.3f}" in words
+    rows = [line.split() for line in text.splitlines() if re.match(r" +\d+ +\d+ ", line)]
+    blocks = [row[:2] for row in rows]
+    assert blocks.count(["1", "1"]) == text.count("layer  head") >= 3
+    assert next(row for row in rows if row[:2] == ["1", "1"])[2] == "–"
+    assert "1 head, because the weights are not finite" in text
+
+
+def test_markdown_holds_the_same_numbers() -> None:
+    report = synthetic_report(3, 4)
+    text = tables.markdown(report)
+    line = next(line for line in text.splitlines() if line.startswith("| 1 |"))
+    assert line.split(" | ")[1] == f"{medians(report, 'weights.symmetry')[1]:.3f}"
+    assert "**COMPLETE&#58; 12 of 12 heads**" in text
+    assert "### weights" in text
+    assert "### tokens" in text
+
+
+def test_markdown_escapes_whatever_a_stranger_wrote() -> None:
+    report = synthetic_report(2, 2, model=HOSTILE)
+    heads = [head.model_copy(update={"measures": {HOSTILE: head.measures["weights.norm"]}}) for head in report]
+    text = tables.markdown(report.model_copy(update={"heads": heads}))
+    for raw in ("<", "`", "@", "www.", "\x1b", "\u202e", "[", "\n# e"):
+        assert raw not in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert [line.count("|") for line in table] == [3] * 10  # two tables of two columns, five lines each
+
+
+def test_escaping_leaves_ordinary_names_readable() -> None:
+    assert escaped("bert.layer.0 effective_rank (95 %), -0.1 ± 2") == "bert.layer.0 effective_rank (95 %), -0.1 ± 2"
+    assert escaped("_a_ *b*") == "&#95;a&#95; &#42;b&#42;"
+
+
+def test_csv_is_the_dataframe_without_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    report = synthetic_report(3, 4, missing=[(1, 1)])
+    ours = pandas.read_csv(io.StringIO(tables.csv(report)))
+    theirs = report.to_dataframe()
+    assert list(ours.columns) == list(theirs.columns)
+    for name in theirs.columns:
+        if theirs[name].dtype.kind == "f":
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-8)
+    assert ours["weights.decay_law"][0] == theirs["weights.decay_law"][0]
+
+
+def test_csv_holds_no_formula_and_keeps_negative_numbers() -> None:
+    report = synthetic_report(2, 2)
+    heads = [
+        head.model_copy(update={"site": HOSTILE, "measures": {"+x": head.measures["weights.symmetry"]}})
+        for head in report
+    ]
+    heads[0] = heads[0].model_copy(
+        update={"measures": {"+x": heads[0].measures["+x"].model_copy(update={"value": -0.5})}}
+    )
+    rows = list(standard.reader(io.StringIO(tables.csv(report.model_copy(update={"heads": heads})))))
+    assert len(rows) == 1 + 4
+    assert rows[0][5] == "'+x"
+    assert rows[1][0].startswith("'=cmd")
+    assert rows[1][5] == "-0.5"
+    for row in rows:
+        for cell in row:
+            assert not cell.startswith(("=", "+", "@")) or re.fullmatch(r"-?[\d.e+-]+", cell)
+
+
+@dataclass(frozen=True)
+class Checked:
+    site: str
+    part: str
+    heads: int
+    route: str
+    tokens_error: float | None
+    weights_error: float | None
+    reason: str | None
+    passed: bool
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_doctor_says_its_verdict_in_words(width: int) -> None:
+    rows = [
+        Checked("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, True),
+        Checked("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", False),
+        Checked("h.2.attn", "cross", 8, "none", None, None, "written by hand", False),
+    ]
+    text = printed(tables.doctor_table(rows), width)
+    assert max(map(len, text.splitlines())) <= width
+    for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked"):
+        assert fact in text
+    assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
+
+
+def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:
+    infos = (
+        MeasureInfo("weights.symmetry", "how symmetric", "tr(CC)/tr(GG)", low=-1, high=1),
+        MeasureInfo("weights.singular_values", "singular values", "σ(M)", low=0, curve=True),
+        MeasureInfo("weights.decay", "the law", "AIC", labels=("power", "flat")),
+    )
+    text = printed(tables.measures_table(infos), 120)
+    for fact in ("weights.symmetry", "-1 to 1", "how symmetric", "tr(CC)/tr(GG)", "curve over index", "power | flat"):
+        assert fact in text
+    entry = Analyzer("symmetry", "weights", "Is it symmetric?", infos, lambda _: {})
+    listing = printed(tables.analyzers_table([entry]), 120)
+    assert "Is it symmetric?" in listing
+    assert "symmetry, singular_values, decay" in listing
+
+
+def test_details_say_what_is_needed_to_repeat_the_run() -> None:
+    report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
+    text = printed(tables.details(report), 120)
+    for fact in ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB"):
+        assert fact in text
+
+
+def test_a_report_without_heads_still_says_what_happened() -> None:
+    report = synthetic_report(1, 1).model_copy(update={"heads": []})
+    assert "bert-base-uncased" in printed(tables.summary(report))
+    assert tables.markdown(report).startswith("## attnlens inspect")
+    assert tables.csv(report) == "\n"
+    assert printed(tables.all_heads(report)).strip() == ""

@@ -1,0 +1,361 @@
+"""Does the model get exactly the text, in windows or line by line, with the tokenizer's own special tokens?"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+import transformers
+
+from attnlens import models, texts
+from attnlens.errors import AttnlensError, TextError, UsageError
+from attnlens.models.heads import kind_of
+from attnlens.records import ModelInfo
+from attnlens.texts.sequences import position_limit
+from attnlens.texts.sources import SAMPLE
+
+WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
+PROSE = "the cat sat on the mat, the dog lay by the door.\n\nit was a quiet evening, and no one came.\n" * 20
+LINES = "a cat\nthe dog lay by the door\n\n   \nhe\r\nand so on and on, no end\n"
+
+
+def loaded(name: str, tokenizer: Any = None, model: Any = None) -> models.Loaded:
+    """A tiny model with that tokenizer, as `models.load` would hand it over."""
+    model = model if model is not None else families.build(name)
+    info = ModelInfo(id=name, architecture=type(model).__name__, parameters=0)
+    problem = "" if tokenizer is not None else "its files are missing"
+    return models.Loaded(model, tokenizer, problem, info, kind_of(model))
+
+
+def reading(name: str) -> models.Loaded:
+    """A small GPT-2 (whatever the tokenizer: it takes any ids), or T5 where a text is read twice."""
+    if name == "t5":
+        return loaded("t5", tiny.tokenizer("t5"))
+    return loaded("gpt2", tiny.tokenizer(name), tiny.gpt2(vocab_size=300))
+
+
+def content(text: str) -> texts.Content:
+    return texts.Content(text, "a text")
+
+
+def rows(found: texts.Batches, name: str = "input_ids") -> list[list[int]]:
+    return [row for batch in found for row in batch.inputs[name].tolist()]
+
+
+def rejected(kind: type[AttnlensError], call: Any, *args: Any, **options: Any) -> AttnlensError:
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    assert "\n" not in caught.value.problem
+    assert "\n" not in caught.value.remedy
+    return caught.value
+
+
+# where texts come from
+
+
+def test_files_are_read_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("first")
+    (tmp_path / "two.txt").write_text("second\n", encoding="utf-8-sig")
+    found = texts.read_text([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")])
+    assert found == ("first\nsecond\n", "one.txt + two.txt")
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
+    assert texts.read_text(["-"]) == ("naïve\n", "stdin")
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the demo is not trained yet")
+def test_built_in_sample() -> None:
+    found = texts.read_text([])
+    assert found.name == "built-in sample"
+    assert len(found.text) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [(b"", "empty"), (b" \n\t\n", "empty"), (b"abc\0def", "binary"), (b"caf\xe9 au lait", "not UTF-8")],
+)
+def test_unusable_texts(stored: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(stored)
+    assert words in rejected(TextError, texts.read_text, [str(path)]).problem
+
+
+def test_unreadable_texts(tmp_path: Path) -> None:
+    assert "No such file" in rejected(TextError, texts.read_text, [str(tmp_path / "nowhere.txt")]).problem
+    assert "directory" in rejected(TextError, texts.read_text, [str(tmp_path)]).problem
+
+
+# windows
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_each_window_is_wrapped_as_the_tokenizer_wraps_a_text(name: str) -> None:
+    tokenizer = tiny.tokenizer(name)
+    bare = tokenizer(PROSE, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(PROSE)["input_ids"]
+    wraps = {"bert": (1, 1), "roberta": (1, 1), "albert": (1, 1), "t5": (0, 1), "llama": (1, 0), "gpt2": (0, 0)}
+    before, after = wraps[name]
+    assert whole[before : len(whole) - after] == bare
+    found = texts.batches(reading(name), content(PROSE), tokens=16, sequences=10, batch_size=4)
+    room = 16 - before - after
+    assert [len(batch.lengths) for batch in found] == [4, 4, 2]
+    assert (found.sequences, found.tokens) == (10, 16)
+    for number, row in enumerate(rows(found)):
+        assert len(row) == 16
+        assert row[:before] == whole[:before]
+        assert row[16 - after :] == whole[len(whole) - after :]
+        assert row[before : 16 - after] == bare[room * number : room * (number + 1)]
+    assert all(batch.inputs["attention_mask"].all() for batch in found)
+    assert all(length == 16 for batch in found for length in batch.lengths)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_one_window_of_a_whole_text_is_what_the_tokenizer_says(name: str) -> None:
+    text = "the cat sat on the mat."
+    whole = tiny.tokenizer(name)(text)["input_ids"]
+    assert rows(texts.batches(reading(name), content(text), tokens=len(whole))) == [whole]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("sequences", [1, 7, 50])
+def test_reading_only_the_beginning_changes_nothing(name: str, sequences: int) -> None:
+    long = PROSE * 30
+    bare = tiny.tokenizer(name)(long, add_special_tokens=False)["input_ids"]
+    found = rows(texts.batches(reading(name), content(long), tokens=12, sequences=sequences))
+    special = len(tiny.tokenizer(name)("")["input_ids"])
+    start = {"t5": 0, "gpt2": 0}.get(name, 1)
+    room = 12 - special
+    assert [id_ for row in found for id_ in row[start : start + room]] == bare[: room * sequences]
+
+
+def test_a_short_text_gives_fewer_windows_and_says_how_many() -> None:
+    found = texts.batches(reading("gpt2"), content("a" * 35), tokens=10, sequences=32)
+    assert (found.sequences, found.tokens, len(found)) == (3, 10, 1)
+
+
+@pytest.mark.parametrize("text", ["a", "abcdefghi"])
+def test_a_text_shorter_than_a_window_is_refused_with_its_length(text: str) -> None:
+    error = rejected(TextError, texts.batches, reading("gpt2"), content(text), tokens=10)
+    assert f"has {len(text)} tokens" in error.problem
+
+
+# lines
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_each_line_is_a_sequence_and_padding_is_masked(name: str) -> None:
+    tokenizer = tiny.tokenizer(name)
+    lines = ["a cat", "the dog lay by the door", "he", "and so on and on, no end"]
+    expected = [tokenizer(line, truncation=True, max_length=14)["input_ids"] for line in lines]
+    assert len({len(row) for row in expected}) > 1
+    found = texts.batches(reading(name), content(LINES), tokens=14, batch_size=3, pack=False)
+    assert found.sequences == 4
+    assert [length for batch in found for length in batch.lengths] == [len(row) for row in expected]
+    for batch, wanted in zip(found, (expected[:3], expected[3:]), strict=True):
+        mask = batch.inputs["attention_mask"]
+        assert mask.shape == batch.inputs["input_ids"].shape == (len(wanted), max(map(len, wanted)))
+        for row, kept, one in zip(batch.inputs["input_ids"], mask, wanted, strict=True):
+            assert row[kept.bool()].tolist() == one
+            assert kept.tolist() == [1] * len(one) + [0] * (mask.shape[1] - len(one))
+    assert found.tokens == max(map(len, expected)) <= 14
+
+
+def test_padded_lines_read_the_same_as_each_line_alone() -> None:
+    for name in ("bert", "gpt2"):
+        model = loaded(name, tiny.tokenizer(name), tiny.gpt2() if name == "gpt2" else None)
+        together = texts.batches(model, content(LINES), pack=False)
+        alone = texts.batches(model, content(LINES), pack=False, batch_size=1)
+        (batch,) = together
+        logits = model.model(**batch.inputs).logits
+        for row, length, one in zip(logits, batch.lengths, alone, strict=True):
+            assert torch.allclose(row[:length], model.model(**one.inputs).logits[0], atol=1e-5)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
+    assert tiny.tokenizer("gpt2").pad_token_id is None
+    (batch,) = texts.batches(reading("gpt2"), content(LINES), pack=False)
+    end = tiny.tokenizer("gpt2").eos_token_id
+    assert set(batch.inputs["input_ids"][batch.inputs["attention_mask"] == 0].tolist()) == {end}
+
+
+def test_lines_without_a_pair_are_left_out() -> None:
+    found = texts.batches(reading("gpt2"), content("a\nbc\n\nd\nefg\n"), pack=False)
+    assert [batch.lengths for batch in found] == [(2, 3)]
+    error = rejected(TextError, texts.batches, reading("gpt2"), content("a\nb\n"), pack=False)
+    assert "No line" in error.problem
+
+
+def test_only_as_many_lines_as_asked_for() -> None:
+    assert texts.batches(reading("gpt2"), content(LINES), pack=False, sequences=2).sequences == 2
+
+
+# lengths
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(33, "at most 32 tokens"), (1, "no pair"), (0, "no pair")])
+def test_windows_that_can_not_be(tokens: int, words: str) -> None:
+    assert words in rejected(UsageError, texts.batches, reading("gpt2"), content(PROSE), tokens=tokens).problem
+
+
+def test_special_tokens_must_leave_room() -> None:
+    for pack in (True, False):
+        error = rejected(UsageError, texts.batches, reading("bert"), content(PROSE), tokens=2, pack=pack)
+        assert "2 special tokens" in error.problem
+    assert texts.batches(reading("bert"), content(PROSE), tokens=3).tokens == 3
+
+
+@pytest.mark.parametrize("option", ["sequences", "batch_size"])
+def test_numbers_below_one(option: str) -> None:
+    rejected(UsageError, texts.batches, reading("gpt2"), content(PROSE), **{option: 0})
+
+
+def test_unasked_length_is_what_the_model_allows_up_to_128() -> None:
+    assert texts.batches(reading("gpt2"), content(PROSE)).tokens == 32
+    longer = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(n_positions=200))
+    assert texts.batches(longer, content(PROSE)).tokens == 128
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "opt", "bart", "clip", "whisper", "distilbert"])
+def test_the_position_limit_is_the_longest_input_that_the_model_takes(name: str) -> None:
+    model = families.build(name)
+    limit = position_limit(model)
+    assert limit == (62 if name == "roberta" else 64)
+    model(**families.inputs(name, model, tokens=limit))
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        model(**families.inputs(name, model, tokens=limit + 3))
+
+
+def test_relative_positions_have_no_limit() -> None:
+    assert position_limit(families.build("t5")) is None
+
+
+# models that read something else, or twice
+
+
+def test_a_decoder_reads_the_same_text_shifted() -> None:
+    for name, start in (("t5", 0), ("bart", 2)):
+        model = loaded(name, tiny.tokenizer("t5"))
+        for pack in (True, False):
+            found = texts.batches(model, content(LINES * 9), tokens=10, pack=pack, batch_size=4)
+            for batch in found:
+                ids, shifted = batch.inputs["input_ids"], batch.inputs["decoder_input_ids"]
+                real = batch.inputs["decoder_attention_mask"].bool()
+                assert (shifted[:, 0] == start).all()
+                assert torch.equal(shifted[:, 1:][real[:, 1:]], ids[:, :-1][real[:, 1:]])
+                assert real.sum(1).tolist() == list(batch.lengths)
+                model.model(**batch.inputs)
+
+
+def test_a_bare_encoder_decoder_is_fed_in_the_same_way() -> None:
+    bare = transformers.BartModel(families.build("bart").config)
+    headed = texts.batches(loaded("bart", tiny.tokenizer("t5")), content(PROSE), tokens=10)
+    found = texts.batches(loaded("bart", tiny.tokenizer("t5"), bare), content(PROSE), tokens=10)
+    assert rows(found, "decoder_input_ids") == rows(headed, "decoder_input_ids")
+
+
+def test_pixels_are_seeded_noise_and_need_no_text() -> None:
+    model = loaded("vit")
+    found = texts.batches(model, content(""), sequences=5, batch_size=2)
+    pixels = torch.cat([batch.inputs["pixel_values"] for batch in found])
+    assert pixels.shape == (5, 3, 12, 12)
+    assert pixels.std() == pytest.approx(1, abs=0.1)
+    assert (found.sequences, found.tokens, found.text.name) == (5, 0, "random pixels")
+    assert all(batch.lengths == () for batch in found)
+    again, other = (texts.batches(model, content(""), sequences=5, seed=seed) for seed in (0, 1))
+    assert torch.equal(again.batches[0].inputs["pixel_values"], pixels)
+    assert again.text == found.text
+    assert other.text != found.text
+    model.model(**found.batches[0].inputs)
+
+
+def test_clip_reads_pixels_and_text() -> None:
+    model = loaded("clip", tiny.tokenizer("bert"))
+    found = texts.batches(model, content(PROSE), tokens=10, sequences=6, batch_size=4)
+    assert [set(batch.inputs) for batch in found] == [{"pixel_values", "input_ids", "attention_mask"}] * 2
+    assert [len(batch.inputs["pixel_values"]) for batch in found] == [4, 2]
+    assert found.text.name == "a text + random pixels"
+    model.model(**found.batches[0].inputs)
+
+
+def test_whisper_hears_noise_and_writes_the_text() -> None:
+    model = loaded("whisper", tiny.tokenizer("bert"))
+    found = texts.batches(model, content(PROSE), tokens=10, sequences=3)
+    (batch,) = found
+    assert batch.inputs["input_features"].shape == (3, 8, 30)
+    whole = tiny.tokenizer("bert")(PROSE, truncation=True, max_length=10)["input_ids"]
+    assert batch.inputs["decoder_input_ids"][0].tolist() == whole
+    assert found.text.name == "a text + random sound"
+    model.model(**batch.inputs)
+
+
+def test_wav2vec2_hears_a_second_of_noise() -> None:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    convolutions = {"conv_dim": (8,), "conv_stride": (160,), "conv_kernel": (400,), "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1, vocab_size=20)
+    model = loaded("wav2vec2", model=transformers.Wav2Vec2Model(config).eval())
+    found = texts.batches(model, content(""), sequences=2)
+    assert found.batches[0].inputs["input_values"].shape == (2, 16_000)
+    model.model(**found.batches[0].inputs)
+
+
+def test_inputs_have_the_type_of_the_model() -> None:
+    half = loaded("vit", model=families.build("vit").bfloat16())
+    (batch,) = texts.batches(half, content(""), sequences=2)
+    assert batch.inputs["pixel_values"].dtype == torch.bfloat16
+
+
+# what goes wrong, and what is told
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "whisper"])
+def test_without_a_tokenizer_there_are_no_tokens(name: str) -> None:
+    error = rejected(TextError, texts.batches, loaded(name), content(PROSE))
+    assert "no usable tokenizer: its files are missing" in error.problem
+
+
+def test_a_tokenizer_of_another_model_is_found_out_before_the_embedding_fails() -> None:
+    foreign = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(vocab_size=60))
+    assert "knows only 60" in rejected(TextError, texts.batches, foreign, content(PROSE), tokens=16).problem
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE + "naïve\n", encoding="utf-8")
+    found = texts.batches(reading("gpt2"), texts.read_text([str(path)]), tokens=16)
+    assert found.text.name == "text.txt"
+    assert found.text.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_unknown_share_tells_a_foreign_language() -> None:
+    assert texts.batches(reading("bert"), content(PROSE), tokens=16).unknown_share == 0
+    foreign = texts.batches(reading("bert"), content("ж ш щ " * 40), tokens=16)
+    assert foreign.unknown_share == pytest.approx(14 / 16)
+
+
+def test_long_texts_do_not_make_transformers_talk(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny.tokenizer("bert")
+    tokenizer.model_max_length = 32
+    texts.batches(loaded("gpt2", tokenizer, tiny.gpt2()), content(PROSE), tokens=16)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_placeholder_needs_no_tokenizer_and_fits_every_family(name: str) -> None:
+    model = loaded(name)
+    found, again, other = (texts.placeholder(model, 9, seed, sequences=2) for seed in (0, 0, 1))
+    assert (found.text, found.sequences) == (again.text, 2)
+    assert found.text.sha256 != other.text.sha256
+    assert "random" in found.text.name
+    (batch,) = found
+    assert batch.lengths == (() if name == "vit" else (9, 9))
+    assert all(len(tensor) == 2 for tensor in batch.inputs.values())
+    model.model(**batch.inputs)

@@ -1,0 +1,31 @@
+"""Are numbers written without false digits, and other people's strings without what steers a terminal?"""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlens.wording import big, clean, decimals_for, decimals_with_error, written
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([0.5, 0.003], 3), ([1.0, 0.2], 3), ([33.25], 1), ([333.3], 0), ([64.0, 12.0], 0), ([1.5e-5], -1), ([2.5e7], -1)],
+)
+def test_numbers_show_three_figures_of_the_largest(values: list[float], expected: int) -> None:
+    assert decimals_for(values) == expected
+
+
+def test_numbers_are_written_without_false_digits() -> None:
+    assert written(-0.0001, 3) == "0.000"
+    assert written(None, 3) == written(float("nan"), 3) == "–"
+    assert written(1.5e-5, -1) == "1.5e-05"
+    assert decimals_with_error([0.0712, 0.03], 0.0099) == 3
+    assert decimals_with_error([13.0, 21.0], 0.26) == 1
+    assert decimals_with_error([13.0, 21.0], 0.0) == 0
+    assert [big(number) for number in (912, 1_300_000, 22_713_216, 7_240_000_000)] == [
+        "912",
+        "1.3 M",
+        "22.7 M",
+        "7.24 B",
+    ]
+    assert clean("a\tb\x1b[31m\u200b") == "a b�[31m�"

@@ -1,0 +1,46 @@
+"""Which tokenizers go with tiny models? One of each kind of wrapping, made of single letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers as tf
+from tokenizers.pre_tokenizers import ByteLevel
+
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz.,"]
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _scored(special: list[str]) -> list[tuple[str, float]]:
+    return [*((token, 0.0) for token in special), *((letter, -3.0) for letter in ["▁", *LETTERS])]
+
+
+def tokenizer(name: str) -> Any:
+    """Wrappings: bert [CLS] … [SEP], roberta <s> … </s>, albert [CLS] … [SEP], t5 … </s>, llama <s> …, gpt2 none."""
+    if name == "bert":
+        return tf.BertTokenizer(
+            vocab=_numbered(
+                ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+            )
+        )
+    if name == "albert":
+        return tf.AlbertTokenizer(vocab=_scored(["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]))
+    if name == "t5":
+        return tf.T5Tokenizer(vocab=_scored(["<pad>", "</s>", "<unk>"]), extra_ids=0)
+    if name == "llama":
+        return tf.LlamaTokenizer(
+            vocab=_numbered(["<unk>", "<s>", "</s>", "▁", *LETTERS]), merges=[], add_bos_token=True
+        )
+    letters = sorted(ByteLevel.alphabet())
+    if name == "roberta":
+        return tf.RobertaTokenizer(vocab=_numbered(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *letters]), merges=[])
+    return tf.GPT2Tokenizer(vocab=_numbered(["<|endoftext|>", *letters]), merges=[])
+
+
+def gpt2(**changes: Any) -> Any:
+    """A GPT-2 of two layers that knows all the tokens of its tokenizer."""
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 257}
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes | {"bos_token_id": 0, "eos_token_id": 0} | changes)).eval()
