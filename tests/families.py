@@ -257,7 +257,7 @@ def inputs(
     side: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Random inputs of that family's model; `padded` leaves the first sequence whole and cuts the others by 5, 6, ….
+    """Random inputs of that family's model; `padded` leaves the first sequence whole and cuts the others by 4, 5, ….
 
     A decoder beside a text encoder gets two tokens fewer, so that their lengths can't be mistaken for each other.
     """
@@ -278,7 +278,7 @@ def _words(
     model: Any, draw: torch.Generator, batch: int, prefix: str, tokens: int, *, padded: bool, side: str
 ) -> dict[str, Tensor]:
     ids = torch.randint(FIRST_WORD, VOCABULARY, (batch, tokens), generator=draw)
-    lengths = torch.tensor([tokens if row == 0 or not padded else max(2, tokens - 4 - row) for row in range(batch)])
+    lengths = torch.tensor([tokens if row == 0 or not padded else max(2, tokens - 3 - row) for row in range(batch)])
     mask = (torch.arange(tokens) < lengths[:, None]).long()
     if side == "left":
         mask = mask.flip(1)

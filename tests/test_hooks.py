@@ -10,7 +10,7 @@ from attnlens import hooks
 from attnlens.errors import ModelError
 
 TOKENS = 12
-REACHED = [name for name in families.FAMILIES if name not in ("bloom", "mamba")]
+REACHED = families.REACHED
 CAUSAL = [
     "gpt2",
     "gpt_neox",

@@ -120,25 +120,27 @@ def _inputs(loaded: models.Loaded, content: texts.Content, tokens: int, seed: in
 
 
 def _check(found: Reached, factors: weights.Factors | NotBilinearError, own: Tensor | None) -> SiteCheck:
+    """Both errors of one site, or the reason why one is missing."""
     query_key = found.call.query_key(found.site)
     errors: list[float | None] = [None, None]
-    reason = None if own is not None else "the module does not hand out its attention probabilities"
-    if own is not None:
+    reason = factors.problem if isinstance(factors, NotBilinearError) else None
+    if own is None:
+        reason = "the module does not hand out its attention probabilities"
+    elif not bool(own.isfinite().all()):
+        reason = "the model's own attention probabilities are not finite"
+    else:
         errors[0] = _error(query_key, own)
-        if isinstance(factors, NotBilinearError):
-            reason = factors.problem
-        else:
+        if not isinstance(factors, NotBilinearError):
             errors[1] = _error(from_weights(found, factors), own)
-    route = "none" if isinstance(factors, NotBilinearError) else factors.route
     return SiteCheck(
         site=found.site.name,
         part=found.site.part,
         heads=len(query_key.heads),
-        route=route,
+        route="none" if isinstance(factors, NotBilinearError) else factors.route,
         tokens_error=errors[0],
         weights_error=errors[1],
         reason=reason,
-        passed=all(error is None or error <= TOLERANCE for error in errors),
+        passed=errors[0] is not None and all(error is None or error <= TOLERANCE for error in errors),
     )
 
 

@@ -1,0 +1,195 @@
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "attnlens"
+LAYERS = {
+    "errors": 0,
+    "files": 0,
+    "records": 0,
+    "linalg": 0,
+    "statistics": 0,
+    "registry": 1,
+    "analyzers": 2,
+    "models": 3,
+    "texts": 3,
+    "hooks": 3,
+    "weights": 3,
+    "run": 4,
+    "doctor": 4,
+    "wording": 5,
+    "shapes": 5,
+    "tables": 5,
+    "plots": 5,
+    "html": 5,
+    "cli": 6,
+    "__init__": 7,
+    "__main__": 7,
+}
+WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "cli")
+HEAVY = {"torch", "transformers", "matplotlib"}
+KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "typer": {6}}
+LONGEST_FUNCTION, LONGEST_FILE = 40, 400
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def nodes(tree: ast.AST, everywhere: bool) -> Iterator[ast.AST]:
+    """All nodes; or those that run when the module is imported."""
+    for child in ast.iter_child_nodes(tree):
+        later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_type_checkers(child)
+        if everywhere or not later:
+            yield child
+            yield from nodes(child, everywhere)
+
+
+def imported(source: str, everywhere: bool = True) -> set[str]:
+    """Dotted names of what a file imports; `from a import b` is a.b, and so is a use of a.b after `import a`."""
+    found = set()
+    for node in nodes(ast.parse(source), everywhere):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name != "attnlens"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "attnlens":
+            found.add(f"attnlens.{node.attr}")
+    return found
+
+
+def rooms(names: set[str]) -> set[str]:
+    """The rooms among them; the package itself stands on top, but its version is everybody's."""
+    parts = {name.split(".")[1] for name in names if name.startswith("attnlens.") and name != "attnlens.__version__"}
+    return {part if part in LAYERS else "__init__" for part in parts}
+
+
+def upward(source: str, room: str) -> set[str]:
+    return {other for other in rooms(imported(source)) if LAYERS[other] > LAYERS[room]}
+
+
+def test_every_room_stands_on_a_layer_and_the_scan_sees_imports():
+    assert {room_of(path) for path in FILES} <= set(LAYERS)
+    assert len(FILES) > 20
+    seen = rooms(imported((PACKAGE / "analyzers" / "symmetry.py").read_text()))
+    assert seen == {"linalg", "records", "registry"}
+
+
+@each_file
+def test_imports_only_go_down(path):
+    assert upward(path.read_text(), room_of(path)) == set()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from attnlens.cli import main",
+        "from attnlens import run",
+        "import attnlens.tables.summary",
+        "def late():\n    from attnlens.hooks import watch",
+        "import attnlens\nattnlens.inspect('demo')",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from attnlens.run import inspect",
+    ],
+)
+def test_a_planted_upward_import_is_found(planted):
+    assert upward(planted, "registry")
+    assert not upward(planted, "__main__")
+
+
+def test_rooms_of_one_layer_do_not_import_each_other_in_circles():
+    graph = {room: set() for room in LAYERS}
+    for path in FILES:
+        graph[room_of(path)] |= rooms(imported(path.read_text())) - {room_of(path)}
+    while leaves := {room for room, below in graph.items() if not below}:
+        graph = {room: below - leaves for room, below in graph.items() if room not in leaves}
+    assert graph == {}
+
+
+def heavy(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names} & HEAVY
+
+
+def file_of(name: str) -> Path | None:
+    """The file that `import name` runs, where it is one of ours; `a.b.c` may be a thing c in a.b."""
+    parts = name.split(".")[1:]
+    for end in (len(parts), len(parts) - 1):
+        stem = PACKAGE.joinpath(*parts[:end])
+        for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if end > 0 and path.is_file():
+                return path
+    return None
+
+
+def run_by_importing(path: Path, seen: set[Path]) -> set[Path]:
+    """The files of the package that importing one of them runs."""
+    if path not in seen:
+        seen.add(path)
+        for name in imported(path.read_text(), everywhere=False):
+            below = file_of(name) if name.startswith("attnlens.") else None
+            if below is not None:
+                run_by_importing(below, seen)
+                if (below.parent / "__init__.py").is_file():
+                    run_by_importing(below.parent / "__init__.py", seen)
+    return seen
+
+
+@pytest.mark.parametrize("room", [room for room in WITHOUT_TORCH if any(room_of(path) == room for path in FILES)])
+def test_rooms_that_answer_at_once_import_nothing_heavy(room):
+    for path in (path for path in FILES if room_of(path) == room):
+        for below in run_by_importing(path, set()):
+            assert heavy(imported(below.read_text(), everywhere=False)) == set(), f"{path.name} runs {below}"
+
+
+def test_a_planted_heavy_import_is_found_and_a_late_one_is_not():
+    assert heavy(imported("import torch.nn", everywhere=False)) == {"torch"}
+    assert heavy(imported("try:\n    from torch import Tensor\nexcept ImportError: ...", everywhere=False)) == {"torch"}
+    assert heavy(imported("def f():\n    import torch", everywhere=False)) == set()
+    assert heavy(imported("if TYPE_CHECKING:\n    import torch", everywhere=False)) == set()
+    runs = run_by_importing(PACKAGE / "linalg" / "__init__.py", set())
+    assert any(heavy(imported(path.read_text(), everywhere=False)) for path in runs)
+
+
+@each_file
+@pytest.mark.parametrize("library", KNOWERS)
+def test_each_library_is_known_where_it_belongs(path, library):
+    known = any(f"{name}.".startswith(f"{library}.") for name in imported(path.read_text()))
+    assert not known or LAYERS[room_of(path)] in KNOWERS[library]
+
+
+@each_file
+def test_files_and_functions_fit_on_their_screens(path):
+    source = path.read_text()
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+    assert len(source.splitlines()) <= LONGEST_FILE
+
+
+@each_file
+def test_every_file_opens_with_the_question_that_it_answers(path):
+    first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+    assert "?" in first or path == PACKAGE / "__init__.py"
+
+
+def test_third_party_imports_are_declared_dependencies():
+    import sys
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = sum(project["optional-dependencies"].values(), [])
+    declared = {"".join(c for c in line.split(">")[0].split("[")[0]) for line in project["dependencies"] + extras}
+    names = {name.split(".")[0] for path in FILES for name in imported(path.read_text())}
+    third_party = names - set(sys.stdlib_module_names) - {"attnlens"}
+    assert {name.replace("_", "-") for name in third_party} <= declared

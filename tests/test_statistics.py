@@ -1,0 +1,226 @@
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from heads import query_key, random, rotary
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnlens.registry import MeasureInfo, analyzers
+from attnlens.statistics import Stream, false_discovery, gaussian_null, paired_bootstrap, robust_z, z_scores
+
+NAN = math.nan
+
+
+def filled(*batches):
+    stream = Stream()
+    for batch in batches:
+        stream.update(batch)
+    return stream
+
+
+# --- streaming --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.floats(-1e6, 1e6), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_a_stream_of_batches_has_the_mean_and_error_of_all_at_once(batches, size, offset, seed):
+    values = random(batches * size, 3, 2, seed=seed) + offset
+    stream = filled(*values.split(size))
+    torch.testing.assert_close(stream.mean, values.mean(0), rtol=1e-12, atol=1e-12)
+    if len(values) > 1:
+        error = values.std(0) / math.sqrt(len(values))
+        torch.testing.assert_close(stream.standard_error, error, rtol=1e-7, atol=1e-12)
+    assert (stream.count == len(values)).all()
+
+
+def test_nan_entries_do_not_count():
+    values = torch.tensor([[1.0, NAN, NAN], [3.0, 4.0, NAN], [8.0, NAN, NAN]], dtype=torch.float64)
+    stream = filled(values[:1], values[1:])
+    assert stream.count.tolist() == [3, 1, 0]
+    assert stream.mean[:2].tolist() == [4, 4]
+    assert stream.mean[2].isnan()
+    assert stream.standard_error[0].item() == pytest.approx(math.sqrt(13 / 3))
+    assert stream.standard_error[1:].isnan().all()
+
+
+def test_merged_streams_are_one_stream():
+    values = random(10, 4)
+    values[3, 1] = NAN
+    first, second = filled(values[:4]), filled(values[4:7], values[7:])
+    first.merge(second)
+    first.merge(Stream())
+    whole = filled(values)
+    torch.testing.assert_close(first.mean, whole.mean)
+    torch.testing.assert_close(first.standard_error, whole.standard_error)
+    empty = Stream()
+    empty.merge(whole)
+    assert torch.equal(empty.mean, whole.mean)
+
+
+def test_curves_of_different_lengths_average_each_step_over_those_that_have_it():
+    stream = filled(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.tensor([[[3.0, 6.0]]]), torch.tensor([[[5.0]], [[7.0]]]))
+    assert stream.mean.tolist() == [[4.0, 4.0, 3.0]]
+    assert stream.count.tolist() == [[4, 2, 1]]
+
+
+def test_scalars_stream_too():
+    stream = filled(torch.tensor([1.0, 2.0]), torch.tensor([6.0]))
+    assert (stream.mean.item(), stream.count.item()) == (3, 3)
+    assert Stream().mean.isnan()
+
+
+# --- nulls ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    function: object
+    measures: tuple
+
+
+def weights_analyzer(name):
+    return next(found for found in analyzers([name], "weights"))
+
+
+def test_the_null_of_symmetry_has_mean_one_over_d_and_sd_root_two_over_d():
+    null = gaussian_null(weights_analyzer("symmetry"), query_key(random(1, 60, 8), random(1, 60, 8)), draws=600)
+    mean, sd = null["weights.symmetry"]
+    assert mean == pytest.approx(1 / 60, abs=4 * math.sqrt(2) / 60 / math.sqrt(600))
+    assert sd == pytest.approx(math.sqrt(2) / 60, rel=0.15)
+    assert null["weights.inertia_positive"] == (8, 0)
+    assert 0.15 < null["weights.directionality"][1] < 0.5
+
+
+def test_a_trained_looking_head_is_far_from_the_null():
+    factor = random(1, 60, 8)
+    heads = query_key(factor, factor + 0.5 * random(1, 60, 8, seed=1))
+    analyzer = weights_analyzer("symmetry")
+    mean, sd = gaussian_null(analyzer, heads)["weights.symmetry"]
+    value = analyzer.function(heads)["weights.symmetry"]
+    assert z_scores(value, mean, sd).item() > 10
+    other = query_key(random(1, 60, 8, seed=2), random(1, 60, 8, seed=3))
+    assert abs(z_scores(analyzer.function(other)["weights.symmetry"], mean, sd).item()) < 5
+
+
+def test_the_null_of_the_norm_is_rescaled_by_the_factors_norms():
+    heads = query_key(7 * random(400, 30, 4, seed=5), 3 * random(400, 30, 4, seed=6))
+    analyzer = weights_analyzer("symmetry")
+    mean, _ = gaussian_null(analyzer, heads, draws=400)["weights.norm"]
+    lengths = heads.query.norm(dim=(1, 2)) * heads.key.norm(dim=(1, 2))
+    assert (analyzer.function(heads)["weights.norm"] / lengths).mean().item() == pytest.approx(mean, rel=0.02)
+
+
+def test_the_null_keeps_shapes_and_rotation_and_is_the_same_for_the_same_seed():
+    seen = []
+
+    def look(heads):
+        seen.append(heads)
+        return {"a": heads.query[:, 0, 0].double(), "b": torch.full((len(heads.heads),), NAN)}
+
+    heads = query_key(random(6, 9, 4), random(2, 9, 4), rotation=rotary(3, 4))
+    infos = [MeasureInfo(name, "", "") for name in ("a", "b", "c")]
+    infos += [MeasureInfo("a", "", "", curve=True), MeasureInfo("a", "", "", has_null=False)]
+    asked = Asked(look, tuple(infos))
+    nulls = [gaussian_null(asked, heads, draws=5, seed=seed) for seed in (0, 0, 1)]
+    assert nulls[0] == nulls[1] != nulls[2]
+    assert list(nulls[0]) == ["a"]  # b has no value, c is not read
+    assert seen[0].query.shape == seen[0].key.shape == (5, 9, 4)
+    assert seen[0].rotation is heads.rotation
+    assert seen[0].query.norm(dim=(1, 2)).tolist() == pytest.approx([1.0] * 5)
+
+
+# --- scores and tests -------------------------------------------------------------------------------------------------
+
+
+def test_z_scores_have_no_value_without_spread():
+    assert z_scores(torch.tensor([3.0, 5.0]), 1.0, 2.0).tolist() == [1, 2]
+    assert z_scores(torch.tensor([3.0]), 1.0, 0.0).isnan().all()
+
+
+def test_the_robust_score_ignores_the_outlier_that_it_finds():
+    values = torch.cat((torch.linspace(-1, 1, 21), torch.tensor([1000.0, NAN])))
+    scores = robust_z(values)
+    assert scores[21] > 1000
+    assert scores[22].isnan()
+    assert scores[:21].abs().max() < 2
+    plain = (values[21] - values[:22].mean()) / values[:22].std()
+    assert plain < 5  # the control: with mean and sd it hides itself
+    normal = random(20001)
+    torch.testing.assert_close(robust_z(normal), (normal - normal.mean()) / normal.std(), rtol=0, atol=0.1)
+
+
+def test_the_robust_score_of_equal_or_no_values_is_missing():
+    assert robust_z(torch.ones(4)).isnan().all()
+    assert robust_z(torch.full((3,), NAN)).isnan().all()
+    assert robust_z(torch.ones(0)).shape == (0,)
+
+
+def test_the_paired_interval_covers_the_true_difference_as_often_as_it_says():
+    covered = 0
+    for seed in range(200):
+        before = 10 * random(40, seed=seed)
+        after = before + 0.3 + random(40, seed=seed + 1000)
+        delta, low, high = paired_bootstrap(before, after, draws=400, seed=seed)
+        assert low < delta < high
+        covered += low < 0.3 < high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_pairing_is_what_makes_the_interval_narrow():
+    before = 10 * random(60)
+    after = before + 0.3 + 0.1 * random(60, seed=1)
+    _, low, high = paired_bootstrap(before, after)
+    assert high - low < 0.1
+    _, low, high = paired_bootstrap(before, after.roll(1))  # the control: the pairs broken
+    assert high - low > 2
+    assert paired_bootstrap(before, after, seed=3) == paired_bootstrap(before, after, seed=3)
+
+
+def test_missing_pairs_do_not_count():
+    before, after = torch.tensor([1.0, NAN, 3.0]), torch.tensor([2.0, 5.0, 4.0])
+    assert paired_bootstrap(before, after) == (1, 1, 1)
+    assert all(math.isnan(part) for part in paired_bootstrap(before[1:2], after[1:2]))
+
+
+def test_false_discovery_by_hand():
+    # Benjamini & Hochberg 1995, section 3.2: 15 p-values, of which the four smallest are rejected at 0.05.
+    p = [
+        0.0001,
+        0.0004,
+        0.0019,
+        0.0095,
+        0.0201,
+        0.0278,
+        0.0298,
+        0.0344,
+        0.0459,
+        0.3240,
+        0.4262,
+        0.5719,
+        0.6528,
+        0.7590,
+        1,
+    ]
+    shuffled = torch.randperm(15, generator=torch.Generator().manual_seed(0))
+    rejected = false_discovery(torch.tensor(p, dtype=torch.float64)[shuffled])
+    assert sorted(shuffled[rejected].tolist()) == [0, 1, 2, 3]
+    with_nan = torch.cat((torch.tensor(p, dtype=torch.float64), torch.full((100,), NAN).double()))
+    assert false_discovery(with_nan).nonzero()[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_false_discoveries_stay_below_the_rate_and_true_ones_are_made():
+    shares, found = [], []
+    for seed in range(200):
+        z = random(100, seed=seed) + torch.cat((torch.full((30,), 3.5), torch.zeros(70)))
+        rejected = false_discovery(torch.special.erfc(z.abs() / math.sqrt(2)), 0.1)
+        shares.append(rejected[30:].sum().item() / max(1, rejected.sum().item()))
+        found.append(rejected[:30].double().mean().item())
+    assert sum(shares) / 200 < 0.1
+    assert sum(found) / 200 > 0.8
+
+
+def test_nothing_is_rejected_where_there_is_nothing():
+    assert false_discovery(torch.ones(0)).shape == (0,)
+    assert not false_discovery(torch.full((3,), NAN)).any()
