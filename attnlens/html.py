@@ -17,7 +17,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } img { max-width: 100%; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd; } th { position: sticky; top: 0; background: #fff; }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd; }
+th { position: sticky; top: 0; background: #fff; }
 .scroll { overflow: auto; max-height: 40rem; } .missing { color: #888; }
 """
 
@@ -65,7 +66,8 @@ def _heads(report: Report) -> str:
     names = report.measure_names()
     head = "".join(f"<th>{escape(name)}</th>" for name in ["site", "part", "layer", "head", *names])
     rows = "".join(_row(record, names) for record in report.heads)
-    return f'<h2>Every head</h2><div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<h2>Every head</h2><div class="scroll">{table}</div>'
 
 
 def _row(record: Head, names: list[str]) -> str:

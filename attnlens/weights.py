@@ -250,7 +250,20 @@ def _checked_rotation(query: Tensor, key: Tensor) -> Tensor:
     for reason, difference in differences.items():
         if bool((difference.norm(dim=(1, 2)) > 1e-3 * unit.norm()).any()):
             raise _not_bilinear(reason)
-    return query
+    return _paired(query)
+
+
+def _paired(rotation: Float[Tensor, "positions head_dim head_dim"]) -> Float[Tensor, "positions head_dim head_dim"]:
+    """The rotation with exact zeros where RoPE has zeros: a coordinate turns with one partner, and with no other.
+
+    Least squares leaves rounding there, which costs the sums over distances their sparsity. A partner is the
+    coordinate with the largest entry, if that exceeds rounding; a rotation of another form is returned as it is.
+    """
+    unit = torch.eye(rotation.shape[-1], dtype=torch.bool, device=rotation.device)
+    reach = rotation.abs().amax(0).masked_fill(unit, 0)
+    partner = (reach == reach.amax(-1, keepdim=True)) & (reach > 1e-5)
+    kept = rotation * (unit | partner | partner.mT)
+    return kept if bool((rotation - kept).abs().max() < 1e-4) else rotation
 
 
 def _gains(module: nn.Module) -> dict[nn.Module, tuple[Tensor, bool]]:

@@ -7,13 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlens import linalg
-from attnlens.linalg import cores, spectra
+from attnlens.linalg import forms, roots, spectra
 
 SIGMA = torch.tensor([4.0, 2.0, 1.0, 1.0], dtype=torch.float64)
-
-
-def core_of(heads):
-    return linalg.core(heads, linalg.grams(heads))
 
 
 def close(ours, theirs, tolerance=1e-11):
@@ -68,7 +64,7 @@ def test_the_pool_keeps_the_callers_gradient_mode():
         assert not linalg.over_heads(torch.linalg.svdvals, stack).requires_grad
 
 
-# --- the core of W_Q W_Kᵀ ---------------------------------------------------------------------------------------------
+# --- the bilinear form W_Q W_Kᵀ ---------------------------------------------------------------------------------------
 
 SHAPES = {
     "plain": ((3, 20, 4), (3, 20, 4)),
@@ -81,18 +77,18 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_core_shares_every_invariant_of_the_matrix(name):
+def test_every_invariant_is_that_of_the_formed_matrix(name):
     query, key = SHAPES[name]
     heads = query_key(random(*query), random(*key, seed=1))
-    core, matrix = core_of(heads), dense(heads)
-    close(core.norm, torch.linalg.matrix_norm(matrix))
+    form, matrix = linalg.Form(heads), dense(heads)
+    close(form.norm, torch.linalg.matrix_norm(matrix))
     sigma = torch.linalg.svdvals(matrix)
     steps = min(sigma.shape[-1], query[-1])
-    close(core.singular_values[..., :steps], sigma[..., :steps])
-    assert (core.singular_values[..., steps:] <= 1e-12 * sigma.max()).all()
+    close(form.singular_values[..., :steps], sigma[..., :steps])
+    assert (form.singular_values[..., steps:] <= 1e-12 * sigma.max()).all()
     values = torch.linalg.eigvals(matrix)
-    close(core.positivity, values.real.sum(-1) / values.abs().sum(-1), 1e-9)
-    close(core.definiteness, *[(mu.sum(-1) / mu.abs().sum(-1)) for mu in [symmetric_eigenvalues(matrix)]], 1e-10)
+    close(form.positivity, values.real.sum(-1) / values.abs().sum(-1), 1e-9)
+    close(form.definiteness, *[(mu.sum(-1) / mu.abs().sum(-1)) for mu in [symmetric_eigenvalues(matrix)]], 1e-10)
 
 
 def symmetric_eigenvalues(matrix):
@@ -101,37 +97,37 @@ def symmetric_eigenvalues(matrix):
 
 def test_symmetric_eigenvalues_are_those_of_the_symmetric_part():
     heads = query_key(random(4, 30, 5), random(2, 30, 5, seed=1))
-    ours, theirs = core_of(heads).symmetric_eigenvalues, symmetric_eigenvalues(dense(heads))
+    ours, theirs = linalg.Form(heads).symmetric_eigenvalues, symmetric_eigenvalues(dense(heads))
     close(ours[:, :5], theirs[:, :5])
     close(ours[:, 5:], theirs[:, -5:])
-    assert [part.tolist() for part in core_of(heads).inertia] == [[5.0] * 4, [5.0] * 4]
+    assert [part.tolist() for part in linalg.Form(heads).inertia] == [[5.0] * 4, [5.0] * 4]
 
 
 def test_a_positive_head_has_no_negative_inertia_though_its_joint_factors_are_singular():
     factor = random(2, 20, 4)
-    core = core_of(query_key(factor, factor))
-    assert [part.tolist() for part in core.inertia] == [[4.0, 4.0], [0.0, 0.0]]
-    close(core.definiteness, torch.ones(2, dtype=torch.float64))
-    core = core_of(query_key(factor, -factor))
-    assert [part.tolist() for part in core.inertia] == [[0.0, 0.0], [4.0, 4.0]]
+    form = linalg.Form(query_key(factor, factor))
+    assert [part.tolist() for part in form.inertia] == [[4.0, 4.0], [0.0, 0.0]]
+    close(form.definiteness, torch.ones(2, dtype=torch.float64))
+    form = linalg.Form(query_key(factor, -factor))
+    assert [part.tolist() for part in form.inertia] == [[0.0, 0.0], [4.0, 4.0]]
 
 
 def test_a_low_rank_key_factor_leaves_no_phantom_eigenvalues():
     key = random(1, 20, 4, seed=1)
     key[..., 2:] = 0
-    core = core_of(query_key(random(1, 20, 4), key))
-    assert [part.tolist() for part in core.inertia] == [[2.0], [2.0]]
+    form = linalg.Form(query_key(random(1, 20, 4), key))
+    assert [part.tolist() for part in form.inertia] == [[2.0], [2.0]]
 
 
 def test_float32_factors_are_read_in_float64():
     heads = query_key(random(2, 20, 4).float(), random(2, 20, 4, seed=1).float())
-    assert core_of(heads).norm.dtype == torch.float64
-    close(core_of(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
+    assert linalg.Form(heads).norm.dtype == torch.float64
+    close(linalg.Form(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
 
 
 def smallest_error(heads):
     sigma = torch.linalg.svdvals(torch.linalg.qr(heads.query[0]).R @ torch.linalg.qr(heads.key[0]).R.mT) * heads.scale
-    return float((core_of(heads).singular_values[0, -1] / sigma[-1] - 1).abs())
+    return float((linalg.Form(heads).singular_values[0, -1] / sigma[-1] - 1).abs())
 
 
 def test_the_smallest_singular_value_survives_badly_conditioned_factors(monkeypatch):
@@ -139,30 +135,30 @@ def test_the_smallest_singular_value_survives_badly_conditioned_factors(monkeypa
     fair = query_key(with_condition(60, 8, 1e4, 3)[None], with_condition(60, 8, 1e4, 5)[None])
     assert smallest_error(fair) < 1e-6
     assert smallest_error(bad) < 1e-6
-    monkeypatch.setattr(cores, "LARGEST_CONDITION", 1e30)
+    monkeypatch.setattr(roots, "LARGEST_CONDITION", 1e30)
     assert smallest_error(bad) > 1e-6  # the control: Gram matrices alone lose it
 
 
 def test_a_column_of_another_scale_is_no_bad_condition(monkeypatch):
     query = random(1, 40, 6) * torch.logspace(0, -8, 6, dtype=torch.float64)
-    monkeypatch.setattr(cores, "_qr_root", None)  # it would be called
+    monkeypatch.setattr(forms, "factor_root", None)  # it would be called
     heads = query_key(query, random(1, 40, 6, seed=1))
-    close(core_of(heads).singular_values[:, :3], torch.linalg.svdvals(dense(heads))[:, :3])
+    close(linalg.Form(heads).singular_values[:, :3], torch.linalg.svdvals(dense(heads))[:, :3])
 
 
 def test_a_zero_matrix_is_no_crash():
     heads = query_key(torch.zeros(2, 10, 3), random(2, 10, 3).float())
-    core = core_of(heads)
-    assert core.norm.tolist() == [0, 0]
-    assert [part.tolist() for part in core.inertia] == [[0, 0], [0, 0]]
-    for missing in (core.definiteness, core.positivity, linalg.symmetry(heads, linalg.grams(heads))):
+    form = linalg.Form(heads)
+    assert form.norm.tolist() == [0, 0]
+    assert [part.tolist() for part in form.inertia] == [[0, 0], [0, 0]]
+    for missing in (form.definiteness, form.positivity, linalg.symmetry(linalg.Form(heads))):
         assert missing.isnan().all()
     assert linalg.layer_symmetry(heads) is None
 
 
 def test_cross_attention_has_singular_values_between_two_domains():
     heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
-    close(core_of(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
+    close(linalg.Form(heads).singular_values, torch.linalg.svdvals(dense(heads))[:, :4])
     assert linalg.layer_symmetry(heads) is None
 
 
@@ -184,16 +180,16 @@ def dense_directionality(matrix):
 
 def test_symmetry_and_directionality_are_those_of_the_matrix():
     heads = query_key(random(6, 50, 4), random(2, 50, 4, seed=1))
-    grams = linalg.grams(heads)
-    close(linalg.symmetry(heads, grams), dense_symmetry(dense(heads)), 1e-10)
+    form = linalg.Form(heads)
+    close(linalg.symmetry(form), dense_symmetry(dense(heads)), 1e-10)
     directions = dense_directionality(dense(heads))
     assert directions.abs().max() > 0.05
-    close(linalg.directionality(heads, grams), directions, 1e-10)
+    close(linalg.directionality(form), directions, 1e-10)
 
 
 def test_without_outstanding_rows_there_is_no_direction():
     heads = query_key(torch.eye(6).double()[None], torch.eye(6).double()[None])
-    assert linalg.directionality(heads, linalg.grams(heads)).item() == 0
+    assert linalg.directionality(linalg.Form(heads)).item() == 0
 
 
 def test_layer_symmetry_is_that_of_the_heads_summed():
@@ -222,16 +218,16 @@ def rotated(request):
     return query_key(random(4, 9, 6), random(2, 9, 6, seed=1), rotation=rotary(5, 6, rotated=request.param))
 
 
-def test_under_rotation_the_core_is_that_of_the_joint_kernel(rotated):
-    core, matrix = core_of(rotated), stacked(rotated)
-    close(core.norm, torch.linalg.matrix_norm(matrix))
-    close(core.singular_values, torch.linalg.svdvals(matrix)[:, :6])
+def test_under_rotation_the_invariants_are_those_of_the_joint_kernel(rotated):
+    form, matrix = linalg.Form(rotated), stacked(rotated)
+    close(form.norm, torch.linalg.matrix_norm(matrix))
+    close(form.singular_values, torch.linalg.svdvals(matrix)[:, :6])
     values = torch.linalg.eigvals(matrix)
-    close(core.positivity, values.real.sum(-1) / values.abs().sum(-1), 1e-9)
+    close(form.positivity, values.real.sum(-1) / values.abs().sum(-1), 1e-9)
     mu = symmetric_eigenvalues(matrix)
-    close(core.definiteness, mu.sum(-1) / mu.abs().sum(-1), 1e-9)
+    close(form.definiteness, mu.sum(-1) / mu.abs().sum(-1), 1e-9)
     still = query_key(rotated.query, rotated.key)
-    assert not torch.allclose(core.norm, core_of(still).norm, rtol=1e-3)
+    assert not torch.allclose(form.norm, linalg.Form(still).norm, rtol=1e-3)
 
 
 def test_under_rotation_directionality_pools_positions(rotated):
@@ -243,7 +239,7 @@ def test_under_rotation_directionality_pools_positions(rotated):
     sides = [torch.where(n > n.mean(-1, True) + 2 * n.std(-1, keepdim=True), n, 0).sum(-1) for n in norms]
     whole = sides[0] + sides[1]
     expected = torch.where(whole > 0, (sides[0] - sides[1]) / whole, 0)
-    close(linalg.directionality(rotated, linalg.grams(rotated)), expected, 1e-10)
+    close(linalg.directionality(linalg.Form(rotated)), expected, 1e-10)
 
 
 def distance_sums(heads, one_sum=None):
@@ -255,12 +251,12 @@ def distance_sums(heads, one_sum=None):
 
 def test_under_rotation_symmetry_runs_over_all_distances(rotated):
     crossed, squared = distance_sums(rotated)
-    grams = linalg.grams(rotated)
-    close(linalg.symmetry(rotated, grams), sum(crossed.values()) / sum(squared.values()), 1e-10)
+    form = linalg.Form(rotated)
+    close(linalg.symmetry(form), sum(crossed.values()) / sum(squared.values()), 1e-10)
     curve = [(crossed[d] + crossed[-d]) / (squared[d] + squared[-d]) for d in range(5)]
-    close(linalg.symmetry_by_distance(rotated, grams), torch.stack(curve, -1), 1e-10)
-    close(linalg.symmetry_by_distance(rotated, grams)[:, 0], dense_symmetry(dense(rotated)), 1e-10)
-    assert not torch.allclose(linalg.symmetry(rotated, grams), dense_symmetry(dense(rotated)), atol=1e-3)
+    close(linalg.symmetry_by_distance(form), torch.stack(curve, -1), 1e-10)
+    close(linalg.symmetry_by_distance(form)[:, 0], dense_symmetry(dense(rotated)), 1e-10)
+    assert not torch.allclose(linalg.symmetry(form), dense_symmetry(dense(rotated)), atol=1e-3)
 
 
 def test_under_rotation_layer_symmetry_sums_the_heads_at_each_distance(rotated):
@@ -272,8 +268,8 @@ def test_under_rotation_layer_symmetry_sums_the_heads_at_each_distance(rotated):
 def test_equal_factors_are_symmetric_at_every_distance_and_definite():
     factor = random(2, 9, 6)
     heads = query_key(factor, factor, rotation=rotary(5, 6))
-    close(linalg.symmetry_by_distance(heads, linalg.grams(heads)), torch.ones(2, 5, dtype=torch.float64))
-    assert [part.tolist() for part in core_of(heads).inertia] == [[6.0, 6.0], [0.0, 0.0]]
+    close(linalg.symmetry_by_distance(linalg.Form(heads)), torch.ones(2, 5, dtype=torch.float64))
+    assert [part.tolist() for part in linalg.Form(heads).inertia] == [[6.0, 6.0], [0.0, 0.0]]
 
 
 # --- singular values, ranks, laws -------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def of_weights(query_key: QueryKey) -> Readings:
     """How fast do the singular values of a head's bilinear form fall?"""
     from attnlens import linalg
 
-    values = linalg.core(query_key, linalg.grams(query_key)).singular_values
+    values = linalg.Form(query_key).singular_values
     law, rate, fit = linalg.decay_law(values)
     return {
         "weights.stable_rank": linalg.stable_rank(values),

@@ -118,22 +118,21 @@ def of_weights(query_key: QueryKey) -> Readings:
     """Is the bilinear form of a head symmetric and positive, and which way does it point?"""
     from attnlens import linalg
 
-    grams = linalg.grams(query_key)
-    core = linalg.core(query_key, grams)
+    form = linalg.Form(query_key)
     if query_key.site.part == "cross":
-        return {"weights.norm": core.norm}
-    positive, negative = core.inertia
+        return {"weights.norm": form.norm}
+    positive, negative = form.inertia
     readings = {
-        "weights.norm": core.norm,
-        "weights.symmetry": linalg.symmetry(query_key, grams),
-        "weights.directionality": linalg.directionality(query_key, grams),
-        "weights.positivity": core.positivity,
-        "weights.definiteness": core.definiteness,
+        "weights.norm": form.norm,
+        "weights.symmetry": linalg.symmetry(form),
+        "weights.directionality": linalg.directionality(form),
+        "weights.positivity": form.positivity,
+        "weights.definiteness": form.definiteness,
         "weights.inertia_positive": positive,
         "weights.inertia_negative": negative,
     }
     if query_key.rotation is not None:
-        readings["weights.symmetry_by_distance"] = linalg.symmetry_by_distance(query_key, grams)
+        readings["weights.symmetry_by_distance"] = linalg.symmetry_by_distance(form)
     return readings
 
 

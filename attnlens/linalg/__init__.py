@@ -2,9 +2,8 @@
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
 from attnlens.linalg.attention import centred, entropy, max_weight
-from attnlens.linalg.cores import Core, core
 from attnlens.linalg.definite import definite
-from attnlens.linalg.grams import Grams, grams
+from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import over_heads
 from attnlens.linalg.rotation import Rotation
 from attnlens.linalg.spectra import (
@@ -20,12 +19,10 @@ from attnlens.linalg.symmetries import directionality, distance_traces, layer_sy
 
 __all__ = [
     "Anatomy",
-    "Core",
-    "Grams",
+    "Form",
     "Rotation",
     "anatomy",
     "centred",
-    "core",
     "cumulative",
     "decay_law",
     "definite",
@@ -33,7 +30,6 @@ __all__ = [
     "distance_traces",
     "effective_rank",
     "entropy",
-    "grams",
     "layer_symmetry",
     "max_weight",
     "over_heads",

@@ -55,7 +55,7 @@ def rank_at(values: Float[Tensor, "*batch steps"], share: float) -> Float[Tensor
     energy = values.square().cumsum(-1) / values.square().sum(-1, keepdim=True)
     # Strict, and below by rounding: k values that reach the share exactly are enough.
     short = energy < share - EPS * values.shape[-1]
-    return torch.where(energy[..., -1].isnan(), torch.nan, short.sum(-1) + 1.0)
+    return torch.where(energy[..., -1].isnan(), torch.nan, 1 + short.sum(-1).to(values))
 
 
 def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch steps"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.linalg.grams import Grams
+from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import over_heads
 from attnlens.linalg.rotation import Rotation
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 
-def symmetry(query_key: QueryKey, grams: Grams) -> Float[Tensor, "*batch heads"]:
+def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     """(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
     Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. NaN for a zero matrix.
     """
-    return _over_distances(*distance_traces(query_key, grams))
+    return _over_distances(*distance_traces(form))
 
 
-def symmetry_by_distance(query_key: QueryKey, grams: Grams) -> Float[Tensor, "*batch heads positions"]:
+def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
     """2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
-    crossed, squared = distance_traces(query_key, grams)
+    crossed, squared = distance_traces(form)
     return crossed / squared
 
 
 def distance_traces(
-    query_key: QueryKey, grams: Grams
+    form: Form,
 ) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
     """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
 
     Without rotation there is one position: tr(CC) and tr(G_Q G_K).
     """
-    if query_key.rotation is None:
-        crossed = (grams.cross * grams.cross.mT).sum((-2, -1))
-        return crossed[..., None], (grams.query * grams.key).sum((-2, -1))[..., None]
-    rotation = Rotation.of(query_key.rotation)
-    query, key, cross = (gram.unsqueeze(-3) for gram in (grams.query, grams.key, grams.cross))
-    return rotation.traces(cross, cross), (rotation.traces(query, key) + rotation.traces(key, query)) / 2
+    query, key, cross = form.query_gram, form.key_gram, form.cross
+    if form.rotation is None:
+        return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
+    query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
+    squared = form.rotation.traces(query, key) + form.rotation.traces(key, query)
+    return form.rotation.traces(cross, cross), squared / 2
 
 
 def layer_symmetry(query_key: QueryKey) -> float | None:
@@ -61,7 +61,10 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 
 def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
-    query, key = _beside(query_key.query), _beside(query_key.paired_key)
+    # Query heads that share a key head share its factor, so their own factors may be summed first.
+    key_of = torch.tensor(query_key.key_of, device=query_key.key.device)
+    summed = torch.zeros_like(query_key.key, dtype=torch.float64).index_add(0, key_of, query_key.query.double())
+    query, key = _beside(summed), _beside(query_key.key)
     if query_key.rotation is None:
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
@@ -71,18 +74,18 @@ def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     return _over_distances(_block_traces(rotation, cross, cross), squared / 2)
 
 
-def directionality(query_key: QueryKey, grams: Grams) -> Float[Tensor, "*batch heads"]:
+def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
     """(r − c)/(r + c) in [−1, 1]; r (c) sums the norms of M's rows (columns) above mean + 2 sd (Saponati et al. 2025).
 
     The published sign; 0 where no row and no column stands out. Row norms² are diag(W_Q G_K W_Qᵀ). Under rotation a
     row's norm is pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
     """
-    query_gram, key_gram = grams.query, grams.key
-    if query_key.rotation is not None:
-        rotation = Rotation.of(query_key.rotation)
-        query_gram, key_gram = (rotation.transposed.averaged(rotation.averaged(x)) for x in (query_gram, key_gram))
-    rows = _outstanding(over_heads(_row_norms, query_key.query, key_gram))
-    columns = _outstanding(over_heads(_row_norms, query_key.paired_key, query_gram))
+    query_gram, key_gram = form.query_gram, form.key_gram
+    if form.rotation is not None:
+        turned = (form.rotation.averaged(gram) for gram in (query_gram, key_gram))
+        query_gram, key_gram = (form.rotation.transposed.averaged(gram) for gram in turned)
+    rows = _outstanding(over_heads(_row_norms, form.query_key.query, key_gram))
+    columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram))
     none = rows + columns == 0
     return torch.where(none, 0.0, (rows - columns) / torch.where(none, 1.0, rows + columns))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Unpack
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, linalg, models, registry, texts, weights
-from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError, UsageError
+from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
 from attnlens.hooks import Call, Reached
 from attnlens.records import Conventions, Null, QueryKey, Report, Settings, Site
-from attnlens.registry import Analyzer, Readings
+from attnlens.registry import Analyzer
+from attnlens.run.checks import check_numbers, conventions, refuse_initialised
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
+from attnlens.run.pieces import finite_heads, pieces
 from attnlens.statistics import gaussian_null
 
 Progress = Callable[[str, int, int], None]
@@ -24,10 +26,6 @@ Progress = Callable[[str, int, int], None]
 
 NULL_DRAWS = 64
 """Random heads behind each null."""
-PIECE_BYTES = 32 * 2**20
-"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
-CAUSAL_NOTE = "Causal heads: the scores above the diagonal belong to the kernel, but the model never uses them."
-SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
 
 class Interrupted(KeyboardInterrupt):
@@ -68,9 +66,9 @@ def inspect(
     """
     chosen = registry.analyzers(analyzers, source)
     content = texts.read_text(text) if source != "weights" else None
-    clock = {"start": time.perf_counter()}
+    start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    clock["loaded"] = time.perf_counter()
+    timings = {"load": time.perf_counter() - start}
     window = texts.window_length(loaded.model, tokens)
     settings = Settings(
         seed=seed,
@@ -83,7 +81,7 @@ def inspect(
         layers=None if layers is None else list(layers),
         heads=None if heads is None else list(heads),
     )
-    inspection = Inspection(loaded, settings, chosen, Collector(heads), progress, clock)
+    inspection = Inspection(loaded, settings, chosen, Collector(heads), progress, timings)
     return inspection.run(content, sequences, batch_size)
 
 
@@ -96,8 +94,7 @@ class Inspection:
     analyzers: list[Analyzer]
     collector: Collector
     progress: Progress
-    clock: dict[str, float]
-    timings: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float]
     reached: list[Reached] = field(default_factory=list)
     conventions: Conventions | None = None
     identity_error: float | None = None
@@ -106,7 +103,6 @@ class Inspection:
 
     def run(self, content: texts.Content | None, sequences: int, batch_size: int) -> Report:
         """Survey, weights, tokens, report."""
-        self.timings["load"] = self.clock["loaded"] - self.clock["start"]
         batches = self._batches(content, sequences, batch_size)
         with self._timed("survey"):
             first = self._survey(batches)
@@ -121,16 +117,13 @@ class Inspection:
             for found in self.reached:
                 self.collector.skip(found.site.name, "the run was interrupted")
             raise Interrupted(self._report()) from None
-        if not self.collector.coverage().analysed and not any(
-            draft.measures for draft in self.collector.drafts.values()
-        ):
-            raise ModelError(
-                f"No head could be analysed: {self.collector.skipped[0].reason}.", "Get an intact copy of the model."
-            )
+        if not any(draft.measures for draft in self.collector.drafts.values()):
+            reason = self.collector.skipped[0].reason
+            raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return self._report()
 
     def _batches(self, content: texts.Content | None, sequences: int, batch_size: int) -> tuple[texts.Batch, ...]:
-        """The text as batches; none where weights alone are asked for, or a model without tokenizer for both sources."""
+        """The text as batches; none for weights alone, nor for both sources where there is no tokenizer."""
         if content is None or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
@@ -157,18 +150,13 @@ class Inspection:
         sample = texts.placeholder(self.loaded, window, self.settings.seed).batches[0].inputs
         window_sites = hooks.survey(model, sample)
         probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
-        self.identity_error = hooks.identity_error(model, probe)
-        if not self.identity_error <= hooks.IDENTITY_TOLERANCE and not models.nonfinite_tensors(model):
-            raise IdentityError(
-                f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {self.identity_error:.1e}.",
-                "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
-            )
-        _refuse_initialised(self.loaded, window_sites)
+        self._prove_identity(probe)
+        refuse_initialised(self.loaded, window_sites)
         self.sites = tuple(found.site for found in window_sites)
         first = hooks.survey(model, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
         layers = self.settings.layers
-        _check_numbers("layer", layers, len(window_sites))
-        _check_numbers("head", self.settings.heads, max(found.call.query.shape[1] for found in window_sites))
+        check_numbers("layer", layers, len(window_sites))
+        check_numbers("head", self.settings.heads, max(found.call.query.shape[1] for found in window_sites))
         self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
         for found in self.reached:
             heads = found.call.query.shape[1]
@@ -179,26 +167,31 @@ class Inspection:
             self.collector.skip(path, "its attention is computed outside transformers' attention interface")
         return [found for found in first if layers is None or found.site.layer in layers]
 
+    def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
+        """The door must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
+        error = hooks.identity_error(self.loaded.model, inputs)
+        if error <= hooks.IDENTITY_TOLERANCE:
+            self.identity_error = error
+        elif not models.nonfinite_tensors(self.loaded.model):
+            raise IdentityError(
+                f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {error:.1e}.",
+                "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
+            )
+
     def _read_weights(self, first: list[Reached]) -> None:
         """The weights.* measures of every site, with their nulls."""
         analyzers = [analyzer for analyzer in self.analyzers if analyzer.source == "weights"]
         nulls: dict[object, dict[str, tuple[float, float]]] = {}
         read: list[weights.Factors] = []
-        for done, (site, factors) in enumerate(
-            zip(
-                (found.site for found in self.reached),
-                weights.factors(self.loaded.model, first, self.reached),
-                strict=True,
-            )
-        ):
+        for done, factors in enumerate(weights.factors(self.loaded.model, first, self.reached)):
             self.progress("weights", done, len(self.reached))
             if isinstance(factors, NotBilinearError):
-                self.collector.skip(site.name, factors.problem, measure="weights")
+                self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
                 continue
             read.append(factors)
             self._analyse_weights(factors, analyzers, nulls)
         self.progress("weights", len(self.reached), len(self.reached))
-        self.conventions = _conventions(self.reached, read)
+        self.conventions = conventions(self.reached, read)
 
     def _analyse_weights(
         self,
@@ -207,7 +200,7 @@ class Inspection:
         nulls: dict[object, dict[str, tuple[float, float]]],
     ) -> None:
         whole = factors.query_key
-        finite = [head for head in whole.heads if _finite(whole.select([head]))]
+        finite = finite_heads(whole)
         self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite])
         if not finite:
             return
@@ -254,7 +247,7 @@ class Inspection:
 
     def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> None:
         total = len(query_key.heads)
-        finite = [head for head in query_key.heads if _finite(query_key.select([head]))]
+        finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite])
         if not finite:
             return
@@ -284,74 +277,3 @@ class Inspection:
             yield
         finally:
             self.timings[stage] = time.perf_counter() - start
-
-
-def pieces(query_key: QueryKey) -> Iterator[QueryKey]:
-    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each.
-
-    A key that no query may see is padding. Sequences of one length stay together; long ones are cut by heads.
-    """
-    for batch, keys in _same_length(query_key):
-        queries: slice | Tensor = keys if query_key.site.part != "cross" else slice(None)
-        rest = query_key.sequences(batch, queries, keys)
-        one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
-        together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
-        heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
-        for start in range(0, len(batch), together):
-            some = rest.sequences(range(start, min(start + together, len(batch))), slice(None), slice(None))
-            for head in range(0, len(rest.heads), heads):
-                yield some.select(range(head, min(head + heads, len(rest.heads))))
-
-
-def _same_length(query_key: QueryKey) -> Iterator[tuple[list[int], Tensor | slice]]:
-    batch = query_key.query.shape[0]
-    if query_key.allowed is None:
-        yield list(range(batch)), slice(None)
-        return
-    real = query_key.allowed.any(dim=-2).any(dim=-2)
-    if bool(real.all()):
-        yield list(range(batch)), slice(None)
-        return
-    for sequence in range(batch):
-        yield [sequence], real[sequence].nonzero().squeeze(-1)
-
-
-def _finite(query_key: QueryKey) -> bool:
-    return bool(query_key.query.isfinite().all()) and bool(query_key.paired_key.isfinite().all())
-
-
-def _check_numbers(what: str, numbers: Sequence[int] | None, count: int) -> None:
-    wrong = [number for number in numbers or () if not 0 <= number < count]
-    if wrong:
-        raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
-
-
-def _refuse_initialised(loaded: models.Loaded, reached: Sequence[Reached]) -> None:
-    """A weight that was not in the checkpoint is random; one below an attention makes that attention's numbers worthless."""
-    last = reached[-1].site.path
-    order = [name for name, _ in loaded.model.named_parameters(remove_duplicate=False)]
-    up_to = max(index for index, name in enumerate(order) if name.startswith(f"{last}."))
-    missing = [name for name in loaded.missing_keys if name in order and order.index(name) <= up_to]
-    if missing:
-        raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {missing[0]}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + ", which would be filled at random.",
-            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
-        )
-
-
-def _conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:
-    rotary = any(factors.rotation is not None for factors in read)
-    added = any(found.call.query_key(found.site).bias is not None for found in reached)
-    biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
-    causal = any(found.site.part == "decoder" for found in reached)
-    return Conventions(
-        position="rotary" if rotary else "bias" if added else "absolute",
-        qk_norm=any(factors.qk_norm for factors in read),
-        bias="excluded" if biased else "none",
-        notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal,
-    )
-
-
-__all__ = ["Interrupted", "Progress", "Readings", "inspect", "silent"]

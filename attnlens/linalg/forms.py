@@ -1,0 +1,152 @@
+"""What are the norm, eigenvalues and singular values of s · W_Q W_Kᵀ? Everything follows from Gram matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.roots import cholesky_root, eigenvalue_root, factor_root
+from attnlens.linalg.rotation import Rotation
+from attnlens.records import QueryKey
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, never formed.
+
+    Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
+    (i, j) is s · W_Q R(i−j) W_Kᵀ, over the number of positions, so that they compare with those of one matrix. It is
+    again factored, by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
+    """
+
+    query_key: QueryKey
+    """The factors."""
+
+    @cached_property
+    def rotation(self) -> Rotation | None:
+        """How positions turn queries and keys, if they do."""
+        return None if self.query_key.rotation is None else Rotation.of(self.query_key.rotation)
+
+    @cached_property
+    def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """G_Q = W_QᵀW_Q."""
+        query = self.query_key.query.double()
+        return over_heads(_inner, query, query)
+
+    @cached_property
+    def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """G_K = W_KᵀW_K of each head's key head, computed once for each key head."""
+        key = self.query_key.key.double()
+        return over_heads(_inner, key, key)[..., list(self.query_key.key_of), :, :]
+
+    @cached_property
+    def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
+        return over_heads(_inner, self.query_key.paired_key.double(), self.query_key.query.double())
+
+    @property
+    def norm(self) -> Float[Tensor, "*batch heads"]:
+        """‖M‖_F = s·√tr(G_Q G_K)."""
+        squared = (self._averaged(self.query_gram) * self._averaged(self.key_gram)).sum((-2, -1))
+        return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
+
+    @property
+    def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
+        """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are left out."""
+        query, key = self._averaged(self.query_gram), self._averaged(self.key_gram)
+        values = over_heads(_singular_values, query, key)
+        bad = values[..., 0].isnan()
+        if bad.any():
+            roots = (
+                self._root(bad, query[bad], self.query_key.query),
+                self._root(bad, key[bad], self.query_key.paired_key),
+            )
+            values[bad] = over_heads(_core_singular_values, *roots)
+        return values * abs(self.query_key.scale)
+
+    @cached_property
+    def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
+        """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; those that are always zero are left out.
+
+        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
+        """
+        grams = tuple(self._averaged(gram) for gram in (self.query_gram, self.key_gram, self.cross))
+        values = over_heads(_symmetric_eigenvalues, *grams)
+        bad = values[..., 0].isnan()
+        if bad.any():
+            joint = _joint(*(gram[bad] for gram in grams))
+            factors = self.query_key.query, self.query_key.paired_key
+            values[bad] = over_heads(_core_symmetric_eigenvalues, self._root(bad, joint, *factors))
+        return values * self.query_key.scale
+
+    @property
+    def definiteness(self) -> Float[Tensor, "*batch heads"]:
+        """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN where S = 0."""
+        return self.symmetric_eigenvalues.sum(-1) / self.symmetric_eigenvalues.abs().sum(-1)
+
+    @property
+    def inertia(self) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+        """How many μ are above, and how many below, ± eps · size · max|μ|; 0 … head_dim each."""
+        eigenvalues = self.symmetric_eigenvalues
+        border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
+        # Strict on both sides: an eigenvalue at the border is zero up to rounding, and a zero matrix has none.
+        return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
+
+    @property
+    def positivity(self) -> Float[Tensor, "*batch heads"]:
+        """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
+        eigenvalues = over_heads(torch.linalg.eigvals, self._averaged(self.cross))
+        return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
+
+    def _averaged(self, gram: Tensor) -> Tensor:
+        """The Gram matrix of the stacked factors, over the number of positions; without rotation as it is."""
+        return gram if self.rotation is None else self.rotation.averaged(gram)
+
+    def _root(
+        self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
+    ) -> Float[Tensor, "some size size"]:
+        """A root of the ill-conditioned, from their factors; under rotation the stacked ones are too long for QR."""
+        if self.rotation is None:
+            return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
+        return over_heads(eigenvalue_root, gram)
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    return left.mT @ right
+
+
+def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
+    """The Gram matrix of [W_Q W_K]."""
+    return torch.cat((torch.cat((query, cross.mT), -1), torch.cat((cross, key), -1)), -2)
+
+
+def _singular_values(query: Tensor, key: Tensor) -> Tensor:
+    """NaN where a Gram matrix is ill-conditioned."""
+    (query, good_query), (key, good_key) = cholesky_root(query), cholesky_root(key)
+    return torch.where((good_query & good_key)[:, None], _core_singular_values(query, key), torch.nan)
+
+
+def _core_singular_values(query: Tensor, key: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(query @ key.mT)
+    return values
+
+
+def _symmetric_eigenvalues(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
+    """NaN where the joint Gram matrix is ill-conditioned."""
+    both, good = cholesky_root(_joint(query, key, cross))
+    return torch.where(good[:, None], _core_symmetric_eigenvalues(both), torch.nan)
+
+
+def _core_symmetric_eigenvalues(both: Tensor) -> Tensor:
+    size = both.shape[-1] // 2
+    core = both[..., :size] @ both[..., size:].mT
+    values: Tensor = torch.linalg.eigvalsh((core + core.mT) / 2)
+    return values

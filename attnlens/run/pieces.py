@@ -1,0 +1,48 @@
+"""In which pieces are a batch's queries and keys analysed? Without padding, without NaN, and few enough for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from attnlens.records import QueryKey
+
+PIECE_BYTES = 32 * 2**20
+"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
+
+
+def pieces(query_key: QueryKey) -> Iterator[QueryKey]:
+    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each.
+
+    A key that no query may see is padding. Sequences of one length stay together; long ones are cut by heads.
+    """
+    for batch, keys in _same_length(query_key):
+        queries: slice | Tensor = keys if query_key.site.part != "cross" else slice(None)
+        rest = query_key.sequences(batch, queries, keys)
+        one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
+        together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
+        heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
+        for start in range(0, len(batch), together):
+            some = rest.sequences(range(start, min(start + together, len(batch))), slice(None), slice(None))
+            for head in range(0, len(rest.heads), heads):
+                yield some.select(range(head, min(head + heads, len(rest.heads))))
+
+
+def _same_length(query_key: QueryKey) -> Iterator[tuple[list[int], Tensor | slice]]:
+    batch = query_key.query.shape[0]
+    if query_key.allowed is None:
+        yield list(range(batch)), slice(None)
+        return
+    real = query_key.allowed.any(dim=-2).any(dim=-2)
+    if bool(real.all()):
+        yield list(range(batch)), slice(None)
+        return
+    for sequence in range(batch):
+        yield [sequence], real[sequence].nonzero().squeeze(-1)
+
+
+def finite_heads(query_key: QueryKey) -> list[int]:
+    """Which heads have finite queries and keys in every sequence, by index."""
+    fine = query_key.query.isfinite().all(-1).all(-1) & query_key.paired_key.isfinite().all(-1).all(-1)
+    return fine.reshape(-1, len(query_key.heads)).all(0).nonzero().flatten().tolist()

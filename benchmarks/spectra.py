@@ -1,0 +1,180 @@
+"""How fast, and how exactly, does attnlens read spectra, symmetry and definiteness of attention heads?
+
+python benchmarks/spectra.py [--quick]
+
+Ours and the peer run in turn on the same tensors, one thread each unless stated; medians are printed. The peer for
+weights is TransformerLens's FactoredMatrix where it is installed (benchmarks/requirements.txt), else its algorithm
+written out below, and the printout says which. The peer for definiteness is torch.linalg.eigvalsh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from attnlens import linalg
+from attnlens.records import QueryKey, Site
+
+try:
+    from transformer_lens import FactoredMatrix
+
+    PEER = f"TransformerLens {version('transformer_lens')} FactoredMatrix"
+except (ImportError, PackageNotFoundError):
+    PEER = "TransformerLens's algorithm, rewritten here (it is not installed)"
+
+    class FactoredMatrix:  # type: ignore[no-redef]  # the installed one is preferred
+        """A @ B, with the SVD of both factors and of their core, and the eigenvalues of B @ A."""
+
+        def __init__(self, left: Tensor, right: Tensor) -> None:
+            self.left, self.right = left, right
+
+        def svd(self) -> tuple[Tensor, Tensor, Tensor]:
+            """U, S, V with U diag(S) Vᵀ = A @ B."""
+            u_left, s_left, v_left = torch.linalg.svd(self.left, full_matrices=False)
+            u_right, s_right, v_right = torch.linalg.svd(self.right, full_matrices=False)
+            middle = s_left[..., :, None] * v_left @ u_right * s_right[..., None, :]
+            u, s, v = torch.linalg.svd(middle, full_matrices=False)
+            return u_left @ u, s, v_right.mT @ v.mT
+
+        @property
+        def eigenvalues(self) -> Tensor:
+            """The non-zero eigenvalues of A @ B."""
+            values: Tensor = torch.linalg.eig(self.right @ self.left).eigenvalues
+            return values
+
+
+def main() -> None:
+    """Print every row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round: does it still run?")
+    quick = parser.parse_args().quick
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads at start; peer: {PEER}")
+    torch.set_num_threads(1)
+    rounds = 1 if quick else 7
+    weights(24 if quick else 144, 768, 64, rounds)
+    condition(200 if quick else 768, 64)
+    workers(24 if quick else 144, 768, 64, rounds)
+    for tokens in (64, 160) if quick else (512, 2048):
+        definiteness(tokens, rounds=1 if quick or tokens > 1000 else 5)
+
+
+def weights(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
+    """All spectra of M, and the symmetric part's eigenvalues with them."""
+    print(f"\nspectra of W_Q W_Kᵀ: {heads} heads, d_model {d_model}, head_dim {head_dim}")
+    query, key = (random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
+    exact = torch.linalg.svdvals(query[:4] @ key[:4].mT)[:, :head_dim]
+    found = spectra(query, key)[0][:4]
+    print(
+        f"  our largest error against the formed matrix: {float((found - exact).abs().max() / exact.max()):.0e}·σ_max"
+    )
+    for dtype in (torch.float64, torch.float32):
+        factors = query.to(dtype), key.to(dtype)
+        print(f"  factors and peer in {str(dtype).removeprefix('torch.')}, ours always in float64:")
+        theirs = partial(peer, *factors)
+        row("singular values, eigenvalues, symmetry", partial(spectra, *factors), theirs, rounds)
+        row("with the symmetric part's eigenvalues", partial(with_symmetric, *factors), theirs, rounds)
+
+
+def spectra(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Ours: singular values, positivity (from the eigenvalues), symmetry."""
+    form = linalg.Form(query_key(query, key))
+    return form.singular_values, form.positivity, linalg.symmetry(form)
+
+
+def with_symmetric(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """Ours, and the eigenvalues of the symmetric part."""
+    form = linalg.Form(query_key(query, key))
+    return form.singular_values, form.positivity, linalg.symmetry(form), form.symmetric_eigenvalues
+
+
+def peer(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The peer's singular values and eigenvalues."""
+    matrix = FactoredMatrix(query, key.mT)
+    return matrix.svd()[1], matrix.eigenvalues
+
+
+def condition(d_model: int, head_dim: int) -> None:
+    """Relative error of the smallest singular value when both factors have a condition of 1e4."""
+    left, right, shared = (torch.linalg.qr(random(d_model, head_dim, seed=seed)).Q for seed in (2, 3, 4))
+    turn = torch.linalg.qr(shared[:head_dim]).Q
+    sigma = torch.logspace(0, -4, head_dim, dtype=torch.float64)
+    query, key = (left * sigma @ turn)[None], (right * sigma @ turn)[None]
+    found = spectra(query, key)[0][0]
+    error = float((found[-1] / sigma[-1] ** 2 - 1).abs())
+    print(f"\nfactors of condition 1e4, d_model {d_model}: relative error of the smallest σ {error:.0e}")
+
+
+def workers(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
+    """One worker against two, over the heads."""
+    query, key = (random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
+
+    def on(threads: int) -> Callable[[], object]:
+        def run() -> None:
+            torch.set_num_threads(threads)
+            with_symmetric(query, key)
+            torch.set_num_threads(1)
+
+        return run
+
+    print(f"\nworkers: the same spectra, {heads} heads, two workers against one (meaningful with two idle cores)")
+    row("two workers against one", on(2), on(1), rounds)
+
+
+def definiteness(tokens: int, rounds: int) -> None:
+    """The verdict on the token kernel against all its eigenvalues, from the logits on."""
+    heads, head_dim = (2 if tokens > 1000 else 8), 64
+    print(f"\nis exp(L) positive semidefinite: {heads} heads, {tokens} tokens")
+    factor = random(heads, tokens, head_dim, seed=5)
+    mercer = factor @ factor.mT / head_dim**0.5
+    other = factor @ random(heads, tokens, head_dim, seed=6).mT / head_dim**0.5
+    nearly = mercer + mercer.diagonal(dim1=-2, dim2=-1).min() * 0.02 * random(heads, tokens, tokens, seed=7)
+    cases = {"independent queries and keys": other, "equal ones": mercer, "equal ones with noise": nearly}
+    for name, logits in cases.items():
+        verdicts, truth = linalg.definite(logits), by_eigenvalues(logits)
+        agree = int((verdicts == truth).sum())
+        label = f"{name} ({agree} of {heads} verdicts agree, {int(verdicts.nansum())} positive)"
+        row(label, partial(linalg.definite, logits), partial(by_eigenvalues, logits), rounds)
+
+
+def by_eigenvalues(logits: Tensor) -> Tensor:
+    """1 where the least eigenvalue of the scaled kernel is at least −n·eps·λ_max, else 0."""
+    diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
+    kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp(max=300).exp()
+    values = torch.linalg.eigvalsh((kernel + kernel.mT) / 2)
+    border = torch.finfo(values.dtype).eps * logits.shape[-1] * values[..., -1]
+    return (values[..., 0] >= -border).double()
+
+
+def row(name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> None:
+    """Run both in turn and print their medians."""
+    ours(), theirs()
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for function, times in zip((ours, theirs), seconds, strict=True):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+    mine, other = (1e3 * statistics.median(times) for times in seconds)
+    print(f"  {name}: ours {mine:.1f} ms, peer {other:.1f} ms, ratio {other / mine:.1f}")
+
+
+def query_key(query: Tensor, key: Tensor) -> QueryKey:
+    """The factors as a QueryKey of one layer."""
+    heads = tuple(range(len(query)))
+    return QueryKey(query, key, 1.0, "weights", Site("attention", 0, 0, "encoder"), heads, heads)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+if __name__ == "__main__":
+    main()
