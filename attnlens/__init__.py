@@ -1,3 +1,45 @@
-"""attnlens looks at the attention of pretrained transformers as kernel machines."""
+"""attnlens looks at the attention of pretrained transformers as kernel machines.
+
+    >>> import attnlens
+    >>> report = attnlens.inspect("demo")
+    >>> report.heads[0].measures["weights.symmetry"].value
+
+`inspect` and `doctor` return a `Report`; `read_report` reads one back; `load` keeps a model for several calls.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnlens.errors import AttnlensError as AttnlensError
+    from attnlens.models import load as load
+    from attnlens.records import Report as Report
+    from attnlens.records import read_report as read_report
+    from attnlens.run import doctor as doctor
+    from attnlens.run import inspect as inspect
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "AttnlensError": "attnlens.errors",
+    "Report": "attnlens.records",
+    "doctor": "attnlens.run",
+    "inspect": "attnlens.run",
+    "load": "attnlens.models",
+    "read_report": "attnlens.records",
+}
+
+__all__ = ["AttnlensError", "Report", "__version__", "doctor", "inspect", "load", "read_report"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names load what they need when they are first used, so that importing attnlens loads no torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'attnlens' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
