@@ -46,6 +46,12 @@ class MeasureInfo:
     """Whether independent Gaussian factors are a null for it (weights.* scalars only)."""
     steps: str = "index"
     """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
+    headline: bool = False
+    """Whether it stands first in tables and on the overview."""
+    more: str = ""
+    """In plain words, what a head with an outstandingly large value does; empty where that says nothing."""
+    less: str = ""
+    """The same for an outstandingly small value."""
 
 
 @dataclass(frozen=True)

@@ -181,14 +181,14 @@ def by_turns(names: Iterable[str]) -> list[str]:
     return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
 
 
-def _background(reading: Reading) -> tuple[bool, bool, bool, int]:
-    """What puts a measure behind the others: the same everywhere; a category; a size in the units of the weights.
+def _background(reading: Reading) -> tuple[bool, bool, bool, bool, int]:
+    """What puts a measure behind the others: the same everywhere; no headline; a category; in the weights' own units.
 
     Then those that say most by themselves come first: a zero between two ends, two ends, an open range.
     """
     info = reading.info
     ends = 2 if info.low is None or info.high is None else int(info.low >= 0)
-    return reading.constant, bool(reading.labels), info.grows_with_factors, ends
+    return reading.constant, not info.headline, bool(reading.labels), info.grows_with_factors, ends
 
 
 def _numbers_of(measure: Measure) -> list[float]:

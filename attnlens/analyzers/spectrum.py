@@ -23,6 +23,9 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        headline=True,
+        more="its spectrum falls far more slowly than the other heads'",
+        less="its spectrum falls far faster than the other heads': a low rank may do",
     ),
     MeasureInfo(
         "weights.rank90",
@@ -48,7 +51,6 @@ WEIGHTS = (
         low=0,
         self_only=False,
         missing=NO_LAW,
-        has_null=False,
     ),
     MeasureInfo(
         "weights.decay_r2",
@@ -58,7 +60,6 @@ WEIGHTS = (
         high=1,
         self_only=False,
         missing=NO_LAW,
-        has_null=False,
     ),
     MeasureInfo(
         "weights.singular_values",
@@ -81,6 +82,9 @@ TOKENS = (
         self_only=False,
         missing="no query may choose between keys",
         has_null=False,
+        headline=True,
+        more="attends far more evenly than the other heads",
+        less="attends far more sharply than the other heads",
     ),
     MeasureInfo(
         "tokens.max_weight",
@@ -100,6 +104,9 @@ TOKENS = (
         self_only=False,
         missing=ZERO,
         has_null=False,
+        headline=True,
+        more="its attention needs a far higher rank than the other heads'",
+        less="its attention needs a far lower rank than the other heads'",
     ),
     MeasureInfo(
         "tokens.rank90",

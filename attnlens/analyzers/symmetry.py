@@ -21,6 +21,9 @@ WEIGHTS = (
         low=-1,
         high=1,
         missing="the matrix is zero",
+        headline=True,
+        more="far more symmetric than the other heads",
+        less="far more skew than the other heads",
     ),
     MeasureInfo(
         "weights.directionality",
@@ -36,6 +39,8 @@ WEIGHTS = (
         low=-1,
         high=1,
         missing="every eigenvalue is zero",
+        more="far more positive eigenvalues than the other heads",
+        less="far more negative eigenvalues than the other heads",
     ),
     MeasureInfo(
         "weights.definiteness",
@@ -44,6 +49,9 @@ WEIGHTS = (
         low=-1,
         high=1,
         missing="the symmetric part is zero",
+        headline=True,
+        more="far nearer to positive definite than the other heads",
+        less="far nearer to negative definite than the other heads",
     ),
     MeasureInfo(
         "weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}", low=0
@@ -73,6 +81,8 @@ TOKENS = (
         high=1,
         missing=NOTHING_SEEN,
         has_null=False,
+        headline=True,
+        more="far more of its scores is a positive definite kernel",
     ),
     MeasureInfo(
         "tokens.share_negative",
@@ -82,6 +92,8 @@ TOKENS = (
         high=1,
         missing=NOTHING_SEEN,
         has_null=False,
+        headline=True,
+        more="far more of its scores is symmetric but indefinite",
     ),
     MeasureInfo(
         "tokens.share_skew",
@@ -91,6 +103,8 @@ TOKENS = (
         high=1,
         missing=NOTHING_SEEN,
         has_null=False,
+        headline=True,
+        more="far more of its scores is asymmetric",
     ),
     MeasureInfo(
         "tokens.share_key",
@@ -100,6 +114,8 @@ TOKENS = (
         high=1,
         missing=NOTHING_SEEN,
         has_null=False,
+        headline=True,
+        more="it looks at keys whatever the query far more than the other heads",
     ),
     MeasureInfo(
         "tokens.definite",

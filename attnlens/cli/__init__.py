@@ -10,6 +10,7 @@ import typer
 import attnlens
 from attnlens.cli import options as opt
 from attnlens.cli.show import Outputs, console, guarded, progress
+from attnlens.registry import checked_name
 
 app = typer.Typer(
     name="attnlens",
@@ -55,6 +56,7 @@ def _model(name: str | None, *, quiet: bool) -> str:
 @app.command()
 @guarded
 def inspect(
+    context: typer.Context,
     model: opt.Model = None,
     source: opt.Source = "both",
     analyzer: opt.Analyzers = None,
@@ -85,29 +87,17 @@ def inspect(
     debug: opt.Debug = False,
 ) -> None:
     """Show per head whether its kernel is symmetric and positive definite, and how fast its spectrum falls."""
-    outputs = Outputs(json, csv, png, html, markdown, all_heads, quiet, verbose)
+    outputs = Outputs.of(context.params)
     outputs.check()
-    asked = {
-        "source": opt.chosen("source", source, ("weights", "tokens", "both")),
-        "analyzers": analyzer or (),
-        "layers": opt.numbers("layers", layers),
-        "heads": opt.numbers("heads", heads),
-        "text": text or (),
-        "tokens": tokens,
-        "sequences": sequences,
-        "batch_size": batch_size,
-        "pack": pack,
-        "seed": seed,
-    }
-    loading = _loading(device, dtype, offline, revision, trust_remote_code, allow_pickle)
-    _inspect(_model(model, quiet=quiet), asked | loading, outputs, shown=not (quiet or no_progress), strict=strict)
+    settings = opt.asked(context.params) | opt.loading(context.params)
+    _inspect(_model(model, quiet=quiet), settings, outputs, strict=strict)
 
 
-def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, shown: bool, strict: bool) -> None:
+def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: bool) -> None:
     from attnlens import run
 
     try:
-        with progress(shown=shown) as tell:
+        with progress(shown=outputs.moving) as tell:
             report = run.inspect(model, progress=tell, **settings)
     except run.Interrupted as stop:
         outputs.show(stop.report)
@@ -119,22 +109,10 @@ def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, shown: b
         raise typer.Exit(3)
 
 
-def _loading(
-    device: str, dtype: str, offline: bool, revision: str | None, trust_remote_code: bool, allow_pickle: bool
-) -> dict[str, Any]:
-    return {
-        "device": device,
-        "dtype": dtype,
-        "offline": offline,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-        "allow_pickle": allow_pickle,
-    }
-
-
 @app.command()
 @guarded
 def doctor(
+    context: typer.Context,
     model: opt.Model = None,
     text: opt.Text = None,
     tokens: opt.DoctorTokens = None,
@@ -152,13 +130,12 @@ def doctor(
     """Prove on this model that what attnlens reads is what the model computes (in float64); exit 2 where it is not."""
     from attnlens import run
 
-    outputs = Outputs(json, quiet=quiet)
+    outputs = Outputs.of(context.params)
     outputs.check()
-    loading = _loading(device, "float64", offline, revision, trust_remote_code, allow_pickle)
-    with progress(shown=not (quiet or no_progress)) as tell:
-        report = run.doctor(
-            _model(model, quiet=quiet), text=text or (), tokens=tokens, seed=seed, progress=tell, **loading
-        )
+    name = _model(model, quiet=quiet)
+    with progress(shown=outputs.moving) as tell:
+        loading = opt.loading(context.params)
+        report = run.doctor(name, text=text or (), tokens=tokens, seed=seed, progress=tell, **loading)
     outputs.show_doctor(report)
     outputs.write(report)
     if not run.sound(report):
@@ -169,7 +146,7 @@ def doctor(
 @guarded
 def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
     """List analyzers and measures with their one-line meaning, or print the report's JSON Schema."""
-    kind = what and opt.chosen("list", what, ("analyzers", "measures", "schema"))
+    kind = what and checked_name("list", what, ("analyzers", "measures", "schema"))
     if kind == "schema":
         from attnlens.records import json_schema
 

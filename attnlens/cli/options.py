@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 
+SOURCES = ("weights", "tokens", "both")
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 
 
@@ -126,9 +128,24 @@ def numbers(what: str, words: str | None) -> list[int] | None:
     return sorted(set(found))
 
 
-def chosen(what: str, word: str, known: tuple[str, ...]) -> Any:
-    """`word`, if it is one of the known; else UsageError."""
-    return checked_name(what, word, known)
+def asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those among a command's parameters that say what is looked at, checked.
+
+    Raises UsageError for an unknown source, and for layers and heads that are no numbers.
+    """
+    return {name: given[name] for name in ("tokens", "sequences", "batch_size", "pack", "seed")} | {
+        "source": checked_name("source", given["source"], SOURCES),
+        "analyzers": given["analyzer"] or (),
+        "layers": numbers("layers", given["layers"]),
+        "heads": numbers("heads", given["heads"]),
+        "text": given["text"] or (),
+    }
+
+
+def loading(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those among a command's parameters that say how a model is loaded."""
+    names = ("device", "dtype", "offline", "revision", "trust_remote_code", "allow_pickle")
+    return {name: given[name] for name in names if name in given}
 
 
 def defaults(folder: Path, known: set[str]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,17 @@ class Outputs:
     all_heads: bool = False
     quiet: bool = False
     verbose: bool = False
+    no_progress: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Outputs:
+        """Those among a command's parameters."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+
+    @property
+    def moving(self) -> bool:
+        """Whether progress is shown."""
+        return not (self.quiet or self.no_progress)
 
     def check(self) -> None:
         """Find out now, and not after the work, whether every file can be written (OutputError)."""
@@ -57,23 +68,21 @@ class Outputs:
         """Write every file asked for, and tell which."""
         from attnlens import html, plots, tables
 
-        written: list[Path] = []
-        texts = ((self.csv, tables.csv), (self.markdown, tables.markdown), (self.html, html.page))
-        for path, make in texts:
+        written: list[str] = []
+        for path, make in ((self.csv, tables.csv), (self.markdown, tables.markdown), (self.html, html.page)):
             if path is not None:
                 write_atomically(path, make(report).encode())
-                written.append(path)
+                written.append(str(path))
         if self.png is not None:
-            written += plots.save_all(report, self.png)
+            pictures = plots.save_all(report, self.png)
+            written.append(str(self.png) if len(pictures) == 1 else f"{len(pictures)} pictures to {self.png}")
         if self.json == "-":
             sys.stdout.write(report.to_json())
         elif self.json is not None:
             report.write_json(self.json)
-            written.append(Path(self.json))
+            written.append(self.json)
         if written and not self.quiet:
-            console(stderr=True).print(
-                "Wrote " + ", ".join(str(path) for path in written), soft_wrap=True, markup=False
-            )
+            console(stderr=True).print("Wrote " + ", ".join(written), soft_wrap=True, markup=False)
 
     def show(self, report: Report) -> None:
         """The tables, on stdout unless the JSON goes there."""

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from attnlens.plots.captions import curve_caption, heading
 from attnlens.plots.style import CROWD, INK, MUTED, figure_of, new_figure, size_in_points, tick_positions
 from attnlens.shapes import Shapes
-from attnlens.wording import source_of
+from attnlens.wording import clean, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)), name="depth")
 """Dark is the first layer, light the last; the lightest yellow is left out, which paper swallows."""
+
+FORMULA = 24
+"""Characters of a formula that fit along the axis."""
 
 WIDE_RANGE = 30.0
 """How far the median curve must fall from its first to its last step for the axis to be logarithmic."""
@@ -64,6 +67,8 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str) -> None:
         axes.plot(line, color="black", linestyle=style, linewidth=width)
     _limit(axes, [curve for _, curve in curves], quartiles[1])
     axes.set_xlabel(shapes.info(name).steps, labelpad=1.5)
+    if len(formula := clean(shapes.info(name).formula)) <= FORMULA:
+        axes.set_ylabel(formula, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     _depth_bar(axes, shapes, depth)
 

@@ -84,8 +84,10 @@ def _panels(shapes: Shapes, source: str, room: int) -> list[Panel]:
     parts = {name for stem in stems for name in shapes.shares[stem]}
     curves = [name for name in shapes.curves if source_of(name) == source][: max(1, room // ACROSS)]
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
-    # a measure that cannot be told from chance gives its place to one that can
-    maps = sorted(shown, key=lambda name: of_source[name].chance)[: room - len(stems) - len(curves)]
+    # but for headlines, a measure that cannot be told from chance gives its place to one that can
+    maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)[
+        : room - len(stems) - len(curves)
+    ]
     return [
         *(Panel(stem, "", partial(draw_shares, shapes=shapes, stem=stem)) for stem in stems),
         *(Panel(name, _note(of_source[name]), partial(_map, shapes=shapes, name=name)) for name in maps),

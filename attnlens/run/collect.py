@@ -27,7 +27,7 @@ from attnlens.records import (
     Summary,
     Tool,
 )
-from attnlens.registry import Analyzer, MeasureInfo, Readings
+from attnlens.registry import Analyzer, MeasureInfo, Readings, measure_infos
 from attnlens.statistics import Stream, robust_z
 
 STANDOUT_SCORE = 3.5
@@ -115,6 +115,8 @@ class Collector:
         for (site, head), draft in self.drafts.items():
             for info in infos:
                 stream = self.streams.get((site, info.name))
+                if site.part == "cross" and info.self_only and not info.curve:
+                    draft.measures[info.name] = _measure(info, site, None, n=0)
                 if stream is None:
                     continue
                 if info.curve:
@@ -164,7 +166,7 @@ class Collector:
             layers=[_medians(group) for group in by_layer.values()],
             layer_numbers=list(by_layer),
             layer_symmetry=[self.layer_symmetry.get(layer) for layer in by_layer] if self.layer_symmetry else [],
-            standouts=standouts(records),
+            standouts=standouts(records, measure_infos()),
             identity_error=identity_error,
         )
 
@@ -190,35 +192,36 @@ def _medians(records: Sequence[Head]) -> dict[str, float]:
     return {name: stdlib.median(present) for name, present in values.items()}
 
 
-def standouts(records: Sequence[Head]) -> list[Standout]:
-    """The heads that differ most from the others of their kind (encoder, decoder, cross), at most one line a head."""
-    candidates = []
-    names = dict.fromkeys(name for record in records for name in record.measures)
+def standouts(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Standout]:
+    """The heads that differ most from the others of their part (encoder, decoder, cross), at most one line a head.
+
+    Only measures that say in words what a large or a small value means are candidates.
+    """
+    candidates: list[Standout] = []
     for part in dict.fromkeys(record.part for record in records):
-        for name in names:
-            group = [
-                (record, measure.value)
-                for record in records
-                if record.part == part and (measure := record.measures.get(name)) and measure.value is not None
-                if measure.label is None
-            ]
-            if group:
-                candidates += _standouts_in(name, group)
+        of_part = [record for record in records if record.part == part]
+        for info in infos.values():
+            if info.more or info.less:
+                candidates += _standouts_in(info, of_part)
     best: dict[tuple[int, int], Standout] = {}
     for candidate in sorted(candidates, key=lambda standout: -abs(standout.score)):
         best.setdefault((candidate.layer, candidate.head), candidate)
     return list(best.values())[:MOST_STANDOUTS]
 
 
-def _standouts_in(name: str, group: Sequence[tuple[Head, float]]) -> list[Standout]:
-    values = torch.tensor([value for _, value in group], dtype=torch.float64)
-    found, median = [], float(values.median())
-    for (record, value), score in zip(group, robust_z(values).tolist(), strict=True):
-        if abs(score) >= STANDOUT_SCORE:
-            side = "above" if value > median else "below"
-            text = f"{name} {value:.3g} is far {side} the other heads' median {median:.3g}"
-            found.append(Standout(layer=record.layer, head=record.head, measure=name, score=score, text=text))
-    return found
+def _standouts_in(info: MeasureInfo, records: Sequence[Head]) -> list[Standout]:
+    found = [(record, record.measures[info.name].value) for record in records if info.name in record.measures]
+    present = [(record, value) for record, value in found if value is not None]
+    if not present:
+        return []
+    values = torch.tensor([value for _, value in present], dtype=torch.float64)
+    standing, median = [], float(values.median())
+    for (record, value), score in zip(present, robust_z(values).tolist(), strict=True):
+        words = info.more if score > 0 else info.less
+        if abs(score) >= STANDOUT_SCORE and words:
+            text = f"{words}: {info.name} {value:.3g}, median {median:.3g}"
+            standing.append(Standout(layer=record.layer, head=record.head, measure=info.name, score=score, text=text))
+    return standing
 
 
 def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> list[Null]:

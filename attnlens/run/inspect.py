@@ -58,10 +58,9 @@ def inspect(
 ) -> Report:
     """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, or a model loaded by `models.load`; `text` are files (`-` is stdin; none
-    is the built-in sample), cut into `sequences` windows of `tokens` tokens (default 128, or the model's limit if that
-    is less), or fed line by line with `pack=False`. Measures are float64; tokens.* carry standard errors over
-    sequences, weights.* the null of independent Gaussian factors.
+    `model` is a hub id, folder, file, `demo`, or what `load` gave; `text` are files (`-` is stdin; none is the built-in
+    sample), cut into `sequences` windows of `tokens` tokens (default 128 or the model's limit), or fed line by line
+    with `pack=False`. Measures are float64; tokens.* carry standard errors over sequences, weights.* a null.
     Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which carries what was finished.
     """
     chosen = registry.analyzers(analyzers, source)
@@ -69,20 +68,18 @@ def inspect(
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
-    window = texts.window_length(loaded.model, tokens)
     settings = Settings(
         seed=seed,
         device=str(loaded.model.device),
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         source=source,
         analyzers=list(dict.fromkeys(analyzer.name for analyzer in chosen)),
-        tokens=window,
+        tokens=texts.window_length(loaded.model, tokens),
         pack=pack,
-        layers=None if layers is None else list(layers),
-        heads=None if heads is None else list(heads),
+        layers=layers and list(layers),
+        heads=heads and list(heads),
     )
-    inspection = Inspection(loaded, settings, chosen, Collector(heads), progress, timings)
-    return inspection.run(content, sequences, batch_size)
+    return Inspection(loaded, settings, chosen, Collector(heads), progress, timings).run(content, sequences, batch_size)
 
 
 @dataclass

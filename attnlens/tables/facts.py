@@ -63,9 +63,9 @@ def constants(shapes: Shapes) -> str:
 
 
 def standout(found: Standout) -> tuple[str, str]:
-    """`layer 3 head 7`, and what stands out in words with the measure and its robust z-score."""
+    """`layer 3 head 7`, and what stands out in words with its robust z-score."""
     score = f"{'+' if found.score > 0 else ''}{written(found.score, 1)}"
-    return f"layer {found.layer} head {found.head}", f"{clean(found.text)} ({clean(found.measure)}, z {score})"
+    return f"layer {found.layer} head {found.head}", f"{clean(found.text)} (z {score})"
 
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:
