@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import plots
+from attnlens.wording import model_name
 
 if TYPE_CHECKING:
     from attnlens.records import Head, Report
@@ -25,7 +26,7 @@ th { position: sticky; top: 0; background: #fff; }
 
 def page(report: Report) -> str:
     """The report as a self-contained HTML page; whatever a report holds is escaped, it runs no script."""
-    title = escape(f"attnlens {report.command}: {report.model.id}")
+    title = escape(f"attnlens {report.command}: {model_name(report.model.id)}")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
         [

@@ -12,6 +12,12 @@ SCIENTIFIC = -1
 """The number of decimals that asks for the form 1.2e-05."""
 
 
+def model_name(identity: str) -> str:
+    """A model's id as a title: a path below other folders is cut to its last two parts, all else stays."""
+    parts = identity.replace("\\", "/").rstrip("/").split("/")
+    return clean(identity if len(parts) <= 2 else "…/" + "/".join(parts[-2:]))
+
+
 def clean(text: str) -> str:
     """`text` on one line, with every character that steers a terminal or hides itself made visible as �.
 

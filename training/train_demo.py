@@ -128,7 +128,7 @@ def main() -> None:
     tokenizer = train_tokenizer(text)
     ids, held = (torch.tensor(tokenizer(t, verbose=False)["input_ids"]) for t in (text, held_text))
     model = build_model()
-    print(f"{model.num_parameters():,} parameters, {len(ids):,} training tokens, {len(held):,} held-out tokens", flush=True)
+    print(f"{model.num_parameters():,} parameters, {len(ids):,} training, {len(held):,} held-out tokens", flush=True)
     history = train(model, ids, held)
     save(model, OUT)
     tokenizer.save_pretrained(OUT)

@@ -51,6 +51,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         missing=NO_LAW,
+        has_null=False,
     ),
     MeasureInfo(
         "weights.decay_r2",
@@ -60,11 +61,12 @@ WEIGHTS = (
         high=1,
         self_only=False,
         missing=NO_LAW,
+        has_null=False,
     ),
     MeasureInfo(
         "weights.singular_values",
         "singular values of M, descending; under RoPE of the joint kernel on content and position, per position",
-        "σ_l(M)",
+        "σ(M)",
         low=0,
         curve=True,
         self_only=False,
@@ -138,7 +140,7 @@ TOKENS = (
     MeasureInfo(
         "tokens.singular_values",
         "share of P's singular values in its k largest (Chen et al. 2023, Figure 1)",
-        "Σ_{l≤k}σ/Σσ",
+        "(σ₁ + … + σₖ)/Σσ",
         low=0,
         high=1,
         curve=True,
@@ -148,7 +150,7 @@ TOKENS = (
     MeasureInfo(
         "tokens.singular_values_energy",
         "share of P's squared singular values in its k largest",
-        "Σ_{l≤k}σ²/Σσ²",
+        "(σ₁² + … + σₖ²)/Σσ²",
         low=0,
         high=1,
         curve=True,

@@ -63,6 +63,10 @@ class Outputs:
         for path in [*paths, None if self.json in (None, "-") else Path(str(self.json))]:
             if path is not None:
                 check_writable(path)
+        if self.png is not None:
+            from attnlens import plots
+
+            plots.is_file(self.png)
 
     def write(self, report: Report) -> None:
         """Write every file asked for, and tell which."""

@@ -6,7 +6,19 @@ import textwrap
 
 from attnlens.registry import MeasureInfo
 from attnlens.shapes import Reading, Shapes
-from attnlens.wording import NO_VALUE, big, clean, counted, decimals_for, listed, short, source_of, title_of, written
+from attnlens.wording import (
+    NO_VALUE,
+    big,
+    clean,
+    counted,
+    decimals_for,
+    listed,
+    model_name,
+    short,
+    source_of,
+    title_of,
+    written,
+)
 
 
 def full_caption(shapes: Shapes, reading: Reading, width: int) -> str:
@@ -42,7 +54,7 @@ def model_line(shapes: Shapes) -> str:
     """Which model, of which size."""
     model = shapes.report.model
     size = f"{big(model.parameters)} parameters"
-    return f"{clean(model.id)} ({clean(model.architecture)}, {size}, {layout_line(shapes)})"
+    return f"{model_name(model.id)} ({clean(model.architecture)}, {size}, {layout_line(shapes)})"
 
 
 def layout_line(shapes: Shapes) -> str:

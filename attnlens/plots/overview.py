@@ -23,7 +23,7 @@ from attnlens.plots.maps import draw_map
 from attnlens.plots.shares import draw_shares
 from attnlens.plots.style import INK, MUTED, new_figure
 from attnlens.shapes import Reading, Shapes
-from attnlens.wording import big, clean, source_of
+from attnlens.wording import big, clean, model_name, source_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +110,7 @@ def _fan(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
 def _head(figure: Figure, shapes: Shapes, height: float) -> None:
     model = shapes.report.model
     figure.text(
-        0.055, 1 - 0.3 / height, fitted(clean(model.id), TITLE), fontsize=14, weight="bold", color=INK, va="center"
+        0.055, 1 - 0.3 / height, fitted(model_name(model.id), TITLE), fontsize=14, weight="bold", color=INK, va="center"
     )
     facts = [
         clean(model.architecture),

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnlens.records import Report
+from attnlens.tables import facts
 from attnlens.wording import clean, listed
 
 
@@ -28,10 +29,13 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"
     yield "platform", versions.platform
     yield "source", settings.source
+    yield "seed", str(settings.seed)
     if settings.analyzers:
         yield "analyzers", listed(settings.analyzers, 20)
     if settings.text is not None:
         yield "text", f"{settings.text.name}, sha256 {settings.text.sha256}"
+    for note in facts.notes(report):
+        yield "note", note
     for file in report.model.files:
         yield "file", f"{file.name}, sha256 {file.sha256}"
     for stage, seconds in report.timings.items():

@@ -18,21 +18,26 @@ def header(report: Report) -> str:
         facts.append(f"revision {model.revision[:12]}")
     if settings.text is not None:
         facts.append(f"{settings.text.name}, {settings.sequences} × {settings.tokens} tokens")
-    facts += [f"{settings.dtype} on {settings.device}", f"seed {settings.seed}"]
+    facts.append(f"{settings.dtype} on {settings.device}")
     return " · ".join(clean(fact) for fact in facts)
 
 
-def conventions(report: Report) -> list[str]:
-    """How the model's attention is put together, where that changes what the numbers mean."""
+def conventions(report: Report) -> str:
+    """How the model's attention is put together, where that changes what the numbers mean; empty where unknown."""
     found = report.model.conventions
     if found is None:
-        return []
+        return ""
     facts = [f"positions: {found.position}"]
     if found.qk_norm:
         facts.append("queries and keys are normalised per token")
     if found.bias == "excluded":
         facts.append("biases are left out of weights.*")
-    return ["; ".join(facts), *(clean(note) for note in found.notes)]
+    return "; ".join(facts)
+
+
+def notes(report: Report) -> list[str]:
+    """What else a reader of the numbers must know, a sentence each."""
+    return [] if report.model.conventions is None else [clean(note) for note in report.model.conventions.notes]
 
 
 def identity(report: Report) -> str:

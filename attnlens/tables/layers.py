@@ -52,9 +52,11 @@ def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
 
 
 def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """A column for every measure that differs between heads, sources taking turns; then the heads' summed matrix."""
+    """A column for every measure that differs between heads, sources taking turns, headlines first; then the sum's."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
-    columns = [_column(reading, rows) for reading in (varying[name] for name in by_turns(varying))]
+    headlines = [name for name, reading in varying.items() if reading.info.headline]
+    others = [name for name in varying if name not in headlines]
+    columns = [_column(varying[name], rows) for name in [*by_turns(headlines), *by_turns(others)]]
     return (*columns, *_summed(shapes, rows))
 
 

@@ -10,7 +10,7 @@ from attnlens.shapes import Shapes
 from attnlens.tables import facts
 from attnlens.tables.layers import layer_rows, measure_columns, name_columns
 from attnlens.tables.terminal import Column
-from attnlens.wording import clean
+from attnlens.wording import clean, model_name
 
 SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
 """ASCII that could be read as more than a letter; an underscore within a word is harmless."""
@@ -19,9 +19,9 @@ SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
 def markdown(report: Report) -> str:
     """The summary as GitHub markdown, one table a source; every string of the report is escaped, for it is data."""
     shapes = Shapes(report)
-    model = escaped(report.model.id)
+    model = escaped(model_name(report.model.id))
     lines = [f"## attnlens {escaped(report.command)}: {model}", "", escaped(facts.header(report)), ""]
-    sentences = [*facts.conventions(report), facts.identity(report)]
+    sentences = [facts.conventions(report), facts.identity(report), *facts.notes(report)]
     lines += [f"- {escaped(sentence)}" for sentence in sentences if sentence]
     lines += ["", f"**{escaped(report.coverage.sentence)}**", ""]
     lines += _tables(shapes)

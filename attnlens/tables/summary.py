@@ -14,7 +14,7 @@ from attnlens.shapes import Shapes
 from attnlens.tables import facts
 from attnlens.tables.layers import layer_rows, measure_columns, name_columns
 from attnlens.tables.terminal import FittedTable
-from attnlens.wording import clean
+from attnlens.wording import clean, model_name
 
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
@@ -37,11 +37,9 @@ def summary(report: Report) -> Group:
 
 
 def _header(report: Report) -> Iterator[RenderableType]:
-    yield Text.assemble((clean(report.model.id), "bold"), " · ", facts.header(report))
-    for line in facts.conventions(report):
+    yield Text.assemble((model_name(report.model.id), "bold"), " · ", facts.header(report))
+    for line in filter(None, (facts.conventions(report), facts.identity(report))):
         yield Text(line, style="dim")
-    if facts.identity(report):
-        yield Text(facts.identity(report), style="dim")
     coverage = report.coverage
     yield Text(clean(coverage.sentence), style="bold blue" if coverage.complete else "bold yellow")
 
