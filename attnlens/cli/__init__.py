@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +25,15 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the program."""
-    app()
+    """Run the program; a reader that closes the pipe early (as `head` does) ends it without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone still gets its numbers
+    try:
+        app()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def _version(wanted: bool) -> None:

@@ -81,7 +81,8 @@ class Outputs:
             pictures = plots.save_all(report, self.png)
             written.append(str(self.png) if len(pictures) == 1 else f"{len(pictures)} pictures to {self.png}")
         if self.json == "-":
-            sys.stdout.write(report.to_json())
+            sys.stdout.buffer.write(report.to_json().encode())
+            sys.stdout.flush()
         elif self.json is not None:
             report.write_json(self.json)
             written.append(self.json)
@@ -126,6 +127,15 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             console(stderr=True).print("Interrupted.")
             raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:  # the outermost door: whatever is left is a bug of ours, and is called one
+            if kwargs.get("debug"):
+                raise
+            talk = console(stderr=True)
+            talk.print(f"Internal error: {type(error).__name__}: {error}", soft_wrap=True, markup=False)
+            talk.print("Run it again with --debug and report what it prints.")
+            raise typer.Exit(70) from error
 
     return run
 

@@ -1,0 +1,23 @@
+"""Do the benchmarks still run? Not how fast: no timing is asserted."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parent.parent / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_every_benchmark_runs_and_prints_its_rows(script):
+    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "ratio" in done.stdout
+
+
+def test_there_are_benchmarks_and_none_hides_a_standard_module():
+    """A script's folder comes first on the path: benchmarks/inspect.py would be imported for the standard inspect."""
+    assert SCRIPTS
+    assert not {script.stem for script in SCRIPTS} & sys.stdlib_module_names
