@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     JsonValue,
     PlainSerializer,
     ValidationError,
@@ -263,14 +264,16 @@ class Standout(Record):
 class Summary(Record):
     """The model in a few numbers."""
 
+    model_config = ConfigDict(populate_by_name=True)
+
     medians: dict[str, Number] = {}
     """Median over heads of each measure."""
     layers: list[dict[str, Number]] = []
     """Median over the heads of each layer, measure by measure, in the order of `layer_numbers`."""
     layer_numbers: list[int] = []
     """The layers' running numbers."""
-    layer_symmetry: list[Number | None] = []
-    """`weights.layer_symmetry`: symmetry of the heads' summed matrix of each layer (Saponati et al. 2025)."""
+    layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
+    """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
     standouts: list[Standout] = []
     """Heads that differ most from the model's other heads."""
     identity_error: Number | None = None
@@ -344,7 +347,7 @@ class Report(Record):
 
     def to_json(self) -> str:
         """The report as JSON text; numbers carry nine significant digits."""
-        return self.model_dump_json(indent=1) + "\n"
+        return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
     def write_json(self, path: str | Path) -> None:
         """Write the report to `path` through a temporary file and a rename.

@@ -97,6 +97,7 @@ class Inspection:
     identity_error: float | None = None
     sites: tuple[Site, ...] = ()
     tokenless: str | None = None
+    unknown_share: float = 0.0
 
     def run(self, content: texts.Content | None, sequences: int, batch_size: int) -> Report:
         """Survey, weights, tokens, report."""
@@ -139,6 +140,7 @@ class Inspection:
             self.tokenless = error.problem
             return ()
         self.settings = self.settings.model_copy(update={"text": found.text, "sequences": found.sequences})
+        self.unknown_share = found.unknown_share
         return found.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
@@ -188,7 +190,7 @@ class Inspection:
             read.append(factors)
             self._analyse_weights(factors, analyzers, nulls)
         self.progress("weights", len(self.reached), len(self.reached))
-        self.conventions = conventions(self.reached, read)
+        self.conventions = conventions(self.reached, read, self.unknown_share)
 
     def _analyse_weights(
         self,
