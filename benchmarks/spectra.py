@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
+import subjects
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: does it still run?")
     quick = parser.parse_args().quick
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads at start; peer: {PEER}")
+    print(f"{subjects.machine()}\npeer: {PEER}")
     torch.set_num_threads(1)
     rounds = 1 if quick else 7
     weights(24 if quick else 144, 768, 64, rounds)

@@ -70,14 +70,24 @@ class Outputs:
 
     def write(self, report: Report) -> None:
         """Write every file asked for, and tell which."""
-        from attnlens import html, plots, tables
+        from attnlens import tables
 
         written: list[str] = []
-        for path, make in ((self.csv, tables.csv), (self.markdown, tables.markdown), (self.html, html.page)):
+        makers: list[tuple[Path | None, Callable[[Report], str]]] = [
+            (self.csv, tables.csv),
+            (self.markdown, tables.markdown),
+        ]
+        if self.html is not None:
+            from attnlens import html
+
+            makers.append((self.html, html.page))
+        for path, make in makers:
             if path is not None:
                 write_atomically(path, make(report).encode())
                 written.append(str(path))
         if self.png is not None:
+            from attnlens import plots
+
             pictures = plots.save_all(report, self.png)
             written.append(str(self.png) if len(pictures) == 1 else f"{len(pictures)} pictures to {self.png}")
         if self.json == "-":

@@ -1,16 +1,12 @@
 """What do the parts of attnlens hand to each other? Frozen nouns: Site and QueryKey carry tensors, the rest is JSON."""
 
+from attnlens.records.measures import Head, HeadId, Measure, Null, Record
 from attnlens.records.report import (
     Conventions,
     Coverage,
     Environment,
     File,
-    Head,
-    HeadId,
-    Measure,
     ModelInfo,
-    Null,
-    Record,
     Report,
     Settings,
     SiteCheck,

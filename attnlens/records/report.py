@@ -5,105 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    PlainSerializer,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from attnlens.errors import UsageError
 from attnlens.files import write_atomically
+from attnlens.records.measures import Head, HeadId, Number, Record
 from attnlens.records.tensors import Part
 
 if TYPE_CHECKING:
     import pandas
-
-
-def _nine_digits(number: float) -> float:
-    return float(f"{number:.9g}")
-
-
-Number = Annotated[float, PlainSerializer(_nine_digits, when_used="json")]
-
-
-class Record(BaseModel):
-    """A frozen noun of the report; fields that a newer attnlens added are ignored when reading."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class Null(Record):
-    """What a measure reads by chance alone: independent Gaussian factors of the same shape."""
-
-    mean: Number
-    """Mean of the measure under the null."""
-    sd: Number
-    """Standard deviation of the measure under the null."""
-
-
-class Measure(Record):
-    """One number about one head: its value with error bar or null, or the reason why there is none."""
-
-    value: Number | None
-    """The mean over sequences (tokens.*) or the number itself (weights.*)."""
-    label: str | None = None
-    """The name of a category, where the value is a category's number."""
-    se: Number | None = None
-    """Standard error of the mean over sequences."""
-    n: int | None = None
-    """How many sequences (tokens.*) or matrices (weights.*) the value rests on."""
-    null: Null | None = None
-    """The same measure under the null model."""
-    reason: str | None = None
-    """Why there is no value."""
-
-    @model_validator(mode="after")
-    def _value_or_reason(self) -> Measure:
-        if (self.value is None) == (self.reason is None):
-            raise ValueError("a measure has either a value or the reason why it has none")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _leave_out_nulls(self, handler: Any) -> dict[str, Any]:
-        return {name: field for name, field in handler(self).items() if name == "value" or field is not None}
-
-    @property
-    def z(self) -> float | None:
-        """(value − null mean) / null sd, or None where either is missing."""
-        if self.value is None or self.null is None or self.null.sd == 0:
-            return None
-        return (self.value - self.null.mean) / self.null.sd
-
-
-class HeadId(Record):
-    """Which head of which site."""
-
-    site: str
-    """The site's name: module path, with #ordinal where the module is called more than once."""
-    layer: int
-    """The site's running number."""
-    head: int
-    """The query head's number."""
-    kv_head: int
-    """The number of the key head that it uses."""
-    part: Part
-    """encoder, decoder or cross."""
-
-
-class Head(HeadId):
-    """All that was measured of one head."""
-
-    measures: dict[str, Measure] = {}
-    """Scalars by qualified name (`weights.symmetry`)."""
-    curves: dict[str, list[Number]] = {}
-    """Curves by qualified name, one number a step."""
 
 
 class Skipped(Record):

