@@ -43,7 +43,7 @@ def curve_caption(shapes: Shapes, name: str, width: int) -> str:
 def short_caption(reading: Reading) -> str:
     """One line: the null as mean ± sd, or the error and what it rests on."""
     if reading.null is not None:
-        decimals = decimals_for(reading.null, figures=2)
+        decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
     if reading.error is not None:
         return f"mean of {_counts(reading)} sequences, se {short(reading.error)}"

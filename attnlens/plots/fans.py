@@ -27,8 +27,8 @@ DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)), name="de
 FORMULA = 24
 """Characters of a formula that fit along the axis."""
 
-WIDE_RANGE = 30.0
-"""How far the median curve must fall from its first to its last step for the axis to be logarithmic."""
+WIDE_RANGE = 20.0
+"""How far the largest number must lie above the end of a falling median curve for the axis to be logarithmic."""
 
 
 def fan_figure(shapes: Shapes, name: str) -> Figure:
@@ -85,7 +85,8 @@ def _limit(axes: Axes, curves: list[Float[np.ndarray, " steps"]], median: Float[
     values = np.concatenate(curves)
     axes.set_xlim(0, max(1, len(median) - 1))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-    if values.min() >= 0 and median.min() > 0 and median[0] > WIDE_RANGE * median[-1]:
+    falling = values.min() >= 0 and median[0] > median[-1] > 0
+    if falling and values.max() > WIDE_RANGE * median[-1]:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
