@@ -369,7 +369,12 @@ def test_interruption_leaves_nothing_half_written(tmp_path, wait):
     text.write_text((DEMO / "text.txt").read_text() * 200)
     words = ["inspect", "--json", str(tmp_path / "r.json"), "--sequences", "100000", "--text", str(text)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "attnlens", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "attnlens", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background inherits ignored interruptions, and would hand them on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert "using demo" in process.stderr.readline(), "the command has begun"
     time.sleep(wait)

@@ -246,6 +246,8 @@ class Report(Record):
     def __repr__(self) -> str:
         return f"<Report {self.command} {self.model.id}: {self.coverage.sentence}>"
 
+    __str__ = __repr__
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
         return iter(self.heads)
 

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import transformers
@@ -246,6 +247,14 @@ def tool() -> Tool:
 
 
 def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes (getrusage counts kibibytes, on macOS bytes)."""
+    """Largest resident memory of this process so far, in bytes.
+
+    Linux's own high-water mark where there is one: getrusage's also counts the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
