@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -11,6 +12,10 @@ from rich.text import Text
 
 from attnlens.registry import Analyzer, MeasureInfo
 from attnlens.wording import NO_VALUE, clean
+
+
+WIDEST_SITE = 24
+"""Characters of a site's path that a terminal of 100 columns shows on one line."""
 
 
 class DoctorRow(Protocol):
@@ -76,14 +81,26 @@ def doctor_table(rows: Sequence[DoctorRow]) -> Table:
     """Every site: its route, both errors (relative, worst), and the verdict in words."""
     table = _table("site", "part", "heads", "route", "q·k logits", "weights × inputs", "verdict")
     table.columns[2].justify = table.columns[4].justify = table.columns[5].justify = "right"
+    shared = _shared_path([clean(row.site) for row in rows])
     for row in rows:
         checked = row.tokens_error is not None or row.weights_error is not None
         verdict = Text(_verdict(row.passed, checked), style="bold" if row.passed else "bold yellow")
         if row.reason:
             verdict.append(f"\n{clean(row.reason)}", style="dim")
         errors = (_error(row.tokens_error), _error(row.weights_error))
-        table.add_row(Text(clean(row.site)), row.part, str(row.heads), Text(clean(row.route)), *errors, verdict)
+        site = Text(("…" if shared else "") + clean(row.site).removeprefix(shared))
+        table.add_row(site, row.part, str(row.heads), Text(clean(row.route)), *errors, verdict)
+    if shared:
+        table.caption, table.caption_justify = Text(f"… stands for {shared}"), "left"
     return table
+
+
+def _shared_path(sites: Sequence[str]) -> str:
+    """What all paths begin with, up to a dot, where they are too long for their column; else nothing."""
+    if len(sites) < 2 or max(map(len, sites)) <= WIDEST_SITE:
+        return ""
+    shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
+    return shared[: shared.rfind(".") + 1]
 
 
 def _table(*titles: str) -> Table:
