@@ -16,8 +16,10 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
+    if path.is_dir() and not may_be_folder:
+        raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {folder}")

@@ -306,6 +306,10 @@ def test_unwritable_output_is_found_before_the_work(tmp_path, option):
     refused(result, "no folder")
 
 
+def test_a_folder_in_the_place_of_a_file(tmp_path):
+    refused(attnlens("inspect", "demo", "--json", tmp_path), "is a folder")
+
+
 def test_unknown_analyzer():
     refused(attnlens("inspect", "demo", "--analyzer", "symetry"), "symetry", "Did you mean 'symmetry'")
 

@@ -59,13 +59,13 @@ class Outputs:
 
     def check(self) -> None:
         """Find out now, and not after the work, whether every file can be written (OutputError)."""
-        paths = [self.csv, self.png, self.html, self.markdown]
-        for path in [*paths, None if self.json in (None, "-") else Path(str(self.json))]:
-            if path is not None:
-                check_writable(path)
+        for path in (self.csv, self.html, self.markdown, self.json):
+            if path is not None and path != "-":
+                check_writable(Path(path))
         if self.png is not None:
             from attnlens import plots
 
+            check_writable(self.png, may_be_folder=True)
             plots.is_file(self.png)
 
     def write(self, report: Report) -> None:

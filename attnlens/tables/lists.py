@@ -13,7 +13,6 @@ from rich.text import Text
 from attnlens.registry import Analyzer, MeasureInfo
 from attnlens.wording import NO_VALUE, clean
 
-
 WIDEST_SITE = 24
 """Characters of a site's path that a terminal of 100 columns shows on one line."""
 
