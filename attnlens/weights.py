@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError
 from attnlens.hooks import Call, Reached, opened
 from attnlens.records import QueryKey, Site
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 CHUNK = 512
 """How many probe tokens go through a module at once."""

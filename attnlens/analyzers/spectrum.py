@@ -23,7 +23,6 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
-        headline=True,
         more="its spectrum falls far more slowly than the other heads'",
         less="its spectrum falls far faster than the other heads': a low rank may do",
     ),

@@ -12,7 +12,7 @@ import typer
 
 import attnlens
 from attnlens.cli import options as opt
-from attnlens.cli.show import Outputs, console, guarded, progress
+from attnlens.cli.show import INTERRUPTED, Outputs, console, guarded, progress
 from attnlens.registry import checked_name
 
 app = typer.Typer(
@@ -34,6 +34,14 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            # CPython holds an interruption that struck inside exec(), as dataclasses use it while torch is imported,
+            # for unhandled even when it was caught, and would end with a signal instead of this code.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
 
 
 def _version(wanted: bool) -> None:
@@ -110,9 +118,10 @@ def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: 
         with progress(shown=outputs.moving) as tell:
             report = run.inspect(model, progress=tell, **settings)
     except run.Interrupted as stop:
-        outputs.show(stop.report)
-        outputs.write(stop.report)
-        raise typer.Exit(130) from None
+        if any(head.measures for head in stop.report.heads):
+            outputs.show(stop.report)
+            outputs.write(stop.report)
+        raise typer.Exit(INTERRUPTED) from None
     outputs.show(report)
     outputs.write(report)
     if strict and not report.coverage.complete:

@@ -12,6 +12,8 @@ import typer
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 
+NEVER_FROM_FILES = ("trust_remote_code", "allow_pickle")
+"""A file may lie beside a stranger's model; what is dangerous is asked for on the command line alone."""
 SOURCES = ("weights", "tokens", "both")
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 
@@ -165,6 +167,9 @@ def defaults(folder: Path, known: set[str]) -> dict[str, Any]:
             ) from None
         for key in path:
             table = table.get(key, {})
+        for key in table:
+            if key.replace("-", "_") in NEVER_FROM_FILES:
+                raise UsageError(f"{name} may not switch on {key}.", "Give it on the command line, if you mean it.")
         if table:
             return {
                 checked_name(f"option in {name}", key.replace("-", "_"), sorted(known)): value

@@ -16,12 +16,15 @@ import typer
 
 from attnlens.errors import AttnlensError
 from attnlens.files import check_writable, write_atomically
+from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from attnlens.records import Report
 
+INTERRUPTED = 130
+"""Exit code of an interrupted command."""
 PLAIN_SECONDS = 10.0
 """How often progress is told where nothing can be animated."""
 
@@ -130,20 +133,21 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except AttnlensError as error:
             if kwargs.get("debug"):
                 raise
-            console(stderr=True).print(f"Error: {error.problem}\n{error.remedy}", soft_wrap=True, markup=False)
+            said = f"Error: {clean(error.problem)}\n{clean(error.remedy)}"
+            console(stderr=True).print(said, soft_wrap=True, markup=False)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             if kwargs.get("debug"):
                 raise
             console(stderr=True).print("Interrupted.")
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:  # the outermost door: whatever is left is a bug of ours, and is called one
             if kwargs.get("debug"):
                 raise
             talk = console(stderr=True)
-            talk.print(f"Internal error: {type(error).__name__}: {error}", soft_wrap=True, markup=False)
+            talk.print(f"Internal error: {type(error).__name__}: {clean(str(error))}", soft_wrap=True, markup=False)
             talk.print("Run it again with --debug and report what it prints.")
             raise typer.Exit(70) from error
 

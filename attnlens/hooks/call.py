@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attnlens.records import QueryKey, Site
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 Kernel = Callable[[Tensor, Tensor, float], Tensor]
 """(query, key, scale) → log k(q, k), all (batch, heads, tokens, ·)."""

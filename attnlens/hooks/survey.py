@@ -142,7 +142,8 @@ def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> flo
         with opened(model, lambda call: attend(call, exponential)):
             again = real_outputs(forward(model, inputs), inputs)
     pairs = [(a.double(), b.double()) for a, b in zip(own, again, strict=True)]
-    return max(float((a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny)) for a, b in pairs)
+    errors = [(a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny) for a, b in pairs]
+    return float(torch.stack(errors).max())  # torch's max is NaN where one of them is
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

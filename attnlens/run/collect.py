@@ -33,6 +33,8 @@ from attnlens.statistics import Stream, robust_z
 
 STANDOUT_SCORE = 3.5
 """Robust z-score from which a head stands out (Iglewicz & Hoaglin 1993)."""
+FEWEST_HEADS = 12
+"""Heads below which none is called an outlier."""
 MOST_STANDOUTS = 8
 """How many standouts a summary names."""
 TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
@@ -101,9 +103,17 @@ class Collector:
                     null = nulls[info.name][index] if info.name in nulls else None
                     draft.measures[info.name] = _measure(info, site, value, n=1, null=null)
 
-    def add_tokens(self, site: Site, heads: Sequence[int], total: int, readings: Readings) -> None:
-        """Stream readings of the `heads` that were computed: (sequences, heads) or (sequences, heads, steps)."""
+    def add_tokens(
+        self, site: Site, heads: Sequence[int], total: int, readings: Readings, steps: int | None = None
+    ) -> None:
+        """Stream readings of the `heads` that were computed: (sequences, heads) or (sequences, heads, steps).
+
+        Cumulative curves of sequences of different lengths are continued to `steps`.
+        """
         for name, reading in readings.items():
+            if steps is not None and reading.dim() == 3 and reading.shape[2] < steps:
+                # a cumulative curve that has ended stays where it is, at 1
+                reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
             full = reading.new_full((reading.shape[0], total, *reading.shape[2:]), torch.nan)
             full[:, list(heads)] = reading
             if (site, name) not in self.streams:
@@ -124,9 +134,16 @@ class Collector:
                     draft.curves[info.name] = stream.mean[head].tolist()
                     continue
                 n = int(stream.count[head])
+                if n == 0 and (skip := self._skip_of(site, head)):
+                    draft.measures[info.name] = Measure(value=None, reason=skip.reason)
+                    continue
                 value = float(stream.mean[head]) if n else None
                 se = float(stream.standard_error[head]) if n > 1 else None
                 draft.measures[info.name] = _measure(info, site, value, n=n, se=se)
+
+    def _skip_of(self, site: Site, head: int) -> Skipped | None:
+        """The entry that names this head, if there is one."""
+        return next((skip for skip in self.skipped if skip.site == site.name and head in skip.heads), None)
 
     def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
         """Note what is not measured, and why; the same thing once."""
@@ -213,13 +230,15 @@ def standouts(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list
 def _standouts_in(info: MeasureInfo, records: Sequence[Head]) -> list[Standout]:
     found = [(record, record.measures[info.name].value) for record in records if info.name in record.measures]
     present = [(record, value) for record, value in found if value is not None]
-    if not present:
+    if len(present) < FEWEST_HEADS:
         return []
     values = torch.tensor([value for _, value in present], dtype=torch.float64)
-    standing, median = [], float(values.median())
+    standing, median = [], float(values.quantile(0.5))
+    bounded = info.low is not None and info.high is not None
+    least = 0.05 * (info.high - info.low) if bounded else 0.1 * abs(median)  # type: ignore[operator]
     for (record, value), score in zip(present, robust_z(values).tolist(), strict=True):
         words = info.more if score > 0 else info.less
-        if abs(score) >= STANDOUT_SCORE and words:
+        if abs(score) >= STANDOUT_SCORE and abs(value - median) >= least and words:
             text = f"{words}: {info.name} {value:.3g}, median {median:.3g}"
             standing.append(Standout(layer=record.layer, head=record.head, measure=info.name, score=score, text=text))
     return standing

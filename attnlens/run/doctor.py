@@ -57,7 +57,7 @@ def doctor(
         settings=Settings(seed=seed, device=str(loaded.model.device), dtype="float64", text=text_read, tokens=window),
         environment=environment(),
         coverage=Coverage(sites=len(checks), heads=heads, analysed=heads, skipped=missed),
-        summary=Summary(identity_error=identity),
+        summary=Summary(identity_error=identity if identity == identity else None),
         doctor=checks,
         timings={"doctor": time.perf_counter() - start},
         peak_memory_bytes=peak_memory(),

@@ -171,11 +171,13 @@ class Inspection:
         error = hooks.identity_error(self.loaded.model, inputs)
         if error <= hooks.IDENTITY_TOLERANCE:
             self.identity_error = error
-        elif not models.nonfinite_tensors(self.loaded.model):
+        elif error == error or not (broken := models.nonfinite_tensors(self.loaded.model)):
             raise IdentityError(
                 f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {error:.1e}.",
                 "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
             )
+        else:
+            self.collector.skip(broken[0], "it holds NaN or Inf, so that the model's outputs prove nothing")
 
     def _read_weights(self, first: list[Reached]) -> None:
         """The weights.* measures of every site, with their nulls."""
@@ -252,7 +254,8 @@ class Inspection:
             return
         for group in pieces(query_key.select(finite)):
             for analyzer in analyzers:
-                self.collector.add_tokens(site, group.heads, total, analyzer.function(group))
+                steps = None if self.settings.pack else self.settings.tokens
+                self.collector.add_tokens(site, group.heads, total, analyzer.function(group), steps)
 
     def _report(self) -> Report:
         info = self.loaded.info.model_copy(update={"conventions": self.conventions})
