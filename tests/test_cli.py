@@ -156,6 +156,12 @@ def test_options_come_from_the_environment_and_from_a_file(tmp_path):
     assert settings["layers"] == [0]
 
 
+@pytest.mark.parametrize("key", ["trust_remote_code", "allow-pickle"])
+def test_a_file_may_not_switch_on_what_is_dangerous(tmp_path, key):
+    (tmp_path / "attnlens.toml").write_text(f"{key} = true\n")
+    refused(attnlens("inspect", "demo", cwd=tmp_path), key)
+
+
 def test_an_unknown_option_in_a_file_is_named(tmp_path):
     (tmp_path / "attnlens.toml").write_text('layrs = "2"\n')
     refused(attnlens("inspect", "demo", cwd=tmp_path), "layrs", "Did you mean 'layers'")
@@ -269,9 +275,11 @@ def test_nan_in_some_heads_is_partial(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "PARTIAL: 30 of 32 heads" in result.stdout
     report = read_report(tmp_path / "r.json")
-    (skip,) = report.coverage.skipped
+    (skip,) = [skip for skip in report.coverage.skipped if skip.heads]
     assert (skip.site, skip.heads) == ("transformer.h.3.attn", [2, 5])
     assert "c_attn.weight" in skip.reason
+    broken = next(head for head in report.heads if (head.layer, head.head) == (3, 2))
+    assert all("c_attn.weight" in measure.reason for measure in broken.measures.values())
     assert attnlens("inspect", folder, "--strict", "-q", *SMALL).returncode == 3
 
 

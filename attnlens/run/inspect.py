@@ -177,7 +177,7 @@ class Inspection:
                 "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
             )
         else:
-            self.collector.skip(broken[0], "it holds NaN or Inf, so that the model's outputs prove nothing")
+            self.collector.skip(broken[0], f"{broken[0]} holds NaN or Inf, so that the model's outputs prove nothing")
 
     def _read_weights(self, first: list[Reached]) -> None:
         """The weights.* measures of every site, with their nulls."""
