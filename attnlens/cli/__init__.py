@@ -134,7 +134,7 @@ def doctor(
     context: typer.Context,
     model: opt.Model = None,
     text: opt.Text = None,
-    tokens: opt.DoctorTokens = None,
+    tokens: opt.Tokens = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     json: opt.Json = None,

@@ -54,10 +54,6 @@ Tokens = Annotated[
     int | None,
     _option("--tokens", panel=INPUT, min=2, help="Window length in tokens.", show_default="128, or the model's limit"),
 ]
-DoctorTokens = Annotated[
-    int | None,
-    _option("--tokens", panel=INPUT, min=2, help="Window length in tokens.", show_default="128, or the model's limit"),
-]
 Sequences = Annotated[int, _option("--sequences", panel=INPUT, min=1, help="How many windows or lines to feed.")]
 BatchSize = Annotated[
     int, _option("--batch-size", panel=INPUT, min=1, help="How many sequences go through the model at once.")
