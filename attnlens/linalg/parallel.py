@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +46,21 @@ def _in_pool(function: Callable[..., Tensor], stacks: list[Tensor], workers: int
             return function(*piece)
 
     try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(run, pieces))
+        return list(_pool(workers).map(run, pieces))
     finally:
         # set_num_threads is each thread's own, but it is also the start value of threads that begin later.
         torch.set_num_threads(threads)
+
+
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """One pool for the life of the process: token measures call it thousands of times."""
+    return ThreadPoolExecutor(workers, initializer=_one_thread)
+
+
+def _one_thread() -> None:
+    torch.get_num_threads()  # a thread takes the start value at its first use, and would take it after the next line
+    torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has the pool, but not its threads
