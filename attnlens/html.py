@@ -1,84 +1,179 @@
-"""How does a report look as one page, without any other file? Summary, overview picture and every head's numbers."""
+"""How does a report look as one page, without any other file? Overview, what stands out, and every head's numbers."""
 
 from __future__ import annotations
 
 import base64
 import tempfile
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import plots
-from attnlens.wording import model_name
+from attnlens.shapes import Reading, Shapes
+from attnlens.tables import facts
+from attnlens.wording import (
+    NO_VALUE,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    model_name,
+    short,
+    source_of,
+    title_of,
+    written,
+)
 
 if TYPE_CHECKING:
-    from attnlens.records import Head, Report
+    from attnlens.records import Head, Measure, Report
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } img { max-width: 100%; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd; }
-th { position: sticky; top: 0; background: #fff; }
-.scroll { overflow: auto; max-height: 40rem; } .missing { color: #888; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1.5rem;
+  color: #1a1a1a; background: #fff; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; margin-bottom: .3rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } p { margin: .3rem 0; }
+img { width: 100%; margin-top: 1rem; }
+table { border-collapse: separate; border-spacing: 0; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #e2e2e2; white-space: nowrap; }
+th { background: #f5f5f5; font-weight: 600; }
+thead th { vertical-align: bottom; }
+.heads thead { position: sticky; top: 0; }
+.heads tr > :first-child { position: sticky; left: 0; background: #f5f5f5; }
+.source { text-align: left; border-left: 1px solid #bbb; }
+.first { border-left: 1px solid #bbb; }
+.chance td, .chance th { color: #666; background: #fafafa; }
+.scroll { overflow: auto; max-height: 44rem; border: 1px solid #ddd; }
+.words th, .words td { text-align: left; white-space: normal; vertical-align: top; }
+.quiet { color: #666; }
 """
 
 
 def page(report: Report) -> str:
-    """The report as a self-contained HTML page; whatever a report holds is escaped, it runs no script."""
-    title = escape(f"attnlens {report.command}: {model_name(report.model.id)}")
+    """The report as a self-contained HTML page; whatever a report holds is cleaned and escaped, it runs no script.
+
+    Raises UsageError where the report has nothing to draw.
+    """
+    shapes = Shapes(report)
+    title = _text(f"{model_name(report.model.id)} – attnlens {report.command}")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
         [
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
-            f"<p>{escape(_facts(report))}</p><p><strong>{escape(report.coverage.sentence)}</strong></p>",
+            '<meta name="viewport" content="width=device-width">',
+            f"<style>{STYLE}</style></head><body>",
+            *_head(report),
             _picture(report),
-            _standouts(report),
-            _heads(report),
+            _list("Heads that stand out", (": ".join(facts.standout(found)) for found in report.summary.standouts)),
+            _heads(shapes),
+            _list("No value", facts.without_value(shapes)),
+            _list("Left out", facts.skipped(report.coverage.skipped)),
+            _measures(shapes),
+            _made(report),
             "</body></html>\n",
         ]
     )
 
 
-def _facts(report: Report) -> str:
-    model, settings = report.model, report.settings
-    text = f", text {settings.text.name}, {settings.sequences} × {settings.tokens} tokens" if settings.text else ""
-    return f"{model.architecture}, {model.parameters:,} parameters, {settings.dtype} on {settings.device}{text}"
+def _text(text: str) -> str:
+    """A stranger's string as text and nothing else: no control characters, no markup."""
+    return escape(clean(text))
+
+
+def _head(report: Report) -> Iterator[str]:
+    yield f"<h1>{_text(model_name(report.model.id))}</h1>"
+    yield f"<p>{_text(facts.header(report))}</p>"
+    for line in (facts.conventions(report), *facts.notes(report), facts.identity(report)):
+        if line:
+            yield f'<p class="quiet">{_text(line)}</p>'
+    yield f"<p><strong>{_text(report.coverage.sentence)}</strong></p>"
 
 
 def _picture(report: Report) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (path,) = plots.save_all(report, Path(folder) / "overview.png")
         data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="Overview: maps of layers by heads" src="data:image/png;base64,{data}">'
+    return f'<img alt="Overview: maps of layers by heads, shares and curves" src="data:image/png;base64,{data}">'
 
 
-def _standouts(report: Report) -> str:
-    rows = [
-        f"<li>layer {standout.layer}, head {standout.head}: {escape(standout.text)}</li>"
-        for standout in report.summary.standouts
+def _list(title: str, lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    return f"<h2>{title}</h2><ul>{items}</ul>" if items else ""
+
+
+def _heads(shapes: Shapes) -> str:
+    groups: dict[str, list[Reading]] = {}
+    for name, reading in shapes.readings.items():
+        groups.setdefault(source_of(name), []).append(reading)
+    columns = [reading for group in groups.values() for reading in group]
+    parts = len(set(shapes.parts)) > 1
+    starts = {group[0].name for group in groups.values()}
+    first = "<th></th>" + "".join(
+        f'<th class="source" colspan="{len(group)}">{_text(source)}</th>' for source, group in groups.items()
+    )
+    second = f"<th>{'part layer' if parts else 'layer'} · head</th>" + "".join(
+        _cell("th", _text(title_of(reading.name)), reading.name in starts) for reading in columns
+    )
+    rows = "".join(_row(head, columns, starts, parts) for head in shapes.report.heads)
+    head = f"<thead><tr>{first}</tr><tr>{second}</tr></thead>"
+    body = f"<tbody>{_null_row(columns, starts)}{rows}</tbody>"
+    return f'<h2>Every head</h2><div class="scroll"><table class="heads">{head}{body}</table></div>'
+
+
+def _cell(tag: str, content: str, first: bool) -> str:
+    return f'<{tag} class="first">{content}</{tag}>' if first else f"<{tag}>{content}</{tag}>"
+
+
+def _null_row(columns: list[Reading], starts: set[str]) -> str:
+    if not any(reading.null for reading in columns):
+        return ""
+    cells = (_cell("td", _null(reading), reading.name in starts) for reading in columns)
+    return f'<tr class="chance"><th>null, mean ± sd</th>{"".join(cells)}</tr>'
+
+
+def _null(reading: Reading) -> str:
+    if reading.null is None:
+        return ""
+    mean, sd = reading.null
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+
+
+def _row(head: Head, columns: list[Reading], starts: set[str], parts: bool) -> str:
+    place = f"{head.part} {head.layer} · {head.head}" if parts else f"{head.layer} · {head.head}"
+    cells = (
+        _cell("td", _number(head.measures.get(reading.name), reading), reading.name in starts) for reading in columns
+    )
+    return f'<tr><th title="{_text(head.site)}">{place}</th>{"".join(cells)}</tr>'
+
+
+def _number(measure: Measure | None, reading: Reading) -> str:
+    if measure is None or measure.value is None:
+        reason = measure.reason or "" if measure else "not measured"
+        return f'<span class="quiet" title="{_text(reason)}">{NO_VALUE}</span>'
+    if measure.label is not None:
+        return _text(measure.label)
+    decimals = decimals_with_error(reading.present.tolist(), reading.error)
+    error = f" ± {short(measure.se)}" if measure.se is not None else ""
+    return f"{written(measure.value, decimals)}{error}"
+
+
+def _measures(shapes: Shapes) -> str:
+    known = [shapes.info(name) for name in (*shapes.readings, *shapes.curves)]
+    rows = "".join(
+        f"<tr><th>{_text(info.name)}</th><td>{_text(info.meaning)}</td><td>{_text(info.formula)}</td></tr>"
+        for info in known
+        if info.meaning
+    )
+    return f'<h2>What is measured</h2><table class="words">{rows}</table>' if rows else ""
+
+
+def _made(report: Report) -> str:
+    made, settings = report.environment, report.settings
+    text = [f"text: {settings.text.name}, sha256 {settings.text.sha256}"] if settings.text else []
+    lines = [
+        f"{report.tool.name} {report.tool.version}, Python {made.python}, torch {made.torch}, "
+        f"transformers {made.transformers}, {made.platform}; seed {settings.seed}",
+        *text,
+        *(f"{file.name}: sha256 {file.sha256}" for file in report.model.files),
     ]
-    return f"<h2>Heads that stand out</h2><ul>{''.join(rows)}</ul>" if rows else ""
-
-
-def _heads(report: Report) -> str:
-    names = report.measure_names()
-    head = "".join(f"<th>{escape(name)}</th>" for name in ["site", "part", "layer", "head", *names])
-    rows = "".join(_row(record, names) for record in report.heads)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<h2>Every head</h2><div class="scroll">{table}</div>'
-
-
-def _row(record: Head, names: list[str]) -> str:
-    cells = [escape(record.site), record.part, str(record.layer), str(record.head)]
-    for name in names:
-        measure = record.measures.get(name)
-        if measure is None or measure.value is None:
-            reason = escape(measure.reason or "" if measure else "not measured", quote=True)
-            cells.append(f'<span class="missing" title="{reason}">–</span>')
-        else:
-            se = f" ± {measure.se:.2g}" if measure.se is not None else ""
-            cells.append(escape(measure.label or f"{measure.value:.4g}{se}"))
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    return _list("How it was made", lines)

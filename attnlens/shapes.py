@@ -51,6 +51,11 @@ class Reading:
         return np.asarray(self.values[~np.isnan(self.values)])
 
     @property
+    def full(self) -> bool:
+        """Whether every cell of the map has a value."""
+        return self.present.size == self.values.size
+
+    @property
     def constant(self) -> bool:
         """Whether more than one head has a value and all have the same."""
         return self.present.size > 1 and bool(np.all(self.present == self.present[0]))

@@ -17,10 +17,12 @@ from reports import LAWS, planted, synthetic_report
 from attnlens import registry
 from attnlens.errors import OutputError, UsageError
 from attnlens.plots import fan_figure, house_style, map_figure, overview_figure, save_all
-from attnlens.plots.fans import quartiles_of
-from attnlens.plots.maps import scale
+from attnlens.plots.bands import bands, long_enough
+from attnlens.plots.captions import full_caption, short_curve_caption
+from attnlens.plots.maps import null_mark, scale
 from attnlens.plots.overview import page_rows
 from attnlens.plots.style import tick_positions
+from attnlens.records import Measure, Null, Part
 from attnlens.shapes import Shapes
 
 
@@ -118,7 +120,12 @@ def test_parts_stand_in_labelled_groups_with_running_numbers() -> None:
     assert shapes.layers == (0, 1, 2, 4, 3, 5)
     with house_style():
         axes = map_figure(shapes, "weights.norm").axes[0]
-    assert [text.get_text() for text in axes.texts if text.get_text().isalpha()] == ["encoder", "decoder", "cross"]
+    assert [text.get_text() for text in axes.texts if text.get_text().isalpha()] == [
+        "layer",
+        "encoder",
+        "decoder",
+        "cross",
+    ]
     value = next(head for head in report.heads if (head.layer, head.head) == (4, 1)).measures["weights.norm"].value
     assert np.asarray(axes.images[0].get_array())[3, 1] == value
 
@@ -127,7 +134,7 @@ def test_cells_carry_numbers_only_where_they_fit() -> None:
     with house_style():
         small = map_figure(Shapes(planted(np.linspace(0, 1, 32).reshape(4, 8))), "weights.planted").axes[0]
         large = map_figure(Shapes(planted(np.linspace(0, 1, 5120).reshape(80, 64))), "weights.planted").axes[0]
-    assert [text.get_text() for text in small.texts][:2] == ["0.00", "0.03"]
+    assert [text.get_text() for text in small.texts][:2] == ["0.000", "0.032"]
     assert len(small.texts) == 32
     assert not large.texts
 
@@ -165,9 +172,53 @@ def test_the_fan_shows_every_head_with_median_and_quartiles() -> None:
     assert [by_first[curve[0]] for curve in curves] == [head.layer for head in report.heads]
 
 
-def test_quartiles_count_only_curves_that_have_not_ended() -> None:
-    quartiles = quartiles_of([np.array([1.0, 1.0, 1.0]), np.array([3.0])])
-    np.testing.assert_array_equal(quartiles[1], [2.0, 1.0, 1.0])
+def with_curves(curves: list[list[float]], parts: list[Part] | None = None, name: str = "c") -> Shapes:
+    """A head a layer, each with one curve."""
+    report = synthetic_report(len(curves), 1, parts=parts)
+    heads = [head.model_copy(update={"curves": {name: curve}}) for head, curve in zip(report, curves, strict=True)]
+    return Shapes(report.model_copy(update={"heads": heads}))
+
+
+def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_which() -> None:
+    curves = [[1.0, 1.0, 1.0], [9.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0, 5.0]]
+    np.testing.assert_array_equal(long_enough([np.array(curve) for curve in curves]), [[1] * 3, [3] * 3, [5] * 3])
+    shapes = with_curves(curves)
+    np.testing.assert_array_equal(bands(shapes, "c")[0].quartiles[1], [3, 3, 3])
+    with house_style():
+        caption = fan_figure(shapes, "c").texts[-1].get_text()
+    assert "Encoder: those of the 3 of 4 heads with 3 steps or more." in caption
+    assert "of 3 of 4 heads, ≥ 3 steps" in short_curve_caption(shapes, "c")
+    assert "steps" not in short_curve_caption(with_curves([[1.0, 2.0]] * 3), "c")
+
+
+def test_parts_have_their_own_quartiles() -> None:
+    parts: list[Part] = ["encoder", "encoder", "decoder", "cross"]
+    shapes = with_curves([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [10.0, 10.0], [7.0, 7.0]], parts)
+    assert [(band.part, band.quartiles[1].tolist()) for band in bands(shapes, "c")] == [
+        ("encoder", [2, 2, 2]),
+        ("decoder", [10, 10]),
+        ("cross", [7, 7]),
+    ]
+    with house_style():
+        figure = fan_figure(shapes, "c")
+    titled = [axes for axes in figure.axes if axes.get_title(loc="left") in parts]
+    assert [len(axes.collections[0].get_segments()) for axes in titled] == [2, 1, 1]
+    assert "each part by itself" in figure.texts[-1].get_text()
+
+
+@pytest.mark.parametrize(("steps", "first", "label"), [("index", 1, "index k"), ("distance in tokens", 0, "distance")])
+def test_an_index_counts_from_1_and_a_distance_from_0(
+    monkeypatch: pytest.MonkeyPatch, steps: str, first: int, label: str
+) -> None:
+    info = registry.MeasureInfo("weights.c", "planted", "f(x)", curve=True, steps=steps)
+    entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
+    monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
+    with house_style():
+        axes = fan_figure(with_curves([[1.0, 0.5, 0.2]] * 2, name="weights.c"), "weights.c").axes[0]
+    assert axes.collections[0].get_segments()[0][:, 0].tolist() == [first, first + 1, first + 2]
+    assert axes.get_xlim() == (first, first + 2)
+    assert axes.get_xticks()[0] == first
+    assert axes.get_xlabel().startswith(label)
 
 
 def test_a_steep_fall_is_drawn_on_a_logarithmic_axis_and_a_rise_is_not() -> None:
@@ -266,3 +317,62 @@ def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path) -> None:
 def test_ticks_are_round_and_few() -> None:
     assert tick_positions(4, 8) == [0, 1, 2, 3]
     assert tick_positions(80, 12) == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72]
+
+
+def test_heads_that_differ_by_rounding_alone_have_one_colour() -> None:
+    _, norm, _ = scale(Shapes(planted(0.7 + 1e-9 * np.arange(6.0).reshape(2, 3))).readings["weights.planted"])
+    assert norm(0.7) == pytest.approx(0.5, abs=1e-3)
+    _, norm, _ = scale(Shapes(planted(0.7 + 1e-3 * np.arange(6.0).reshape(2, 3))).readings["weights.planted"])
+    assert norm(0.7) == 0  # the control
+    with house_style():
+        bar = map_figure(Shapes(planted(np.full((2, 3), 0.7))), "weights.planted").axes[0].child_axes[0]
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["0.7"]
+
+
+def test_hatching_is_explained_where_a_cell_of_this_page_is_hatched() -> None:
+    report = synthetic_report(3, 4)
+    for name, said in (("weights.decay_law", False), ("weights.symmetry", True)):
+        head = report.heads[0]
+        gone = head.model_copy(update={"measures": head.measures | {name: Measure(value=None, reason="gone")}})
+        shapes = Shapes(report.model_copy(update={"heads": [gone, *report.heads[1:]]}))
+        assert name not in {panel.name for row in page_rows(shapes) for panel in row} or said
+        with house_style():
+            texts = [text.get_text() for text in overview_figure(shapes).texts]
+        assert ("hatched: no value" in texts) == said
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, None, "Here 0.00 to 3.00; possible: at least 0."),
+        (None, 5, "Here 0.00 to 3.00; possible: at most 5."),
+        (-1, 5, "Here 0.00 to 3.00; possible: −1 to 5."),
+        (None, None, "Here 0.00 to 3.00."),
+    ],
+)
+def test_the_caption_says_what_is_possible(
+    monkeypatch: pytest.MonkeyPatch, low: float | None, high: float | None, expected: str
+) -> None:
+    info = registry.MeasureInfo("weights.planted", "planted", "f(x)", low=low, high=high)
+    entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
+    monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
+    shapes = Shapes(planted(np.array([[0.0, 0.5], [1.25, 3.0]])))
+    assert expected in full_caption(shapes, shapes.readings["weights.planted"], 200).splitlines()
+
+
+def test_the_null_is_said_to_be_on_the_colour_bar_only_where_it_is() -> None:
+    report = synthetic_report(3, 3)
+
+    def mark(mean: float) -> str:
+        null = Null(mean=mean, sd=0.1)
+        heads = [
+            head.model_copy(update={"measures": {"m": head.measures["weights.norm"].model_copy(update={"null": null})}})
+            for head in report
+        ]
+        return null_mark(Shapes(report.model_copy(update={"heads": heads})).readings["m"])
+
+    values = [head.measures["weights.norm"].value or 0.0 for head in report]
+    assert mark(sum(values) / 9) == "the black mark on the colour bar"
+    assert mark(-1.0) == "which lies below the colour bar"
+    assert mark(1e3) == "which lies above the colour bar"
+    assert null_mark(Shapes(report).readings["tokens.entropy"]) == ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
+from attnlens.plots.bands import bands
 from attnlens.registry import MeasureInfo
 from attnlens.shapes import Reading, Shapes
 from attnlens.wording import (
-    NO_VALUE,
     big,
     clean,
     counted,
@@ -21,12 +21,10 @@ from attnlens.wording import (
 )
 
 
-def full_caption(shapes: Shapes, reading: Reading, width: int) -> str:
-    """The lines under a map: meaning, formula, null, error, what is missing, which model."""
+def full_caption(shapes: Shapes, reading: Reading, width: int, mark: str = "") -> str:
+    """The lines under a map: meaning, formula, null and where its `mark` is, error, what is missing, which model."""
     info = reading.info
-    note = short_caption(reading)
-    if reading.null is not None:
-        note += ", the black line on the colour bar"
+    note = ", ".join(text for text in (short_caption(reading), mark) if text)
     lines = [_meaning(info), _range(reading), _sentence(note)]
     lines += [f"No value for {counted(count, 'head')}: {why}" for why, count in reading.reasons.items()]
     return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
@@ -34,10 +32,26 @@ def full_caption(shapes: Shapes, reading: Reading, width: int) -> str:
 
 def curve_caption(shapes: Shapes, name: str, width: int) -> str:
     """The lines under a fan of curves."""
-    info = shapes.info(name)
-    lines = [_meaning(info)]
-    lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles.")
+    found = bands(shapes, name)
+    alone = ", each part by itself" if len(found) > 1 else ""
+    lines = [_meaning(shapes.info(name))]
+    lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
+    lines += [
+        f"{_sentence(band.part)}: those of the {band.counted} of {band.heads} heads with {band.steps} steps or more."
+        for band in found
+        if band.counted < band.heads
+    ]
     return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
+
+
+def short_curve_caption(shapes: Shapes, name: str) -> str:
+    """One line on a fan: what is black; empty where several parts' medians have a legend."""
+    found = bands(shapes, name)
+    if len(found) > 1:
+        return ""
+    if found[0].counted < found[0].heads:
+        return f"black: median, quartiles of {found[0].counted} of {found[0].heads} heads, ≥ {found[0].steps} steps"
+    return "median black, quartiles dashed"
 
 
 def short_caption(reading: Reading) -> str:
@@ -120,11 +134,16 @@ def _range(reading: Reading) -> str:
     if reading.labels:
         return ""
     decimals = decimals_for(present)
-    found = f"Here {typeset(present.min(), decimals)} to {typeset(present.max(), decimals)}"
-    if info.low is None and info.high is None:
-        return f"{found}."
-    low, high = (NO_VALUE if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
-    return f"{found}; possible: {low} to {high}."
+    least, most = (typeset(float(bound), decimals) for bound in (present.min(), present.max()))
+    found = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
+    return f"{found}{_possible(info)}."
+
+
+def _possible(info: MeasureInfo) -> str:
+    low, high = ("" if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
+    if low and high:
+        return f"; possible: {low} to {high}"
+    return f"; possible: at least {low}" if low else f"; possible: at most {high}" if high else ""
 
 
 def _counts(reading: Reading) -> str:

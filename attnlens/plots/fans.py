@@ -9,10 +9,22 @@ from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, Normalize
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from attnlens.plots.bands import Band, bands, first_step
 from attnlens.plots.captions import curve_caption, heading
-from attnlens.plots.style import CROWD, INK, MUTED, figure_of, new_figure, size_in_points, tick_positions
+from attnlens.plots.style import (
+    CROWD,
+    INK,
+    MUTED,
+    PlainNumbers,
+    figure_of,
+    legend_above,
+    new_figure,
+    size_in_points,
+    tick_positions,
+)
+from attnlens.records import Part
 from attnlens.shapes import Shapes
 from attnlens.wording import clean, source_of
 
@@ -30,29 +42,65 @@ FORMULA = 24
 WIDE_RANGE = 20.0
 """How far the largest number must lie above the end of a falling median curve for the axis to be logarithmic."""
 
+PART_LINES = ("-", "--", ":")
+"""The medians of encoder, decoder and cross where they share axes."""
+
 
 def fan_figure(shapes: Shapes, name: str) -> Figure:
-    """One curve of every head, with a caption."""
-    caption = curve_caption(shapes, name, 105)
+    """One curve of every head, axes for each part of the model, with a caption."""
+    found = bands(shapes, name)
+    wide, gap = (4.9, 0.0) if len(found) == 1 else (2.9, 0.3)
+    page = 0.75 + len(found) * (wide + gap) - gap + 0.75
+    caption = curve_caption(shapes, name, int(page * 16))
     below = 0.6 + 0.14 * (caption.count("\n") + 1)
-    tall = 3.6 + below + 0.45
-    figure = new_figure(6.4, tall)
-    axes = figure.add_axes((0.75 / 6.4, below / tall, 4.9 / 6.4, 3.6 / tall))
-    draw_fan(axes, shapes, name)
-    figure.text(0.75 / 6.4, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
-    figure.text(5.65 / 6.4, 1 - 0.2 / tall, source_of(name), fontsize=8, ha="right", va="center", color=MUTED)
-    figure.text(0.75 / 6.4, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
+    above = 0.45 if len(found) == 1 else 0.62
+    tall = 3.6 + below + above
+    figure = new_figure(page, tall)
+    for number, band in enumerate(found):
+        left = 0.75 + number * (wide + gap)
+        axes = figure.add_axes((left / page, below / tall, wide / page, 3.6 / tall))
+        draw_fan(axes, shapes, name, part=band.part, bar=number == len(found) - 1)
+        if len(found) > 1:
+            axes.set_title(band.part)
+        if number:
+            axes.tick_params(labelleft=False)
+        elif len(formula := clean(shapes.info(name).formula)) <= FORMULA:
+            axes.set_ylabel(formula, labelpad=1.5)
+    right = (page - 0.75) / page
+    figure.text(0.75 / page, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
+    figure.text(right, 1 - 0.2 / tall, source_of(name), fontsize=8, ha="right", va="center", color=MUTED)
+    figure.text(0.75 / page, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     return figure
 
 
-def draw_fan(axes: Axes, shapes: Shapes, name: str) -> None:
-    """Every head's curve in its layer's colour; over them the median (black) and the quartiles (dashed)."""
-    found = shapes.curves[name]
+def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None, bar: bool = True) -> None:
+    """The heads' curves in their layers' colours, of one part or of all.
+
+    Over those of one part the median (black) and the quartiles (dashed); where there are several, their medians.
+    """
+    info, every = shapes.info(name), bands(shapes, name)
+    first = first_step(info)
+    shown = [band for band in every if part in (None, band.part)]
+    found = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
     depth = Normalize(0, max(1, len(shapes.layers) - 1))
+    _draw_lines(axes, found, first, depth)
+    if len(shown) == 1:
+        _draw_band(axes, shown[0], first)
+    else:
+        _draw_medians(axes, shown, first)
+    _limit_values(axes, [curve for _, curve in shapes.curves[name]], every)
+    _limit_steps(axes, first, max(len(curve) for _, curve in found))
+    axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if bar:
+        _depth_bar(axes, shapes, depth)
+
+
+def _draw_lines(axes: Axes, found: list[tuple[int, Float[np.ndarray, " steps"]]], first: int, depth: Normalize) -> None:
     # in a mixed order, so that the last layers do not cover the first; with a seed, so that the file stays the same
     curves = [found[index] for index in np.random.default_rng(0).permutation(len(found))]
     lines = LineCollection(
-        [np.column_stack([np.arange(len(curve)), curve]) for _, curve in curves],
+        [np.column_stack([first + np.arange(len(curve)), curve]) for _, curve in curves],
         array=np.array([row for row, _ in curves], dtype=float),
         cmap=DEPTH,
         norm=depth,
@@ -61,32 +109,47 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str) -> None:
         rasterized=len(curves) > CROWD,
     )
     axes.add_collection(lines)
-    quartiles = quartiles_of([curve for _, curve in curves])
-    for line, (style, width) in zip(quartiles, (("--", 0.9), ("-", 1.6), ("--", 0.9)), strict=True):
-        axes.plot(line, color="white", linewidth=width + 1.2)
-        axes.plot(line, color="black", linestyle=style, linewidth=width)
-    _limit(axes, [curve for _, curve in curves], quartiles[1])
-    axes.set_xlabel(shapes.info(name).steps, labelpad=1.5)
-    if len(formula := clean(shapes.info(name).formula)) <= FORMULA:
-        axes.set_ylabel(formula, labelpad=1.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    _depth_bar(axes, shapes, depth)
 
 
-def quartiles_of(curves: list[Float[np.ndarray, " steps"]]) -> Float[np.ndarray, "3 steps"]:
-    """Lower quartile, median and upper quartile over heads, step by step; a head that has ended no longer counts."""
-    padded = np.full((len(curves), max(map(len, curves))), np.nan)
-    for row, curve in enumerate(curves):
-        padded[row, : len(curve)] = curve
-    return np.asarray(np.nanpercentile(padded, [25, 50, 75], axis=0))
+def _draw_band(axes: Axes, band: Band, first: int) -> None:
+    steps = first + np.arange(band.steps)
+    for line, (style, width) in zip(band.quartiles, (("--", 0.9), ("-", 1.6), ("--", 0.9)), strict=True):
+        _draw_black(axes, steps, line, style, width)
 
 
-def _limit(axes: Axes, curves: list[Float[np.ndarray, " steps"]], median: Float[np.ndarray, " steps"]) -> None:
+def _draw_medians(axes: Axes, shown: list[Band], first: int) -> None:
+    for band, style in zip(shown, PART_LINES, strict=False):
+        steps = first + np.arange(band.steps)
+        _draw_black(
+            axes, steps, band.quartiles[1], style, 1.4, f"{'' if band is not shown[0] else 'median: '}{band.part}"
+        )
+    legend_above(axes, len(shown), handlelength=2.2)
+
+
+def _draw_black(
+    axes: Axes,
+    steps: Float[np.ndarray, " steps"],
+    line: Float[np.ndarray, " steps"],
+    style: str,
+    width: float,
+    label: str = "",
+) -> None:
+    """A black line with white around it, all white below all black: neighbours must not thin each other."""
+    axes.plot(steps, line, color="white", linewidth=width + 1.2, zorder=2)
+    axes.plot(steps, line, color="black", linewidth=width, zorder=3, linestyle=style, label=label)
+
+
+def _limit_steps(axes: Axes, first: int, count: int) -> None:
+    axes.set_xlim(first, first + max(1, count - 1))
+    steps = tick_positions(first + count, 7)
+    axes.set_xticks([first, *(step for step in steps if step > first)])
+
+
+def _limit_values(axes: Axes, curves: list[Float[np.ndarray, " steps"]], every: list[Band]) -> None:
     values = np.concatenate(curves)
-    axes.set_xlim(0, max(1, len(median) - 1))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-    falling = values.min() >= 0 and median[0] > median[-1] > 0
-    if falling and values.max() > WIDE_RANGE * median[-1]:
+    medians = [band.quartiles[1] for band in every]
+    falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
+    if falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -95,6 +158,7 @@ def _limit(axes: Axes, curves: list[Float[np.ndarray, " steps"]], median: Float[
     else:
         room = 0.04 * (values.max() - values.min()) or 0.5
         axes.set_ylim(values.min() - room, values.max() + room)
+        axes.yaxis.set_major_formatter(PlainNumbers())
 
 
 def _depth_bar(axes: Axes, shapes: Shapes, norm: Normalize) -> None:

@@ -16,6 +16,7 @@ from attnlens.plots.style import (
     INK,
     MISSING,
     MUTED,
+    PlainNumbers,
     figure_of,
     label_layers,
     new_figure,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 CELL = 0.42
 """Side of a cell in inches, where the page has room for it."""
 
+SAME = 1e-6
+"""Relative spread up to which all heads have one colour."""
+
 
 def map_figure(shapes: Shapes, name: str) -> Figure:
     """One measure over the whole model, with colour bar, numbers where they fit, and a caption."""
@@ -40,7 +44,7 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     width = float(np.clip(CELL * len(shapes.heads), 3.4, 8))
     height = float(np.clip(CELL * len(shapes.layers), 1.6, 8))
     page = width + 1.7
-    caption = full_caption(shapes, reading, int(page * 17))
+    caption = full_caption(shapes, reading, int(page * 17), null_mark(reading))
     below = 0.6 + 0.14 * (caption.count("\n") + 1)
     figure = new_figure(page, height + below + 0.4)
     tall = height + below + 0.4
@@ -51,9 +55,11 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     figure.text(0.65 / page, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
     figure.text((0.65 + width) / page, 1 - 0.2 / tall, source, fontsize=8, ha="right", va="center", color=MUTED)
     figure.text(0.65 / page, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
-    if reading.reasons:
+    if not reading.full:
         patch = Patch(facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0.4, label="no value")
-        axes.legend(handles=[patch], loc="upper right", bbox_to_anchor=(1, -0.32 / height), frameon=False, fontsize=7)
+        # on the line of the axis' name, between the numbers above and the caption below
+        place = (1, -0.27 / height)
+        axes.legend(handles=[patch], loc="center right", bbox_to_anchor=place, frameon=False, fontsize=7, borderpad=0)
     return figure
 
 
@@ -86,19 +92,35 @@ def scale(reading: Reading) -> tuple[Colormap, Normalize, str]:
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
         return colormaps["RdBu_r"], CenteredNorm(0, half), extend
-    return colormaps["viridis"], Normalize(low, high if high > low else low + (abs(low) or 1.0)), extend
+    # a spread near the report's nine digits is rounding, and no reason to use all colours
+    if high - low <= SAME * abs(high):
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    return colormaps["viridis"], Normalize(low, high), extend
+
+
+def null_mark(reading: Reading) -> str:
+    """Where the null's mean stands on the colour bar, in words; empty where there is no null."""
+    norm = scale(reading)[1]
+    if reading.null is None or norm.vmin is None or norm.vmax is None:
+        return ""
+    if norm.vmin <= reading.null[0] <= norm.vmax:
+        return "the black mark on the colour bar"
+    return f"which lies {'below' if reading.null[0] < norm.vmin else 'above'} the colour bar"
 
 
 def write_numbers(axes: Axes, reading: Reading, size: float = 6.5) -> None:
     """The value in every cell, where every cell has room for it."""
     if reading.labels:
         return
-    decimals = min(2, decimals_for(reading.present))
-    texts = {cell: typeset(value, decimals) for cell, value in np.ndenumerate(reading.values) if not np.isnan(value)}
     rows, columns = reading.values.shape
     wide, high = size_in_points(axes)
-    longest = max(len(text) for text in texts.values())
-    if wide / columns < 0.62 * size * longest + 3 or high / rows < 1.5 * size:
+    full = decimals_for(reading.present)
+    # fewer decimals than in a table are better than no numbers
+    for decimals in range(full, min(2, full) - 1, -1):
+        texts = {at: typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)}
+        if wide / columns >= 0.62 * size * max(map(len, texts.values())) + 3 and high / rows >= 1.5 * size:
+            break
+    else:
         return
     colours, norm, _ = scale(reading)
     for (row, column), text in texts.items():
@@ -138,13 +160,24 @@ def _colour_bar(axes: Axes, image: AxesImage, reading: Reading, extend: str, gap
     bar = figure.colorbar(image, cax=place, extend=extend)
     bar.outline.set_linewidth(0.4)
     place.tick_params(labelsize=6.5, length=2, pad=1.5)
+    if not reading.labels:
+        bar.formatter = PlainNumbers()
+        if reading.constant:
+            bar.set_ticks([float(reading.present[0])])
+        bar.update_ticks()
     if reading.labels:
         names = reading.labels | dict(enumerate(reading.info.labels))
         bar.set_ticks(sorted(names), labels=[clean(names[number]).replace(" ", "\n") for number in sorted(names)])
-        place.tick_params(length=0, which="both")
+        place.tick_params(length=0, pad=3, which="both")
     if reading.null is not None:
-        mean, sd = reading.null
-        low, high = place.get_ylim()
-        if low <= mean <= high:
-            place.axhspan(max(low, mean - sd), min(high, mean + sd), color="black", alpha=0.35, linewidth=0)
-            place.axhline(mean, color="black", linewidth=1)
+        _mark_null(place, *reading.null)
+
+
+def _mark_null(place: Axes, mean: float, sd: float) -> None:
+    """The null as an error bar on the colour bar: its mean across, ± sd upright; white around it, for dark colours."""
+    low, high = place.get_ylim()
+    if low <= mean <= high:
+        reach = [max(low, mean - sd), min(high, mean + sd)]
+        for colour, width in (("white", 2.2), ("black", 1.0)):
+            place.plot([0.5, 0.5], reach, color=colour, linewidth=width, scalex=False, scaley=False)
+            place.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)

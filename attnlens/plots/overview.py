@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.lines import Line2D
 
 from attnlens.plots.captions import (
@@ -16,11 +17,12 @@ from attnlens.plots.captions import (
     layout_line,
     settings_line,
     short_caption,
+    short_curve_caption,
     source_heading,
 )
-from attnlens.plots.fans import draw_fan
+from attnlens.plots.fans import FORMULA, draw_fan
 from attnlens.plots.maps import draw_map
-from attnlens.plots.shares import draw_shares
+from attnlens.plots.shares import draw_shares, layer_means
 from attnlens.plots.style import INK, MUTED, new_figure
 from attnlens.shapes import Reading, Shapes
 from attnlens.wording import big, clean, model_name, source_of
@@ -33,6 +35,8 @@ ACROSS = 3
 TITLE, FACTS, NOTE = 80, 160, 54
 """Characters that fit into the page's title, the line below it, and the line under a panel's title."""
 WIDTH, HEIGHT = 10.0, 7.2
+RIGHT = 0.968
+"""Where the last column's colour bar, with its numbers, ends."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Panel:
     """The line under its title: null or error."""
     draw: Callable[..., None]
     """Draws it into axes; `named` says whether the layers' axis is named."""
+    hatched: bool = False
+    """Whether some of its cells have no value."""
 
 
 def overview_figure(shapes: Shapes) -> Figure:
@@ -52,7 +58,7 @@ def overview_figure(shapes: Shapes) -> Figure:
     rows = page_rows(shapes)
     height = HEIGHT if len(rows) > 1 else 0.57 * HEIGHT
     figure = new_figure(WIDTH, height, dpi=300)
-    _head(figure, shapes, height)
+    _head(figure, shapes, height, any(panel.hatched for row in rows for panel in row))
     block = (height - 0.75 - 0.25) / len(rows)
     letters = iter("abcdef")
     for number, row in enumerate(rows):
@@ -89,14 +95,20 @@ def _panels(shapes: Shapes, source: str, room: int) -> list[Panel]:
         : room - len(stems) - len(curves)
     ]
     return [
-        *(Panel(stem, "", partial(draw_shares, shapes=shapes, stem=stem)) for stem in stems),
-        *(Panel(name, _note(of_source[name]), partial(_map, shapes=shapes, name=name)) for name in maps),
-        *(Panel(name, "median black, quartiles dashed", partial(_fan, shapes=shapes, name=name)) for name in curves),
+        *(_shares_panel(shapes, stem) for stem in stems),
+        *(_map_panel(shapes, of_source[name]) for name in maps),
+        *(Panel(name, short_curve_caption(shapes, name), partial(_fan, shapes=shapes, name=name)) for name in curves),
     ]
 
 
-def _note(reading: Reading) -> str:
-    return short_caption(reading) or fitted(reading.info.meaning, NOTE)
+def _shares_panel(shapes: Shapes, stem: str) -> Panel:
+    empty = bool(np.isnan(layer_means(shapes, shapes.shares[stem])[0]).any())
+    return Panel(stem, "", partial(draw_shares, shapes=shapes, stem=stem), empty)
+
+
+def _map_panel(shapes: Shapes, reading: Reading) -> Panel:
+    note = short_caption(reading) or fitted(reading.info.meaning, NOTE)
+    return Panel(reading.name, note, partial(_map, shapes=shapes, name=reading.name), not reading.full)
 
 
 def _map(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
@@ -105,9 +117,12 @@ def _map(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
 
 def _fan(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
     draw_fan(axes, shapes, name)
+    # not along the side, where the colour bar of the picture beside it stands
+    if len(formula := clean(shapes.info(name).formula)) <= FORMULA:
+        axes.set_xlabel(f"{formula} over {axes.get_xlabel()}", labelpad=1.5)
 
 
-def _head(figure: Figure, shapes: Shapes, height: float) -> None:
+def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:
     model = shapes.report.model
     figure.text(
         0.055, 1 - 0.3 / height, fitted(model_name(model.id), TITLE), fontsize=14, weight="bold", color=INK, va="center"
@@ -119,17 +134,17 @@ def _head(figure: Figure, shapes: Shapes, height: float) -> None:
         coverage_line(shapes),
     ]
     figure.text(0.055, 1 - 0.53 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
-    if any(reading.reasons for reading in shapes.readings.values()):
+    if hatched:
         figure.text(0.055, 0.14 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
     figure.text(
-        0.935, 0.14 / height, fitted(settings_line(shapes), 150), fontsize=6.5, color=MUTED, ha="right", va="center"
+        RIGHT, 0.14 / height, fitted(settings_line(shapes), 150), fontsize=6.5, color=MUTED, ha="right", va="center"
     )
 
 
 def _section(figure: Figure, title: str, ceiling: float, height: float) -> None:
     """What the row below rests on, over a hairline."""
     figure.text(0.055, (ceiling - 0.13) / height, title, fontsize=8.5, color=MUTED, style="italic", va="center")
-    figure.add_artist(Line2D([0.055, 0.935], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
+    figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
 
 
 def _title(axes: Axes, letter: str, panel: Panel) -> None:

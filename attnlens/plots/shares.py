@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from attnlens.plots.style import CATEGORIES, MISSING, MUTED, label_layers
+from attnlens.plots.style import CATEGORIES, MISSING, MUTED, label_layers, legend_above
 from attnlens.shapes import Shapes
 from attnlens.wording import title_of
 
@@ -42,17 +42,7 @@ def draw_shares(axes: Axes, shapes: Shapes, stem: str, *, named: bool = True) ->
     axes.set_xlabel("share, mean over heads", labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     label_layers(axes, shapes.layers, shapes.parts, named=named)
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(-0.02, 0.985),
-        ncols=min(4, len(names)),
-        frameon=False,
-        fontsize=6.5,
-        handlelength=0.8,
-        handletextpad=0.4,
-        columnspacing=0.9,
-        borderpad=0.2,
-    )
+    legend_above(axes, min(4, len(names)))
 
 
 def layer_means(shapes: Shapes, names: list[str]) -> list[Float[np.ndarray, " layers"]]:

@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.style
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import Formatter
+
+from attnlens.wording import SCIENTIFIC, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,6 +84,38 @@ def tick_positions(count: int, most: int) -> list[int]:
     return list(range(0, count, step))
 
 
+class PlainNumbers(Formatter):
+    """Ticks written out in full, as many decimals as tell them apart: never `+9.99e−1` or `1e−3` at the axis' end."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """One tick by itself."""
+        return self.format_ticks([x])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        """All ticks, with the same decimals; extreme ones as 1.2e−07."""
+        ticks = np.asarray(values, dtype=float)
+        apart = float(np.min(np.diff(np.unique(ticks)), initial=max(1.0, float(np.max(np.abs(ticks), initial=0.0)))))
+        extreme = apart < 1e-7 or float(np.max(np.abs(ticks), initial=0.0)) >= 1e6
+        near = (n for n in range(8) if np.all(np.abs(np.round(ticks, n) - ticks) <= 1e-3 * apart))
+        decimals = SCIENTIFIC if extreme else next(near, 8)
+        return [written(float(tick), decimals).replace("-", "−") for tick in ticks]
+
+
+def legend_above(axes: Axes, columns: int, handlelength: float = 0.8) -> None:
+    """What the colours or lines mean, in the line under the axes' title."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.985),
+        ncols=columns,
+        frameon=False,
+        fontsize=6.5,
+        handlelength=handlelength,
+        handletextpad=0.4,
+        columnspacing=0.9,
+        borderpad=0.2,
+    )
+
+
 def figure_of(axes: Axes) -> Figure:
     """The figure that the axes stand in."""
     figure = axes.get_figure(root=True)
@@ -110,14 +146,22 @@ def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str], *, nam
     if len(groups) == 1:
         axes.set_ylabel("layer")
         return
+    _above_the_ticks(axes, "layer")
     for part, members in groups:
         axes.annotate(
             part,
             xy=(0, (members[0] + members[-1]) / 2),
             xycoords=("axes fraction", "data"),
-            xytext=(-20, 0),
+            xytext=(-24, 0),
             textcoords="offset points",
             rotation=90,
             ha="center",
             va="center",
         )
+
+
+def _above_the_ticks(axes: Axes, text: str) -> None:
+    """Name the side axis over its numbers, where the parts' names take the usual place."""
+    axes.annotate(
+        text, xy=(0, 1), xycoords="axes fraction", xytext=(-4, 3), textcoords="offset points", fontsize=6.5, ha="right"
+    )

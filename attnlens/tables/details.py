@@ -34,6 +34,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "analyzers", listed(settings.analyzers, 20)
     if settings.text is not None:
         yield "text", f"{settings.text.name}, sha256 {settings.text.sha256}"
+    if settings.noise is not None:
+        yield "noise", f"{settings.noise.name}, sha256 {settings.noise.sha256}"
     for note in facts.notes(report):
         yield "note", note
     for file in report.model.files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnlens.records import Report, Skipped, Standout
+from attnlens.records import Report, Settings, Skipped, Standout
 from attnlens.shapes import Shapes
 from attnlens.tables.layers import LayerRows
 from attnlens.wording import big, clean, counted, listed, short, written
@@ -16,10 +16,21 @@ def header(report: Report) -> str:
     facts = [model.architecture, f"{big(model.parameters)} parameters"]
     if model.revision:
         facts.append(f"revision {model.revision[:12]}")
-    if settings.text is not None:
-        facts.append(f"{settings.text.name}, {settings.sequences} × {settings.tokens} tokens")
-    facts.append(f"{settings.dtype} on {settings.device}")
-    return " · ".join(clean(fact) for fact in facts)
+    facts += [fed(settings), f"{settings.dtype} on {settings.device}"]
+    return " · ".join(clean(fact) for fact in facts if fact)
+
+
+def fed(settings: Settings) -> str:
+    """What went through the model, in how many pieces of which length; empty where nothing did."""
+    count, tokens = settings.sequences or 0, settings.tokens
+    if settings.noise is not None and settings.text is None:
+        kind = "image" if "pixels" in settings.noise.name else "recording"
+        return f"{settings.noise.name}, {counted(count, kind)} of {tokens} tokens each"
+    if settings.text is None:
+        return ""
+    if settings.pack is False:
+        return f"{settings.text.name}, {counted(count, 'line')} of at most {tokens} tokens"
+    return f"{settings.text.name}, {count} × {tokens} tokens"
 
 
 def conventions(report: Report) -> str:
@@ -71,6 +82,12 @@ def standout(found: Standout) -> tuple[str, str]:
     """`layer 3 head 7`, and what stands out in words with its robust z-score."""
     score = f"{'+' if found.score > 0 else ''}{written(found.score, 1)}"
     return f"layer {found.layer} head {found.head}", f"{clean(found.text)} (z {score})"
+
+
+def more_standouts(report: Report) -> list[str]:
+    """`and 5 more`, where more heads stand out than the report names."""
+    more = report.summary.standouts_in_all - len(report.summary.standouts)
+    return [f"and {more} more"] if more > 0 else []
 
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:

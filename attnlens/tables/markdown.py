@@ -25,7 +25,8 @@ def markdown(report: Report) -> str:
     lines += [f"- {escaped(sentence)}" for sentence in sentences if sentence]
     lines += ["", f"**{escaped(report.coverage.sentence)}**", ""]
     lines += _tables(shapes)
-    lines += _bullets("Heads that stand out", [": ".join(facts.standout(found)) for found in report.summary.standouts])
+    named = [": ".join(facts.standout(found)) for found in report.summary.standouts]
+    lines += _bullets("Heads that stand out", named + facts.more_standouts(report))
     lines += _bullets("Skipped", facts.skipped(report.coverage.skipped))
     lines += _bullets("No value", facts.without_value(shapes))
     return "\n".join(lines).rstrip() + "\n"

@@ -70,6 +70,8 @@ def _standouts(report: Report) -> Iterator[RenderableType]:
         where, what = facts.standout(standout)
         table.add_row(Text(where), Text(what))
     yield Padding(table, (0, 0, 0, 2))
+    for line in facts.more_standouts(report):
+        yield Padding(Text(line), (0, 0, 0, 2))
 
 
 def _list(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +21,26 @@ GAP = 2
 """Blanks between columns."""
 
 
+class _Page(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the caller see that nobody reads any longer; rich would end the program with a code of its own."""
+        raise  # noqa: PLE0704  # rich calls this while it handles the BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr, as wide as the terminal or COLUMNS says, 100 columns in a pipe; heeds NO_COLOR."""
+    """A console on stdout or stderr, as wide as the terminal or COLUMNS says, 100 columns in a pipe; heeds NO_COLOR.
+
+    COLUMNS=0 says nothing, and is what some schedulers set.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    if stream.isatty():
-        return Console(stderr=stderr, highlight=False)
     asked = os.environ.get("COLUMNS", "")
+    width = int(asked) if asked.isdecimal() else 0
+    if stream.isatty():
+        # rich would take the 0 at its word; without a width it follows the terminal's
+        unknown = asked.isdecimal() and not width
+        return _Page(stderr=stderr, highlight=False, width=shutil.get_terminal_size().columns if unknown else None)
     # rich heeds a width under TERM=dumb only together with a height
-    return Console(stderr=stderr, highlight=False, width=int(asked) if asked.isdecimal() else PIPED, height=25)
+    return _Page(stderr=stderr, highlight=False, width=width or PIPED, height=25)
 
 
 @dataclass(frozen=True)

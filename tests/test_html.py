@@ -1,0 +1,109 @@
+"""Is the page one file that shows the report, and are other people's strings nothing but text on it?"""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from reports import CROSS, synthetic_report
+
+from attnlens import html
+from attnlens.records import File, Report, Skipped, Standout, Text
+
+HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
+STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and all text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def hostile() -> Report:
+    """A report that holds the string wherever a report holds strings."""
+    report = synthetic_report(2, 2, model=HOSTILE, architecture=HOSTILE)
+    settings = report.settings.model_copy(
+        update={"text": Text(name=HOSTILE, sha256=HOSTILE), "device": HOSTILE, "dtype": HOSTILE}
+    )
+    environment = report.environment.model_copy(update=dict.fromkeys(("python", "torch", "platform"), HOSTILE))
+    skipped = [Skipped(site=HOSTILE, heads=[0], measure=HOSTILE, reason=HOSTILE)]
+    standouts = [Standout(layer=0, head=0, measure=HOSTILE, score=4, text=HOSTILE)]
+    conventions = report.model.conventions.model_copy(update={"notes": [HOSTILE]}) if report.model.conventions else None
+    return report.model_copy(
+        update={
+            "command": HOSTILE,
+            "model": report.model.model_copy(
+                update={"conventions": conventions, "revision": HOSTILE, "files": [File(name=HOSTILE, sha256=HOSTILE)]}
+            ),
+            "settings": settings,
+            "environment": environment,
+            "tool": report.tool.model_copy(update={"name": HOSTILE, "version": HOSTILE}),
+            "coverage": report.coverage.model_copy(update={"skipped": skipped, "analysed": 3}),
+            "summary": report.summary.model_copy(update={"standouts": standouts}),
+            "heads": [head.model_copy(update={"site": HOSTILE, "measures": measures(head)}) for head in report],
+        }
+    )
+
+
+def measures(head):
+    """Its measures, one of them with a hostile name and label, one missing for a hostile reason."""
+    norm = head.measures["weights.norm"]
+    named = {HOSTILE: norm, "weights.law": norm.model_copy(update={"label": HOSTILE})}
+    if head.head:
+        named["weights.norm"] = norm.model_copy(update={"value": None, "reason": HOSTILE})
+    return head.measures | named
+
+
+def test_strings_from_strangers_are_text_without_control_characters() -> None:
+    page = html.page(hostile())
+    assert not STEERING.search(page)
+    assert STEERING.search(HOSTILE)  # the control
+    found = Tags(page)
+    assert {tag for tag, _ in found.tags}.isdisjoint({"script", "iframe", "a", "link", "object", "svg"})
+    allowed = {"class", "title", "colspan", "src", "alt", "charset", "http-equiv", "content", "lang", "name"}
+    assert {name for _, attributes in found.tags for name in attributes} <= allowed
+    assert found.text.count("<script>alert(1)</script>") > 10  # shown as what it is
+    assert [attributes["src"][:22] for tag, attributes in found.tags if tag == "img"] == ["data:image/png;base64,"]
+
+
+def test_an_ordinary_page_keeps_its_letters() -> None:
+    assert "�" not in html.page(synthetic_report(2, 2))
+
+
+def test_every_number_stands_on_the_page_with_its_error_and_null() -> None:
+    report = synthetic_report(3, 4)
+    page = html.page(report)
+    for head in report:
+        assert f">{head.layer} · {head.head}</th>" in page
+        assert f">{head.measures['weights.symmetry'].value:.3f}<" in page
+    entropy = report.heads[0].measures["tokens.entropy"]
+    assert f"<td>{entropy.value:.3f} ± {entropy.se:.2g}" in page
+    assert "0.0013 ± 0.0018" in page
+    assert "3 layers" not in page
+    assert "COMPLETE: 12 of 12 heads" in page
+
+
+def test_what_is_missing_has_its_reason_in_the_cell_and_below() -> None:
+    page = html.page(synthetic_report(3, 2, parts=["encoder", "decoder", "cross"], missing=[(0, 1)]))
+    assert f'title="{CROSS}">–<' in page
+    assert "decoder 1 · 0" in page
+    text = Tags(page).text
+    assert f"2 heads, because {CROSS}" in text
+    assert "the weights are not finite: bert.encoder.layer.0.attention.self head 1 (weights)" in text
+
+
+@pytest.mark.parametrize("section", ["Heads that stand out", "What is measured", "How it was made"])
+def test_the_page_has_what_a_colleague_asks_for(section: str) -> None:
+    assert f"<h2>{section}</h2>" in html.page(synthetic_report(2, 2))
