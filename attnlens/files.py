@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from attnlens.errors import OutputError
@@ -16,37 +20,106 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def identity(path: Path) -> object:
+    """What all names of one file have in common: its inode, or its real path where there is no file yet."""
+    found = _found(path)
+    return os.path.realpath(path) if found is None else (found.st_dev, found.st_ino)
+
+
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
-    if path.is_dir() and not may_be_folder:
+    with _as_output_error(path):
+        found = _found(path)
+    if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
-    folder = path if path.is_dir() else path.parent
+    if found is not None and _takes_bytes_as_they_come(found):
+        if not os.access(path, os.W_OK):
+            raise OutputError(f"{path} can't be written: Permission denied.", "Choose a path that you can write.")
+        return
+    real = Path(os.path.realpath(path))
+    folder = real if real.is_dir() else real.parent
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{path} can't be written: {folder} is no folder.", "Choose a path in a folder.")
     if not folder.is_dir():
         raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {folder}")
+    with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder where there is none. Raises OutputError where that can't be done."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written: {error.strerror}.", "Choose a path in a folder that you can write."
+            f"The folder {path} can't be made: {error.strerror}.", "Choose a folder that you can write."
         ) from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that a killed run leaves no half file.
 
+    A link is followed and stays; a file that is there keeps its mode, and a new one gets the umask's. What is no
+    regular file (a device, a pipe, the stdout of this process under any name) is written into and not replaced.
     Raises OutputError where the folder does not exist or can't be written.
     """
+    with _as_output_error(path):
+        found = _found(path)
+        if found is not None and _takes_bytes_as_they_come(found):
+            _pour(path, found, content)
+        else:
+            _replace(Path(os.path.realpath(path)), content, found)
+
+
+def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None:
+    temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink()
-            raise
+        with temporary.open("xb") as file:
+            if found is not None:  # before the content, which may be private
+                temporary.chmod(stat.S_IMODE(found.st_mode))
+            file.write(content)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _pour(path: Path, found: os.stat_result, content: bytes) -> None:
+    """Write into what is there; through this process's own stdout where that is what the path names.
+
+    A regular file behind /dev/stdout, opened a second time, would be written from its beginning.
+    """
+    own = _own_stream(found)
+    with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
+        file.write(content)
+
+
+def _takes_bytes_as_they_come(found: os.stat_result) -> bool:
+    special = not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+    return special or _own_stream(found) is not None
+
+
+def _own_stream(found: os.stat_result) -> int | None:
+    """The stdout or stderr of this process, where it goes to that file."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it may be closed
+            if os.path.samestat(os.fstat(descriptor), found):
+                return descriptor
+    return None
+
+
+def _found(path: Path) -> os.stat_result | None:
+    """What stands at that path, links followed, or None. Raises OSError where that can't be told."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return path.stat()
+    return None
+
+
+@contextmanager
+def _as_output_error(path: Path) -> Iterator[None]:
+    """Inside, an OSError becomes an OutputError."""
+    try:
+        yield
     except OSError as error:
         raise OutputError(
             f"{path} can't be written: {error.strerror}.", "Choose a path in a folder that you can write."

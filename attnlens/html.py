@@ -63,7 +63,7 @@ def page(report: Report) -> str:
             f"<style>{STYLE}</style></head><body>",
             *_head(report),
             _picture(report),
-            _list("Heads that stand out", (": ".join(facts.standout(found)) for found in report.summary.standouts)),
+            _list("Heads that stand out", _standouts(report)),
             _heads(shapes),
             _list("No value", facts.without_value(shapes)),
             _list("Left out", facts.skipped(report.coverage.skipped)),
@@ -165,6 +165,10 @@ def _measures(shapes: Shapes) -> str:
         if info.meaning
     )
     return f'<h2>What is measured</h2><table class="words">{rows}</table>' if rows else ""
+
+
+def _standouts(report: Report) -> list[str]:
+    return [": ".join(facts.standout(found)) for found in report.summary.standouts] + facts.more_standouts(report)
 
 
 def _made(report: Report) -> str:

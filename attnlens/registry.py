@@ -107,7 +107,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     options = list(known)
     if name in options:
         return name
-    near = difflib.get_close_matches(name, options, n=1)
+    near = difflib.get_close_matches(str(name), options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise UsageError(f"There is no {what} {name!r}.", f"{hint}There are: {', '.join(options)}.")
 

@@ -1,38 +1,18 @@
 """Does the program do what it says, through its real entry point: exit code, stdout, stderr, files?"""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import families
 import pytest
+from program import DEMO, SMALL, attnlens, refused, without_torch
 from safetensors.torch import load_file, save_file
 
 from attnlens.records import json_schema, read_report
-
-DEMO = Path(__file__).parent.parent / "attnlens" / "demo"
-SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
-
-
-def attnlens(*words, cwd=None, stdin=None, **environment):
-    """The finished program: returncode, stdout, stderr."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("ATTNLENS_", "COLUMNS"))}
-    return subprocess.run(
-        [sys.executable, "-m", "attnlens", *map(str, words)],
-        cwd=cwd,
-        env=env | {"HF_HUB_OFFLINE": "1"} | environment,
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def copied(tmp_path, *, without=()):
@@ -50,17 +30,6 @@ def rewritten(folder, alter):
     alter(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def refused(result, *words):
-    """Exit 2, two lines on stderr after «Error:», nothing on stdout, no traceback."""
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    lines = result.stderr[result.stderr.index("Error: ") :].strip().splitlines()
-    assert len(lines) == 2, result.stderr
-    for word in words:
-        assert word in result.stderr, result.stderr
 
 
 def test_inspect_alone_reads_the_demo_and_says_so(tmp_path):
@@ -145,28 +114,6 @@ def test_text_from_a_file_and_from_stdin_read_the_same(tmp_path):
     assert file["heads"] == stdin["heads"]
 
 
-def test_options_come_from_the_environment_and_from_a_file(tmp_path):
-    (tmp_path / "attnlens.toml").write_text('layers = "2"\nsequences = 3\ntokens = 16\n')
-    words = ("inspect", "demo", "--json", "-", "--no-progress")
-    settings = json.loads(attnlens(*words, cwd=tmp_path).stdout)["settings"]
-    assert (settings["layers"], settings["sequences"], settings["tokens"]) == ([2], 3, 16)
-    settings = json.loads(attnlens(*words, cwd=tmp_path, ATTNLENS_LAYERS="1").stdout)["settings"]
-    assert settings["layers"] == [1]
-    settings = json.loads(attnlens(*words, "--layers", "0", cwd=tmp_path, ATTNLENS_LAYERS="1").stdout)["settings"]
-    assert settings["layers"] == [0]
-
-
-@pytest.mark.parametrize("key", ["trust_remote_code", "allow-pickle"])
-def test_a_file_may_not_switch_on_what_is_dangerous(tmp_path, key):
-    (tmp_path / "attnlens.toml").write_text(f"{key} = true\n")
-    refused(attnlens("inspect", "demo", cwd=tmp_path), key)
-
-
-def test_an_unknown_option_in_a_file_is_named(tmp_path):
-    (tmp_path / "attnlens.toml").write_text('layrs = "2"\n')
-    refused(attnlens("inspect", "demo", cwd=tmp_path), "layrs", "Did you mean 'layers'")
-
-
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["inspect", "--help"]])
 def test_small_commands_load_no_torch(words):
     program = (
@@ -198,6 +145,35 @@ def test_doctor_proves_the_demo():
     result = attnlens("doctor", "demo", "--no-progress")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "transformer.h.3.attn" in result.stdout
+
+
+def test_doctor_takes_the_common_options():
+    words = (
+        "--layers",
+        "1,3",
+        "--heads",
+        "0-2",
+        "--sequences",
+        "3",
+        "--tokens",
+        "16",
+        "--no-pack",
+        "--json",
+        "-",
+        "-q",
+    )
+    report = json.loads(attnlens("doctor", "demo", *words).stdout)
+    assert [(check["site"], check["heads"]) for check in report["doctor"]] == [
+        ("transformer.h.1.attn", 3),
+        ("transformer.h.3.attn", 3),
+    ]
+    settings = report["settings"]
+    assert (settings["sequences"], settings["pack"], settings["dtype"]) == (3, False, "float64")
+
+
+def test_doctor_says_what_failed_and_what_to_do():
+    result = attnlens("doctor", "demo", "--dtype", "bfloat16", "--no-progress", "-q")  # too coarse to prove anything
+    refused(result, "4 of 4 sites failed, worst error", "transformer.h.0.attn", "attnlens doctor")
 
 
 # Bad input: exit 2, one line what, one line what to do, nothing written
@@ -306,12 +282,7 @@ def test_missing_text(tmp_path):
 
 @pytest.mark.parametrize("option", ["--json", "--png", "--csv", "--html", "--markdown"])
 def test_unwritable_output_is_found_before_the_work(tmp_path, option):
-    program = "import sys; sys.argv[0] = 'attnlens'; from attnlens.cli import main; sys.modules['torch'] = None; main()"
-    words = ["inspect", "demo", option, str(tmp_path / "none" / "out.png")]
-    result = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60, check=False
-    )
-    refused(result, "no folder")
+    refused(without_torch("inspect", "demo", option, tmp_path / "none" / "out.png"), "no folder")
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path):
@@ -326,6 +297,42 @@ def test_layer_that_does_not_exist():
     refused(attnlens("inspect", "demo", "--layers", "99"), "no layer 99", "0 to 3")
 
 
+@pytest.mark.parametrize("words", ["0-99999999999", "9" * 5000, "1,2-10000"])
+def test_numbers_beyond_all_models_are_refused_before_they_are_counted(words):
+    refused(without_torch("inspect", "demo", "--heads", words), "9999")
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**63), "x", "1.5"])
+def test_a_seed_that_is_none(seed):
+    refused(without_torch("inspect", "demo", "--seed", seed), "--seed", "Run: attnlens inspect --help")
+
+
+def test_the_largest_seed_is_one():
+    words = ("--source", "both", "--layers", "0", "--heads", "0", "-q", *SMALL)
+    assert attnlens("inspect", "demo", "--seed", 2**63 - 1, *words).returncode == 0
+
+
+def test_words_that_no_command_knows():
+    refused(
+        without_torch("inspect", "--hedas", "2"), "No such option: --hedas", "--heads", "Run: attnlens inspect --help"
+    )
+    refused(without_torch("inspekt"), "No such command 'inspekt'", "Run: attnlens --help")
+    refused(without_torch("inspect", "demo", "--tokens"), "--tokens", "Run: attnlens inspect --help")
+    refused(without_torch("inspect", "demo", "more"), "more", "Run: attnlens inspect --help")
+    refused(without_torch("inspect", ""), "empty")
+    refused(without_torch("inspect", "demo", "--text", ""), "--text names no file")
+    alone = without_torch()
+    assert (alone.returncode, alone.stderr) == (2, "")
+    assert "Usage: attnlens" in alone.stdout
+
+
+def test_debug_shows_a_traceback_above():
+    result = attnlens("inspect", "demo", "--layers", "99", "--debug")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+    assert "Error: There is no layer 99" in result.stderr
+
+
 def test_range_that_runs_backwards():
     refused(attnlens("inspect", "demo", "--heads", "7-3"), "7-3", "3-7")
 
@@ -333,7 +340,9 @@ def test_range_that_runs_backwards():
 @pytest.mark.parametrize("name", ["mamba", "bloom"])
 def test_model_without_reachable_attention(tmp_path, name):
     families.build(name).save_pretrained(tmp_path / name)
-    refused(attnlens("inspect", tmp_path / name, "--source", "weights"), "attention")
+    result = attnlens("inspect", tmp_path / name, "--source", "weights")
+    refused(result, "attention")
+    assert result.stderr.startswith("Error: "), "transformers says nothing of its own"
 
 
 def test_cuda_where_there_is_none():
@@ -364,11 +373,6 @@ def test_revision_of_a_folder(tmp_path):
 def test_a_file_that_is_no_model(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     refused(attnlens("inspect", tmp_path / "notes.txt"), "notes.txt")
-
-
-def test_broken_configuration_file(tmp_path):
-    (tmp_path / "attnlens.toml").write_text("layers = [")
-    refused(attnlens("inspect", "demo", cwd=tmp_path), "TOML")
 
 
 def test_a_picture_of_an_unknown_kind(tmp_path):

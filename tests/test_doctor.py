@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import families
 import pytest
+import tiny
 import torch
 
+import attnlens
 from attnlens import hooks, weights
+from attnlens.errors import UsageError
 from attnlens.run.doctor import TOLERANCE, check_sites, from_weights
 
 REACHED = families.REACHED
@@ -55,3 +58,56 @@ def test_a_dropped_rotation_is_found():
     wrong = from_weights(reached[0], replace(factors[0], rotation=None)).logits
     assert (right - own).norm() < 1e-5 * own.norm()
     assert (wrong - own).norm() > 0.01 * own.norm()
+
+
+def test_only_the_chosen_sites_and_heads_are_checked():
+    report = attnlens.doctor("demo", layers=[1, 3], heads=[0, 5], sequences=3, tokens=16, pack=False)
+    assert [check.site for check in report.doctor] == ["transformer.h.1.attn", "transformer.h.3.attn"]
+    assert all(check.passed and check.heads == 2 for check in report.doctor)
+    assert (report.coverage.sites, report.coverage.heads) == (2, 4)
+    settings = report.settings
+    assert (settings.sequences, settings.tokens, settings.pack, settings.layers, settings.heads) == (
+        3,
+        16,
+        False,
+        [1, 3],
+        [0, 5],
+    )
+    for words in ({"layers": [4]}, {"heads": [8]}):
+        with pytest.raises(UsageError, match="There is no"):
+            attnlens.doctor("demo", **words)
+
+
+def test_a_head_that_is_not_chosen_is_not_judged(monkeypatch):
+    honest = weights.factors
+
+    def spoilt(*arguments):
+        for factors in honest(*arguments):
+            query = factors.maps.query.clone()
+            query[2] *= 2
+            yield replace(factors, maps=replace(factors.maps, query=query))
+
+    monkeypatch.setattr(weights, "factors", spoilt)
+    options = {"layers": [0], "tokens": 16}
+    assert all(check.passed for check in attnlens.doctor("demo", heads=[0, 1], **options).doctor)
+    assert not any(check.passed for check in attnlens.doctor("demo", heads=[1, 2], **options).doctor)
+
+
+def test_another_type_is_honoured_and_a_loaded_model_is_copied():
+    assert attnlens.doctor("demo", layers=[0], tokens=16, dtype="float32").settings.dtype == "float32"
+    loaded = attnlens.load("demo")
+    report = attnlens.doctor(loaded, layers=[0], tokens=16)
+    assert report.settings.dtype == "float64"
+    assert report.doctor[0].weights_error < 1e-12
+    assert loaded.model.dtype == torch.float32
+
+
+def test_gpt2s_own_upcasting_does_not_stand_in_the_way_of_float64(tmp_path):
+    model = tiny.gpt2(reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
+    for block in model.transformer.h:
+        torch.nn.init.normal_(block.attn.c_attn.weight, std=0.3)
+    model.save_pretrained(tmp_path)
+    for dtype in ("float64", "float32"):
+        checks = attnlens.doctor(tmp_path, tokens=8, dtype=dtype).doctor
+        assert len(checks) == 2
+        assert all(check.passed and check.weights_error is not None for check in checks)

@@ -11,8 +11,12 @@ import torch
 
 import attnlens
 from attnlens import hooks, models, texts
-from attnlens.errors import IdentityError, ModelError
-from attnlens.records import read_report
+from attnlens.errors import IdentityError, ModelError, UsageError
+from attnlens.records import Coverage, Head, Measure, Skipped, read_report
+from attnlens.registry import MeasureInfo
+from attnlens.run import Interrupted
+from attnlens.run.collect import standouts
+from attnlens.tables import facts
 
 SMALL = {"sequences": 4, "tokens": 32}
 
@@ -208,7 +212,7 @@ def test_smollm2_is_read_whole():
 @pytest.mark.parametrize("name", families.REACHED)
 def test_every_family_goes_from_model_to_report(name, tmp_path):
     families.build(name).save_pretrained(tmp_path)
-    report = attnlens.inspect(str(tmp_path), source="weights", tokens=8)
+    report = attnlens.inspect(str(tmp_path), source="weights", tokens=None if name == "vit" else 8)
     assert report.coverage.complete, report.coverage.sentence
     assert all(head.measures["weights.effective_rank"].value >= 1 for head in report.heads)
     for head in report.heads:
@@ -221,7 +225,7 @@ def test_every_family_goes_from_model_to_report(name, tmp_path):
 def test_a_vision_model_reads_random_pixels_and_says_so(name, tmp_path):
     families.build(name).save_pretrained(tmp_path)
     report = attnlens.inspect(str(tmp_path), sequences=3)
-    assert "random pixels" in report.settings.text.name
+    assert "random pixels" in report.settings.noise.name
     assert report.heads[0].measures["tokens.entropy"].n == 3
 
 
@@ -245,3 +249,243 @@ def test_bert_reads_saponatis_published_scores():
 def test_loading_refuses_what_is_not_there():
     with pytest.raises(ModelError):
         models.load("./nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt_oss", {"num_experts_per_tok": 99}),
+        ("albert", {"num_hidden_groups": 0}),
+        ("bert", {"chunk_size_feed_forward": 7}),
+    ],
+)
+@pytest.mark.parametrize("command", [attnlens.inspect, attnlens.doctor])
+def test_a_config_with_which_the_model_can_not_run_is_refused(command, name, changes, tmp_path):
+    families.build(name).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match="can't run"):
+        command(tmp_path, tokens=9)
+
+
+def test_a_failure_of_our_own_is_not_blamed_on_the_model(demo, monkeypatch):
+    def broken(_model, _inputs):
+        raise ValueError("our own")
+
+    monkeypatch.setattr(hooks, "survey", broken)
+    with pytest.raises(ValueError, match="our own"):
+        attnlens.inspect(demo, source="weights")
+
+
+# the words of a call
+
+
+NONSENSE = [
+    {"source": "wieghts"},
+    {"source": None},
+    {"analyzers": "symetry"},
+    {"analyzers": [3]},
+    {"layers": "0-1"},
+    {"layers": []},
+    {"layers": [1.5]},
+    {"layers": 3},
+    {"layers": [True]},
+    {"layers": [9]},
+    {"heads": []},
+    {"heads": [-1]},
+    {"tokens": 16.5},
+    {"tokens": 1},
+    {"sequences": 0},
+    {"batch_size": 0},
+    {"pack": "no"},
+    {"seed": -1},
+    {"seed": 2**63},
+    {"seed": "one"},
+    {"text": [5]},
+    {"dtype": "float23"},
+]
+
+
+INSPECT_ONLY = ("source", "analyzers", "batch_size")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(attnlens.inspect, words) for words in NONSENSE]
+    + [(attnlens.doctor, words) for words in NONSENSE if not words.keys() & set(INSPECT_ONLY)],
+    ids=str,
+)
+def test_words_that_make_no_sense_are_refused_in_two_lines(command, words):
+    with pytest.raises(UsageError) as refusal:
+        command("demo", **words)
+    assert "\n" not in refusal.value.problem
+    assert refusal.value.remedy
+    assert "\n" not in refusal.value.remedy
+
+
+def test_a_misspelt_source_gets_a_suggestion():
+    with pytest.raises(UsageError, match="Did you mean 'weights'"):
+        attnlens.inspect("demo", source="wieghts")
+
+
+@pytest.mark.parametrize("command", [attnlens.inspect, attnlens.doctor])
+def test_options_that_a_loaded_model_would_ignore_are_refused(command, demo):
+    with pytest.raises(UsageError, match="already loaded, so that device, dtype"):
+        command(demo, device="cpu", dtype="float64")
+    with pytest.raises(UsageError, match="A int names no model"):
+        command(5)
+
+
+def test_one_path_is_one_text_and_one_word_one_analyzer(demo, tmp_path):
+    path = tmp_path / "a text.txt"
+    path.write_text("And God said, Let there be light: and there was light. " * 30)
+    expected = attnlens.inspect(demo, text=[str(path)], analyzers=["spectrum"], **SMALL)
+    for text in (path, str(path), [path]):
+        found = attnlens.inspect(demo, text=text, analyzers="spectrum", **SMALL)
+        assert found.heads == expected.heads
+        assert found.settings == expected.settings
+    assert {name.partition(".")[2] for name in expected.measure_names()} & {"effective_rank"}
+    assert "weights.symmetry" not in expected.measure_names()
+
+
+def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
+    families.build("gpt2").save_pretrained(tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert attnlens.inspect(Path("demo"), source="weights", tokens=4).coverage.heads == 8, "not the 32 of `demo`"
+    with pytest.raises(ModelError, match="no such folder"):
+        attnlens.inspect(Path("org/name"))
+
+
+# what was fed, and what is missing
+
+
+def test_settings_say_what_was_fed(demo, tmp_path):
+    alone = attnlens.inspect(demo, source="weights", tokens=16).settings
+    assert (alone.text, alone.sequences, alone.pack, alone.tokens) == (None, None, None, 16)
+    (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
+    lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, tokens=40)
+    assert (lines.settings.sequences, lines.settings.tokens, lines.settings.pack) == (6, 40, False)
+    assert "lines.txt, 6 lines of at most 40 tokens" in facts.header(lines)
+
+
+def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(tmp_path):
+    families.build("vit").save_pretrained(tmp_path)
+    report = attnlens.inspect(tmp_path, sequences=3)
+    settings = report.settings
+    assert (settings.text, settings.pack, settings.sequences, settings.tokens) == (None, None, 3, 10)
+    assert "random pixels, 3 images of 10 tokens each" in facts.header(report)
+    for words in ({"tokens": 16}, {"text": "-", "source": "weights"}):
+        with pytest.raises(UsageError, match="reads pixels"):
+            attnlens.inspect(tmp_path, **words)
+
+
+def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
+    def stop(stage, done, _total):
+        if stage == "tokens" and done >= 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as stopped:
+        attnlens.inspect(demo, sequences=8, batch_size=2, tokens=16, progress=stop)
+    report = stopped.value.report
+    assert report.settings.sequences == 4
+    assert report.heads[0].measures["tokens.entropy"].n == 4
+    assert report.coverage.sentence.endswith("because the run was interrupted")
+
+
+def test_heads_without_tokens_are_analysed_and_said_to_lack_them(demo):
+    bare = replace(demo, tokenizer=None, tokenizer_problem="its files are missing")
+    coverage = attnlens.inspect(bare, tokens=16).coverage
+    why = "because this model has no usable tokenizer: its files are missing"
+    assert coverage.sentence == f"PARTIAL: 32 of 32 heads, without tokens.*, {why}"
+    assert (coverage.analysed, coverage.without, coverage.complete) == (32, {"tokens": 32}, False)
+
+
+@pytest.mark.parametrize(
+    ("analysed", "without", "reasons", "sentence"),
+    [
+        (4, {}, [], "COMPLETE: 4 of 4 heads"),
+        (3, {}, ["No weights."], "PARTIAL: 3 of 4 heads, because no weights"),
+        (3, {}, ["GPT2 can't.", "b"], "PARTIAL: 3 of 4 heads, because GPT2 can't (and 1 more reason)"),
+        (
+            4,
+            {"tokens": 1},
+            ["a", "b", "c"],
+            "PARTIAL: 4 of 4 heads, 1 of them without tokens.*, because a (and 2 more ",
+        ),
+        (4, {}, ["its attention is far"], "PARTIAL: 4 of 4 heads, without site 0, because its attention is far"),
+    ],
+)
+def test_the_sentence_names_what_is_missing_and_why(analysed, without, reasons, sentence):
+    skipped = [Skipped(site=f"site {number}", reason=reason) for number, reason in enumerate(reasons)]
+    found = Coverage(sites=1, heads=4, analysed=analysed, without=without, skipped=skipped)
+    assert found.sentence.startswith(sentence)
+
+
+def test_layers_that_the_config_leaves_out_are_named(tmp_path):
+    for name, field, layer in (("gpt2", "n_layer", "transformer.h.1"), ("bert", "num_hidden_layers", "layer.1")):
+        families.build(name).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert attnlens.inspect(tmp_path, source="weights", tokens=4).coverage.complete
+        for more in ({}, {"architectures": ["BertModel"]} if name == "bert" else {}):
+            (tmp_path / "config.json").write_text(json.dumps(config | {field: 1} | more))
+            coverage = attnlens.inspect(tmp_path, source="weights", tokens=4).coverage
+            assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
+            assert "whose 1" in coverage.sentence
+
+
+def test_a_checkpoint_loaded_without_its_head_is_complete(tmp_path):
+    families.build("bert").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    loaded = attnlens.load(tmp_path)
+    assert loaded.unused_keys
+    assert attnlens.inspect(loaded, source="weights", tokens=4).coverage.complete
+
+
+# heads that stand out
+
+
+def heads_of(values, calls, name):
+    """One head a value, each called so often."""
+    return [
+        Head(
+            site=f"block#{call}" if calls > 1 else "block",
+            layer=call,
+            head=head,
+            kv_head=head,
+            part="encoder",
+            measures={name: Measure(value=value)},
+        )
+        for call in range(calls)
+        for head, value in enumerate(values)
+    ]
+
+
+def test_shared_weights_stand_out_once():
+    values = [0.01 * number for number in range(20)] + [9.0]
+    for name, lines in (("weights.norm", 1), ("tokens.entropy", 3)):
+        info = {name: MeasureInfo(name, "", "", more="large")}
+        found = standouts(heads_of(values, 3, name), info)
+        assert len(found) == lines
+        assert ("(all 3 calls)" in found[0].text) == (lines == 1)
+        assert (found[0].layer, found[0].head) == (0, 20)
+    few = heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm")
+    assert standouts(few, {"weights.norm": MeasureInfo("weights.norm", "", "", more="large")}) == []
+
+
+def test_more_standouts_than_are_named_are_counted(demo_report):
+    summary = demo_report.summary
+    assert summary.standouts_in_all >= len(summary.standouts)
+    many = demo_report.model_copy(update={"summary": summary.model_copy(update={"standouts_in_all": 99})})
+    assert facts.more_standouts(many) == [f"and {99 - len(summary.standouts)} more"]
+
+
+@pytest.mark.parametrize("field", ["layer", "head", "kv_head"])
+def test_a_report_with_a_negative_number_is_refused(field, demo_report, tmp_path):
+    path = tmp_path / "r.json"
+    demo_report.write_json(path)
+    content = json.loads(path.read_text())
+    content["heads"][3][field] = -1
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=rf"heads\.3\.{field}"):
+        read_report(path)

@@ -371,6 +371,56 @@ def test_broken_config(content: str, folder: Path) -> None:
     rejected(ModelError, folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_head": 0}, "n_head = 0"),
+        ({"n_head": -4}, "n_head = -4"),
+        ({"n_embd": 0}, "n_embd = 0"),
+        ({"n_embd": -24}, "n_embd = -24"),
+        ({"n_layer": 0}, "n_layer = 0"),
+        ({"vocab_size": 300}, "(vocab_size = 300)"),
+        ({"vocab_size": -3}, "vocab_size = -3"),
+        ({"architectures": [5]}, "architectures = [5]"),
+        ({"architectures": "GPT2LMHeadModel"}, "architectures"),
+        ({"model_type": ["gpt2"]}, "model_type"),
+        ({"auto_map": 5}, "auto_map = 5"),
+        ({"n_head": 5}, "num_heads"),
+        ({"n_positions": -5}, "-5"),
+        ({"n_positions": 16}, "transformer.wpe.weight is 32 × 24 there and 16 × 24"),
+        ({"activation_function": "nope"}, "nope"),
+        ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon"),
+    ],
+    ids=str,
+)
+def test_broken_config_is_named_with_its_field(changes: dict[str, object], words: str, folder: Path) -> None:
+    edit_config(folder, **changes)
+    error = rejected(ModelError, folder)
+    assert words in error.problem
+    assert "config.json" in error.problem
+
+
+def test_broken_config_inside_a_config_is_named(tmp_path: Path) -> None:
+    families.build("clip").save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edit_config(tmp_path, text_config=text | {"num_attention_heads": 0})
+    assert "text_config.num_attention_heads = 0" in rejected(ModelError, tmp_path).problem
+
+
+def test_padding_that_the_vocabulary_lacks(tmp_path: Path) -> None:
+    families.build("bert").save_pretrained(tmp_path)
+    edit_config(tmp_path, pad_token_id=4000)
+    assert "Padding_idx" in rejected(ModelError, tmp_path).problem
+
+
+def test_tensors_without_a_place_are_named(folder: Path) -> None:
+    assert models.load(str(folder)).unused_keys == ()
+    edit_config(folder, n_layer=1)
+    unused = models.load(str(folder)).unused_keys
+    assert unused
+    assert all(name.startswith("transformer.h.1.") for name in unused)
+
+
 def test_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.pt").touch()
     assert "neither a .gguf nor a .safetensors" in rejected(ModelError, tmp_path / "model.pt").problem

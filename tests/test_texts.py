@@ -255,6 +255,18 @@ def test_a_decoder_reads_the_same_text_shifted() -> None:
                 model.model(**batch.inputs)
 
 
+def test_a_decoder_without_a_start_token_is_refused() -> None:
+    t5 = families.build("t5")
+    t5.config.decoder_start_token_id = None
+    error = rejected(TextError, texts.placeholder, loaded("t5", tiny.tokenizer("t5"), t5), 9, 0)
+    assert "no start token" in error.problem
+
+
+@pytest.mark.parametrize(("name", "reads"), [("vit", False), ("bert", True), ("clip", True), ("whisper", True)])
+def test_which_models_read_text(name: str, reads: bool) -> None:
+    assert texts.reads_text(loaded(name)) is reads
+
+
 def test_a_bare_encoder_decoder_is_fed_in_the_same_way() -> None:
     bare = transformers.BartModel(families.build("bart").config)
     headed = texts.batches(loaded("bart", tiny.tokenizer("t5")), content(PROSE), tokens=10)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,36 +14,69 @@ import typer
 
 import attnlens
 from attnlens.cli import options as opt
-from attnlens.cli.show import INTERRUPTED, Outputs, console, guarded, progress
+from attnlens.cli.defaults import defaults, kinds
+from attnlens.cli.outputs import READER_LEFT, Outputs, product
+from attnlens.cli.show import INTERRUPTED, UNUSABLE, complain, console, guarded, progress
+from attnlens.cli.verdict import failure
+from attnlens.errors import AttnlensError, UsageError
 from attnlens.registry import checked_name
+
+TypedWrong: Any = typer.BadParameter.__base__
+"""What click raises for words that it can't parse; typer carries its own click, or uses the package, by its version."""
 
 app = typer.Typer(
     name="attnlens",
     help="Look at the attention of pretrained transformers as kernel machines.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
 
 def main() -> None:
-    """Run the program; a reader that closes the pipe early (as `head` does) ends it without a word."""
+    """Run the program, and end it with the exit code that the contract says."""
+    _prepare_terminal()
+    code = _exit_code()
+    if code == INTERRUPTED:
+        # CPython holds an interruption that struck inside exec(), as dataclasses use it while torch is imported,
+        # for unhandled even when it was caught, and would end with a signal instead of this code.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+    sys.exit(code)
+
+
+def _prepare_terminal() -> None:
+    """Make the streams and the page usable in whatever state the caller left them."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it lives as long as the program
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone still gets its numbers
+    if os.environ.get("COLUMNS", "").strip("0") == "":
+        os.environ.pop("COLUMNS", None)  # a page of no width, which typer's help would believe
+
+
+def _exit_code() -> int:
+    """Run the command; whatever it could not turn into words itself is turned here."""
+    if sys.stdout is None:
+        complain("stdout is closed.", "Send it somewhere, as in: attnlens list > FILE")
+        return UNUSABLE
     try:
-        app()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            # CPython holds an interruption that struck inside exec(), as dataclasses use it while torch is imported,
-            # for unhandled even when it was caught, and would end with a signal instead of this code.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(INTERRUPTED)
-        raise
+        with product():
+            return app(prog_name="attnlens", standalone_mode=False) or 0
+    except TypedWrong as error:
+        # an option without its value is told without a context, and only within a command
+        command = error.ctx.command_path if error.ctx else f"attnlens {sys.argv[1]}"
+        complain(error.format_message(), f"Run: {command} --help")
+        return UNUSABLE
+    except AttnlensError as error:
+        complain(error.problem, error.remedy)
+        return UNUSABLE
+    except typer.Exit as stop:
+        return stop.exit_code
+    except SystemExit:  # so does typer itself end where nobody reads its help
+        return READER_LEFT
 
 
 def _version(wanted: bool) -> None:
@@ -59,16 +94,28 @@ def root(
     ] = False,
 ) -> None:
     """Look at the attention of pretrained transformers as kernel machines."""
-    commands = getattr(context.command, "commands", {})
-    known = {parameter.name for command in commands.values() for parameter in command.params if parameter.name}
-    found = opt.defaults(Path.cwd(), known)
-    context.default_map = dict.fromkeys(commands, found)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(UNUSABLE)
+    found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
+    context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)
 
 
 def _model(name: str | None, *, quiet: bool) -> str:
     if name is None and not quiet:
         console(stderr=True).print("No model named: using demo, the small model that ships with attnlens.")
-    return name or "demo"
+    if name is not None and not name.strip():
+        raise UsageError("The model's name is empty.", "Name a model, or none for demo.")
+    return "demo" if name is None else name
+
+
+@contextmanager
+def _working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
+    """Around the one call of a command: progress is shown, and transformers talks only of errors."""
+    from attnlens.models.quiet import only_errors
+
+    with only_errors(), progress(shown=outputs.moving) as tell:
+        yield tell
 
 
 @app.command()
@@ -115,15 +162,13 @@ def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: 
     from attnlens import run
 
     try:
-        with progress(shown=outputs.moving) as tell:
+        with _working(outputs) as tell:
             report = run.inspect(model, progress=tell, **settings)
     except run.Interrupted as stop:
         if any(head.measures for head in stop.report.heads):
-            outputs.show(stop.report)
-            outputs.write(stop.report)
+            outputs.deliver(stop.report)
         raise typer.Exit(INTERRUPTED) from None
-    outputs.show(report)
-    outputs.write(report)
+    outputs.deliver(report)
     if strict and not report.coverage.complete:
         raise typer.Exit(3)
 
@@ -133,10 +178,15 @@ def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: 
 def doctor(
     context: typer.Context,
     model: opt.Model = None,
+    layers: opt.Layers = None,
+    heads: opt.Heads = None,
     text: opt.Text = None,
     tokens: opt.Tokens = None,
-    seed: opt.Seed = 0,
+    sequences: opt.Sequences = 2,
+    pack: opt.Pack = True,
     device: opt.Device = "auto",
+    dtype: opt.Dtype = "float64",
+    seed: opt.Seed = 0,
     json: opt.Json = None,
     offline: opt.Offline = False,
     revision: opt.Revision = None,
@@ -146,19 +196,18 @@ def doctor(
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Prove on this model that what attnlens reads is what the model computes (in float64); exit 2 where it is not."""
+    """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
     from attnlens import run
 
     outputs = Outputs.of(context.params)
     outputs.check()
+    settings = opt.asked(context.params) | opt.loading(context.params)
     name = _model(model, quiet=quiet)
-    with progress(shown=outputs.moving) as tell:
-        loading = opt.loading(context.params)
-        report = run.doctor(name, text=text or (), tokens=tokens, seed=seed, progress=tell, **loading)
-    outputs.show_doctor(report)
-    outputs.write(report)
+    with _working(outputs) as tell:
+        report = run.doctor(name, progress=tell, **settings)
+    outputs.deliver(report)
     if not run.sound(report):
-        raise typer.Exit(2)
+        raise failure(report)
 
 
 @app.command(name="list")
@@ -169,12 +218,14 @@ def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
     if kind == "schema":
         from attnlens.records import json_schema
 
-        typer.echo(json_schema(), nl=False)
+        with product():
+            typer.echo(json_schema(), nl=False)
         return
     from attnlens import registry, tables
 
     shown = console()
-    if kind != "measures":
-        shown.print(tables.analyzers_table(registry.analyzers()))
-    if kind != "analyzers":
-        shown.print(tables.measures_table(registry.measure_infos().values()))
+    with product():
+        if kind != "measures":
+            shown.print(tables.analyzers_table(registry.analyzers()))
+        if kind != "analyzers":
+            shown.print(tables.measures_table(registry.measure_infos().values()))

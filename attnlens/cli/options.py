@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from attnlens.errors import UsageError
+from attnlens.errors import TextError, UsageError
 from attnlens.registry import checked_name
 
-NEVER_FROM_FILES = ("trust_remote_code", "allow_pickle")
-"""A file may lie beside a stranger's model; what is dangerous is asked for on the command line alone."""
 SOURCES = ("weights", "tokens", "both")
+LARGEST = 9999
+"""Largest number of a layer or head that can be asked for; no model comes near it."""
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 
 
@@ -42,11 +43,12 @@ Analyzers = Annotated[
 Layers = Annotated[str | None, _option("--layers", help="Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
 Heads = Annotated[str | None, _option("--heads", help="Only these heads, as in `0,5`.", metavar="NUMBERS")]
 Text = Annotated[
-    list[str] | None,
+    list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
     _option(
         "--text",
         panel=INPUT,
-        help="Text file, or `-` for stdin; repeatable. Default: a built-in sample.",
+        help="Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with "
+        f"`{os.pathsep}`). Default: a built-in sample.",
         metavar="FILE",
     ),
 ]
@@ -70,13 +72,13 @@ Dtype = Annotated[
         metavar="TYPE",
     ),
 ]
-Seed = Annotated[int, _option("--seed", help="Seed of everything random.")]
+Seed = Annotated[int, _option("--seed", min=0, max=2**63 - 1, help="Seed of everything random.")]
 Json = Annotated[
     str | None, _option("--json", panel=OUTPUT, help="Write the report as JSON (`-`: to stdout).", metavar="FILE")
 ]
-Csv = Annotated[Path | None, _option("--csv", panel=OUTPUT, help="Write one row a head as CSV.", metavar="FILE")]
+Csv = Annotated[str | None, _option("--csv", panel=OUTPUT, help="Write one row a head as CSV.", metavar="FILE")]
 Png = Annotated[
-    Path | None,
+    str | None,
     _option(
         "--png",
         panel=OUTPUT,
@@ -84,9 +86,9 @@ Png = Annotated[
         metavar="FILE|DIR",
     ),
 ]
-Html = Annotated[Path | None, _option("--html", panel=OUTPUT, help="Write a self-contained page.", metavar="FILE")]
+Html = Annotated[str | None, _option("--html", panel=OUTPUT, help="Write a self-contained page.", metavar="FILE")]
 Markdown = Annotated[
-    Path | None, _option("--markdown", panel=OUTPUT, help="Write the summary as markdown.", metavar="FILE")
+    str | None, _option("--markdown", panel=OUTPUT, help="Write the summary as markdown.", metavar="FILE")
 ]
 AllHeads = Annotated[bool, _option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
 Strict = Annotated[bool, _option("--strict", help="Exit with 3 where a part could not be analysed.")]
@@ -109,66 +111,55 @@ AllowPickle = Annotated[
 def numbers(what: str, words: str | None) -> list[int] | None:
     """`0-3,7` as [0, 1, 2, 3, 7]; None stays None.
 
-    Raises UsageError where the words are no such list, or a range runs backwards.
+    Raises UsageError where the words are no such list, a number is beyond all models, or a range runs backwards.
     """
     if words is None:
         return None
-    found: list[int] = []
+    found: set[int] = set()
     for word in words.split(","):
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"--{what} {words!r} is no list of numbers.", "Write it like 0-3,7.")
+        if max(len(first), len(last)) > len(str(LARGEST)):
+            raise UsageError(f"--{what} {words!r} goes beyond {LARGEST}.", "Name numbers that the model has.")
         if dash and int(last) < int(first):
             raise UsageError(
                 f"--{what} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
             )
-        found += range(int(first), int(last if dash else first) + 1)
-    return sorted(set(found))
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return sorted(found)
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those among a command's parameters that say what is looked at, checked.
 
-    Raises UsageError for an unknown source, and for layers and heads that are no numbers.
+    Raises UsageError for an unknown source, and for layers and heads that are no numbers; TextError for `--text -`
+    without a stdin.
     """
-    return {name: given[name] for name in ("tokens", "sequences", "batch_size", "pack", "seed")} | {
-        "source": checked_name("source", given["source"], SOURCES),
-        "analyzers": given["analyzer"] or (),
+    plain = ("tokens", "sequences", "batch_size", "pack", "seed")
+    settings = {name: given[name] for name in plain if name in given} | {
         "layers": numbers("layers", given["layers"]),
         "heads": numbers("heads", given["heads"]),
-        "text": given["text"] or (),
+        "text": _texts(given["text"] or ()),
     }
+    if "source" in given:
+        settings["source"] = checked_name("source", given["source"], SOURCES)
+        settings["analyzers"] = given["analyzer"] or ()
+    return settings
+
+
+def _texts(paths: Sequence[Path]) -> list[str]:
+    names = [str(path) for path in paths]
+    if "." in names:
+        raise UsageError("--text names no file.", "Give the path of a text file, or - for stdin.")
+    if "-" in names and sys.stdin is None:
+        raise TextError(
+            "stdin is closed, so that --text - has nothing to read.", "Pipe a text into it, or name a file."
+        )
+    return names
 
 
 def loading(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those among a command's parameters that say how a model is loaded."""
     names = ("device", "dtype", "offline", "revision", "trust_remote_code", "allow_pickle")
     return {name: given[name] for name in names if name in given}
-
-
-def defaults(folder: Path, known: set[str]) -> dict[str, Any]:
-    """Options from `attnlens.toml`, or from [tool.attnlens] of `pyproject.toml`, by parameter name.
-
-    Raises UsageError where the file is no TOML or names an option that does not exist.
-    """
-    for name, path in (("attnlens.toml", ()), ("pyproject.toml", ("tool", "attnlens"))):
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            table = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{file} is not valid TOML: {error}.", "Mend the file, or run in another folder."
-            ) from None
-        for key in path:
-            table = table.get(key, {})
-        for key in table:
-            if key.replace("-", "_") in NEVER_FROM_FILES:
-                raise UsageError(f"{name} may not switch on {key}.", "Give it on the command line, if you mean it.")
-        if table:
-            return {
-                checked_name(f"option in {name}", key.replace("-", "_"), sorted(known)): value
-                for key, value in table.items()
-            }
-    return {}

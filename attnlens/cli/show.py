@@ -1,4 +1,4 @@
-"""How are results shown and written? Product on stdout or in files, talk and progress on stderr."""
+"""How does a command talk on stderr while it works, and how does it end where something goes wrong?"""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from attnlens.errors import AttnlensError
-from attnlens.files import check_writable, write_atomically
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from attnlens.records import Report
-
+UNUSABLE = 2
+"""Exit code where the words of the call or its input can't be used."""
+BUG = 70
+"""Exit code where attnlens itself went wrong."""
 INTERRUPTED = 130
 """Exit code of an interrupted command."""
 PLAIN_SECONDS = 10.0
@@ -36,122 +36,41 @@ def console(*, stderr: bool = False) -> Console:
     return console(stderr=stderr)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where the results go."""
-
-    json: str | None = None
-    csv: Path | None = None
-    png: Path | None = None
-    html: Path | None = None
-    markdown: Path | None = None
-    all_heads: bool = False
-    quiet: bool = False
-    verbose: bool = False
-    no_progress: bool = False
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Outputs:
-        """Those among a command's parameters."""
-        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
-
-    @property
-    def moving(self) -> bool:
-        """Whether progress is shown."""
-        return not (self.quiet or self.no_progress)
-
-    def check(self) -> None:
-        """Find out now, and not after the work, whether every file can be written (OutputError)."""
-        for path in (self.csv, self.html, self.markdown, self.json):
-            if path is not None and path != "-":
-                check_writable(Path(path))
-        if self.png is not None:
-            from attnlens import plots
-
-            check_writable(self.png, may_be_folder=True)
-            plots.is_file(self.png)
-
-    def write(self, report: Report) -> None:
-        """Write every file asked for, and tell which."""
-        from attnlens import tables
-
-        written: list[str] = []
-        makers: list[tuple[Path | None, Callable[[Report], str]]] = [
-            (self.csv, tables.csv),
-            (self.markdown, tables.markdown),
-        ]
-        if self.html is not None:
-            from attnlens import html
-
-            makers.append((self.html, html.page))
-        for path, make in makers:
-            if path is not None:
-                write_atomically(path, make(report).encode())
-                written.append(str(path))
-        if self.png is not None:
-            from attnlens import plots
-
-            pictures = plots.save_all(report, self.png)
-            written.append(str(self.png) if len(pictures) == 1 else f"{len(pictures)} pictures to {self.png}")
-        if self.json == "-":
-            sys.stdout.buffer.write(report.to_json().encode())
-            sys.stdout.flush()
-        elif self.json is not None:
-            report.write_json(self.json)
-            written.append(self.json)
-        if written and not self.quiet:
-            console(stderr=True).print("Wrote " + ", ".join(written), soft_wrap=True, markup=False)
-
-    def show(self, report: Report) -> None:
-        """The tables, on stdout unless the JSON goes there."""
-        from attnlens import tables
-
-        if self.quiet:
-            return
-        shown = console(stderr=self.json == "-")
-        shown.print(tables.summary(report))
-        if self.all_heads:
-            shown.print(tables.all_heads(report))
-        if self.verbose:
-            shown.print(tables.details(report))
-
-    def show_doctor(self, report: Report) -> None:
-        """The table of `doctor`."""
-        from attnlens import tables
-
-        if not self.quiet:
-            console(stderr=self.json == "-").print(tables.doctor_table(report.doctor))
+def complain(problem: str, remedy: str) -> None:
+    """Say on stderr what is wrong and what to do, a line each."""
+    with suppress(OSError):  # where stderr takes nothing, the exit code must do
+        console(stderr=True).print(f"Error: {clean(problem)}\n{clean(remedy)}", soft_wrap=True, markup=False)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn errors into two lines and exit code 2, and an interruption into 130; a traceback only with --debug."""
+    """Turn errors into two lines and exit code 2, an interruption into 130; with --debug a traceback stands above."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except AttnlensError as error:
-            if kwargs.get("debug"):
-                raise
-            said = f"Error: {clean(error.problem)}\n{clean(error.remedy)}"
-            console(stderr=True).print(said, soft_wrap=True, markup=False)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            if kwargs.get("debug"):
-                raise
-            console(stderr=True).print("Interrupted.")
-            raise typer.Exit(INTERRUPTED) from None
-        except (typer.Exit, typer.Abort, BrokenPipeError):
+        except typer.Exit:
             raise
-        except Exception as error:  # the outermost door: whatever is left is a bug of ours, and is called one
+        except (Exception, KeyboardInterrupt) as error:  # the outermost door: nothing else turns bugs into words
             if kwargs.get("debug"):
-                raise
-            talk = console(stderr=True)
-            talk.print(f"Internal error: {type(error).__name__}: {clean(str(error))}", soft_wrap=True, markup=False)
-            talk.print("Run it again with --debug and report what it prints.")
-            raise typer.Exit(70) from error
+                traceback.print_exc()
+            raise typer.Exit(_told(error)) from error
 
     return run
+
+
+def _told(error: BaseException) -> int:
+    """Say what ended a command; the exit code."""
+    if isinstance(error, AttnlensError):
+        complain(error.problem, error.remedy)
+        return UNUSABLE
+    if isinstance(error, KeyboardInterrupt):
+        console(stderr=True).print("Interrupted.")
+        return INTERRUPTED
+    talk = console(stderr=True)
+    talk.print(f"Internal error: {type(error).__name__}: {clean(str(error))}", soft_wrap=True, markup=False)
+    talk.print("Run it again with --debug and report what it prints.")
+    return BUG
 
 
 @contextmanager
@@ -160,11 +79,17 @@ def progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     talk = console(stderr=True)
     if not shown:
         yield lambda _stage, _done, _total: None
-    elif talk.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true"):
+    elif _may_move(talk):
         with _bars(talk) as tell:
             yield tell
     else:
         yield _plain(talk)
+
+
+def _may_move(talk: Console) -> bool:
+    """Whether stderr is a terminal that can draw over a line, and neither CI nor NO_COLOR asks for plain lines."""
+    unmoving = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
+    return sys.stderr.isatty() and not talk.is_dumb_terminal and not unmoving
 
 
 @contextmanager

@@ -18,6 +18,9 @@ from attnlens.errors import ModelError
 from attnlens.hooks.call import Call, Kernel, attend, exponential, read_call
 from attnlens.records import Site
 
+IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
+"""Whose attention goes through transformers' interface."""
+
 _door_numbers = count()
 
 
@@ -134,12 +137,10 @@ def out_of_reach(model: PreTrainedModel) -> ModelError:
     """The error for a model whose attention the interface does not reach: it has none, or computes it by hand."""
     name = type(model).__name__
     if not any(is_attention(module) for module in model.modules()):
-        return ModelError(
-            f"{name} has no softmax attention that attnlens can reach.", "Choose a model with softmax attention."
-        )
+        return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
     return ModelError(
-        f"{name} computes its attention by hand, outside transformers' attention interface.",
-        "attnlens can't read this family yet; `attnlens doctor` on another model shows what it reads.",
+        f"{name} computes its attention by hand, outside transformers' attention interface, and can't be read yet.",
+        f"Choose a model whose attention goes through it: {IN_REACH}.",
     )
 
 

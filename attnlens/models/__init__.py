@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from attnlens.errors import ModelError
+from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
+from attnlens.models.configs import check_config, refuse_mismatch
 from attnlens.models.heads import Kind, kind_of, model_class, refuse_own_code
 from attnlens.models.hub import first_line
 from attnlens.models.placement import device_of, dtype_of
-from attnlens.models.places import Place, find
+from attnlens.models.places import CONFIG, Place, find
 from attnlens.models.quiet import quiet
 from attnlens.models.soundness import check_whole, nonfinite_tensors
 from attnlens.models.tokenizers import load_tokenizer
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Kind", "Loaded", "Loading", "load", "nonfinite_tensors"]
+__all__ = ["Kind", "Loaded", "Loading", "first_line", "load", "nonfinite_tensors"]
 
 
 class Loading(TypedDict, total=False):
@@ -51,10 +53,12 @@ class Loaded:
     """What it reads."""
     missing_keys: tuple[str, ...] = ()
     """Parameters that the checkpoint lacks, so that they hold random numbers."""
+    unused_keys: tuple[str, ...] = ()
+    """Tensors of the checkpoint that the model has no place for."""
 
 
 def load(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     revision: str | None = None,
     dtype: str = "auto",
@@ -65,8 +69,9 @@ def load(
 ) -> Loaded:
     """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
-    `dtype="auto"` is the checkpoint's own type, but half precision is raised to float32 on the CPU, where it is slow
-    and inaccurate; a GGUF file is dequantised. `device="auto"` is the first of cuda, mps, cpu that is there.
+    A path object always means a file or folder, never the hub. `dtype="auto"` is the checkpoint's own type, but half
+    precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
+    `device="auto"` is the first of cuda, mps, cpu that is there.
     `offline` looks into the local cache and never at the network; without it, a hub that does not answer within two
     seconds is left alone in the same way. Nothing asks a question on stdin.
 
@@ -75,17 +80,27 @@ def load(
     its weights don't fit its config, or there is no such device.
     """
     place_on = device_of(device)
-    place = find(name, revision, offline=offline, allow_pickle=allow_pickle)
+    place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
+    check_config(place)
     if not trust_remote_code:
         refuse_own_code(place.config, place.id)
     check_whole(place.weights)
     _check_packages(place)
     with quiet():
         config = _config(place, trust_remote_code)
-        model, missing = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
+        model, missing, unused = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
-    return Loaded(model, tokenizer, problem, _info(place, model), kind_of(model), missing)
+    return Loaded(model, tokenizer, problem, _info(place, model), kind_of(model), missing, unused)
+
+
+def _written(name: object) -> str:
+    """The model's name as a string; a path is written so that it can't be mistaken for a hub id or `demo`."""
+    if isinstance(name, os.PathLike):
+        return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
+    if not isinstance(name, str):
+        raise UsageError(f"A {type(name).__name__} names no model.", "Give a hub id, a path, or what load returned.")
+    return name
 
 
 def _info(place: Place, model: PreTrainedModel) -> ModelInfo:
@@ -118,15 +133,16 @@ def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
         )
     except _foreign_errors() as error:
         raise ModelError(
-            f"The config of {place.id} can't be read: {first_line(error)}", "Is it a model that transformers knows?"
+            f"{place.folder / (place.file if place.gguf else CONFIG)} can't be read: {first_line(error)}",
+            "Is it a model that transformers knows?",
         ) from error
     return config
 
 
 def _model(
     place: Place, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
-) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model, and the names of the parameters that its files lack."""
+) -> tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]:
+    """The model, the names of the parameters that its files lack, and of the tensors that it has no place for."""
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
     named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
@@ -139,21 +155,25 @@ def _model(
             dtype=dtype,
             use_safetensors=place.form == "safetensors",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named, and refused below
             local_files_only=True,
             **place.gguf,
             **options,
         )
     except _foreign_errors() as error:
+        config_file = "" if place.gguf else f" with {CONFIG}"
         raise ModelError(
-            f"The weights of {place.id} can't be loaded: {first_line(error)}", "Check that they belong to its config."
+            f"{place.folder / place.file}{config_file} can't be loaded: {first_line(error)}",
+            "Check that weights and config belong together.",
         ) from error
-    missing = tuple(sorted(found["missing_keys"]))
+    refuse_mismatch(place, found["mismatched_keys"])
+    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
     if len(missing) >= len(list(model.parameters())):
         raise ModelError(
             f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
             "Check the model's config.json.",
         )
-    return model, missing
+    return model, missing, unused
 
 
 def _foreign_errors() -> tuple[type[Exception], ...]:
@@ -163,5 +183,5 @@ def _foreign_errors() -> tuple[type[Exception], ...]:
 
     return (
         *(OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError),
-        *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+        *(ArithmeticError, AssertionError, SafetensorError, StrictDataclassError, pickle.UnpicklingError),
     )

@@ -106,9 +106,11 @@ class Hub:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text that says something, or its type."""
+    """The first line of an error's text that says something (and what a colon at its end announces), or its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    if not lines or isinstance(error, KeyError):  # whose text is the key alone
+        return " ".join([type(error).__name__, *lines[:1]])
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def reachable(endpoint: str) -> bool:

@@ -1,4 +1,4 @@
-"""How are transformers' progress bars and warnings kept off the terminal while it loads?"""
+"""How are transformers' progress bars and warnings kept off the terminal while it loads, and while a model runs?"""
 
 from __future__ import annotations
 
@@ -12,19 +12,34 @@ from typing import Any
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Inside, transformers shows no bars and only errors; what was set before is set again at the end."""
+def only_errors() -> Iterator[None]:
+    """Inside, transformers logs only errors; what was set before is set again at the end.
+
+    Some models log when they are run and not when they are loaded: Mamba tells at its first forward pass which of its
+    kernels are not installed.
+    """
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers shows no bars and only errors, and nothing warns; for the time that a model is loaded."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with warnings.catch_warnings(), _no_gguf_bar():
+        with only_errors(), warnings.catch_warnings(), _no_gguf_bar():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 

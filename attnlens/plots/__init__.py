@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from attnlens.errors import OutputError, UsageError
-from attnlens.files import write_atomically
+from attnlens.files import make_folder, write_atomically
 from attnlens.plots.fans import fan_figure
 from attnlens.plots.maps import map_figure
 from attnlens.plots.overview import overview_figure
@@ -36,7 +36,8 @@ def save_all(report: Report, target: Path) -> list[Path]:
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
     if not is_file(target):
-        return _save_folder(shapes, _made(target))
+        make_folder(target)
+        return _save_folder(shapes, target)
     _save(partial(overview_figure, shapes), target)
     return [target]
 
@@ -79,13 +80,3 @@ def _save(draw: Callable[[], Figure], path: Path) -> None:
     with house_style():
         content = encoded(draw(), path.suffix.lower())
     write_atomically(path, content)
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"The folder {folder} can't be made: {error.strerror}.", "Choose a folder that you can write."
-        ) from None
-    return folder

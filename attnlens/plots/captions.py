@@ -84,12 +84,8 @@ def coverage_line(shapes: Shapes) -> str:
 def settings_line(shapes: Shapes) -> str:
     """On which text, with which attnlens."""
     settings, tool = shapes.report.settings, shapes.report.tool
-    text = (
-        f"text: {clean(settings.text.name)}, {settings.sequences} × {settings.tokens} tokens · "
-        if settings.text
-        else ""
-    )
-    return f"{text}{clean(tool.name)} {clean(tool.version)}"
+    fed = f"input: {clean(settings.fed)} · " if settings.fed else ""
+    return f"{fed}{clean(tool.name)} {clean(tool.version)}"
 
 
 def heading(name: str) -> str:
@@ -101,9 +97,7 @@ def source_heading(shapes: Shapes, name: str) -> str:
     """Where a row of pictures comes from."""
     settings = shapes.report.settings
     source = source_of(name)
-    if source != "tokens" or settings.text is None:
-        return source
-    return f"{source} – {clean(settings.text.name)}, {settings.sequences} × {settings.tokens} tokens"
+    return f"{source} – {clean(settings.fed)}" if source == "tokens" and settings.fed else source
 
 
 def typeset(number: float, decimals: int) -> str:

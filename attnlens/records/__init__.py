@@ -1,16 +1,15 @@
 """What do the parts of attnlens hand to each other? Frozen nouns: Site and QueryKey carry tensors, the rest is JSON."""
 
+from attnlens.records.coverage import Coverage, Skipped
 from attnlens.records.measures import Head, HeadId, Measure, Null, Record
 from attnlens.records.report import (
     Conventions,
-    Coverage,
     Environment,
     File,
     ModelInfo,
     Report,
     Settings,
     SiteCheck,
-    Skipped,
     Standout,
     Summary,
     Text,

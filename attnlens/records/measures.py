@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, model_serializer, model_validator
 
 from attnlens.records.tensors import Part
 
@@ -14,6 +14,7 @@ def _nine_digits(number: float) -> float:
 
 
 Number = Annotated[float, PlainSerializer(_nine_digits, when_used="json")]
+Count = Annotated[int, Field(ge=0)]
 
 
 class Record(BaseModel):
@@ -40,7 +41,7 @@ class Measure(Record):
     """The name of a category, where the value is a category's number."""
     se: Number | None = None
     """Standard error of the mean over sequences."""
-    n: int | None = None
+    n: Count | None = None
     """How many sequences (tokens.*) or matrices (weights.*) the value rests on."""
     null: Null | None = None
     """The same measure under the null model."""
@@ -70,11 +71,11 @@ class HeadId(Record):
 
     site: str
     """The site's name: module path, with #ordinal where the module is called more than once."""
-    layer: int
+    layer: Count
     """The site's running number."""
-    head: int
+    head: Count
     """The query head's number."""
-    kv_head: int
+    kv_head: Count
     """The number of the key head that it uses."""
     part: Part
     """encoder, decoder or cross."""

@@ -11,52 +11,12 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from attnlens.errors import UsageError
 from attnlens.files import write_atomically
-from attnlens.records.measures import Head, HeadId, Number, Record
+from attnlens.records.coverage import Coverage
+from attnlens.records.measures import Count, Head, HeadId, Number, Record
 from attnlens.records.tensors import Part
 
 if TYPE_CHECKING:
     import pandas
-
-
-class Skipped(Record):
-    """What was not analysed, and why."""
-
-    site: str
-    """The site's name, or a module's path."""
-    heads: list[int] = []
-    """Which heads; empty means all."""
-    measure: str | None = None
-    """Which measure or source; None means all."""
-    reason: str
-    """Why."""
-
-
-class Coverage(Record):
-    """What was analysed and what was not."""
-
-    sites: int
-    """Sites asked for."""
-    heads: int
-    """Heads asked for."""
-    analysed: int
-    """Heads on which all that was asked for was measured."""
-    skipped: list[Skipped] = []
-    """What is missing, with reasons."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether every head asked for was analysed."""
-        return self.analysed == self.heads and not self.skipped
-
-    @property
-    def sentence(self) -> str:
-        """`COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, because …`."""
-        count = f"{self.analysed} of {self.heads} heads"
-        if self.complete:
-            return f"COMPLETE: {count}"
-        reasons = list(dict.fromkeys(skip.reason for skip in self.skipped))
-        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
-        return f"PARTIAL: {count}, because {reasons[0] if reasons else 'of an interruption'}{more}"
 
 
 class File(Record):
@@ -92,7 +52,7 @@ class ModelInfo(Record):
     """Commit of a hub model."""
     architecture: str
     """The transformers class."""
-    parameters: int
+    parameters: Count
     """How many parameters it has."""
     files: list[File] = []
     """The weight files read."""
@@ -104,13 +64,13 @@ class Text(Record):
     """Which text was fed."""
 
     name: str
-    """File name, `stdin`, `built-in sample` or `random pixels`."""
+    """File name, `stdin`, `built-in sample` or `random pixels`; several are joined by +."""
     sha256: str
     """SHA-256 of what was fed."""
 
 
 class Settings(Record):
-    """What was asked for."""
+    """What was asked for, and what was fed."""
 
     seed: int = 0
     """Seed of everything random."""
@@ -123,17 +83,34 @@ class Settings(Record):
     analyzers: list[str] = []
     """Which analyzers ran."""
     text: Text | None = None
-    """The text, where tokens were analysed."""
-    sequences: int | None = None
-    """How many sequences were fed."""
-    tokens: int | None = None
-    """Window length in tokens."""
+    """The text, where one was fed."""
+    noise: Text | None = None
+    """The random pixels or sound, where the model reads no text."""
+    sequences: Count | None = None
+    """How many windows, lines, images or sounds were fed (fewer than asked for, where the text ended or the run was
+    interrupted); None where none were."""
+    tokens: Count | None = None
+    """Tokens of a window; the most that a line may have (`pack` false); those that the attention saw of an image."""
     pack: bool | None = None
-    """Whether running text was cut into windows (else: one line, one sequence)."""
-    layers: list[int] | None = None
+    """Whether running text was cut into windows (else: one line, one sequence); None where no text was fed."""
+    layers: list[Count] | None = None
     """Which layers were asked for; None means all."""
-    heads: list[int] | None = None
+    heads: list[Count] | None = None
     """Which heads were asked for; None means all."""
+
+    @property
+    def fed(self) -> str:
+        """What went through the model, in how many pieces of which length; empty where nothing did."""
+        count = self.sequences or 0
+        plural = "" if count == 1 else "s"
+        if self.noise is not None and self.text is None:
+            kind = "image" if "pixels" in self.noise.name else "recording"
+            return f"{self.noise.name}, {count} {kind}{plural} of {self.tokens} tokens each"
+        if self.text is None:
+            return ""
+        if self.pack is False:
+            return f"{self.text.name}, {count} line{plural} of at most {self.tokens} tokens"
+        return f"{self.text.name}, {count} × {self.tokens} tokens"
 
 
 class Environment(Record):
@@ -161,9 +138,9 @@ class Tool(Record):
 class Standout(Record):
     """A head that differs from its model's other heads."""
 
-    layer: int
+    layer: Count
     """The site's running number."""
-    head: int
+    head: Count
     """The query head's number."""
     measure: str
     """The measure in which it differs."""
@@ -182,12 +159,14 @@ class Summary(Record):
     """Median over heads of each measure."""
     layers: list[dict[str, Number]] = []
     """Median over the heads of each layer, measure by measure, in the order of `layer_numbers`."""
-    layer_numbers: list[int] = []
+    layer_numbers: list[Count] = []
     """The layers' running numbers."""
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
     standouts: list[Standout] = []
-    """Heads that differ most from the model's other heads."""
+    """Heads that differ most from the model's other heads, the most different first."""
+    standouts_in_all: Count = 0
+    """How many heads stand out, of which `standouts` names the first."""
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
 
@@ -199,8 +178,8 @@ class SiteCheck(Record):
     """The site's name."""
     part: Part
     """encoder, decoder or cross."""
-    heads: int
-    """How many heads it has."""
+    heads: Count
+    """How many of its heads were checked."""
     route: str
     """How its weights were read."""
     tokens_error: Number | None
@@ -240,7 +219,7 @@ class Report(Record):
     """Site by site, whether what attnlens reads is what the model computes."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
-    peak_memory_bytes: int = 0
+    peak_memory_bytes: Count = 0
     """Largest resident memory of the process."""
 
     def __repr__(self) -> str:

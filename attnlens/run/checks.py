@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from attnlens import models, weights
+from torch import Tensor
+
+from attnlens import hooks, models, weights
 from attnlens.errors import ModelError, UsageError
 from attnlens.hooks import Reached
-from attnlens.records import Conventions
+from attnlens.records import Conventions, Settings, Skipped
 
 CAUSAL_NOTE = "Causal heads: the scores above the diagonal belong to the kernel, but the model never uses them."
 UNKNOWN_NOTE = "The tokenizer does not know {:.0%} of the text's tokens: the model was made for another language."
 MANY_UNKNOWN = 0.1
 """Share of unknown tokens from which the text is called foreign to the model."""
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
+
+
+OUTSIDE = "its attention is computed outside transformers' attention interface"
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+"""What models raise in a forward pass that their config makes impossible."""
+
+
+def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
+    """The sites that these inputs reach.
+
+    Raises ModelError where the model can't run them on its own either, and where it has no sites.
+    """
+    try:
+        return hooks.survey(loaded.model, inputs)
+    except FAILURES:
+        try:
+            hooks.forward(loaded.model, inputs)
+        except FAILURES as error:
+            raise ModelError(
+                f"{loaded.info.id} can't run: {type(error).__name__}: {models.first_line(error)}",
+                "Check its config.json against the model that it was made for.",
+            ) from error
+        raise
+
+
+def out_of_reach(loaded: models.Loaded, reached: list[Reached]) -> list[Skipped]:
+    """Attention that is there and is not read: modules outside the interface, and layers that the config leaves out."""
+    outside = [Skipped(site=path, reason=OUTSIDE) for path in hooks.unreached(loaded.model, reached)]
+    known = [name for name, _ in loaded.model.named_parameters()]
+    unused: Counter[str] = Counter()
+    for name in loaded.unused_keys:
+        layer = re.match(r"(.*?\.)?\d+(?=\.)", name)
+        # a layer that is there has the same tensors; another head's or a buffer's name has no such counterpart
+        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", own) for own in known):
+            unused[layer.group()] += 1
+    why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
+    return outside + [Skipped(site=layer, reason=why) for layer in unused]
+
+
+def _same_tensor(one: str, other: str) -> bool:
+    """Whether two names are the same but for what stands in front, such as the name of the model in a model."""
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
+
+
+def check_chosen(settings: Settings, reached: Sequence[Reached]) -> None:
+    """Raise UsageError for chosen layers or heads that the model does not have."""
+    check_numbers("layer", settings.layers, len(reached))
+    check_numbers("head", settings.heads, max(found.call.query.shape[1] for found in reached))
 
 
 def check_numbers(what: str, numbers: Sequence[int] | None, count: int) -> None:

@@ -51,9 +51,19 @@ class Draft:
     curves: dict[str, list[float]] = field(default_factory=dict)
 
     @property
+    def whole_curves(self) -> dict[str, list[float]]:
+        """The curves without missing numbers."""
+        return {name: curve for name, curve in self.curves.items() if not any(step != step for step in curve)}
+
+    @property
+    def sources(self) -> set[str]:
+        """The sources of which it has a value."""
+        names = [name for name, measure in self.measures.items() if measure.value is not None]
+        return {name.partition(".")[0] for name in (*names, *self.whole_curves)}
+
+    @property
     def record(self) -> Head:
         """The finished record; curves with missing numbers are left out."""
-        curves = {name: curve for name, curve in self.curves.items() if not any(step != step for step in curve)}
         return Head(
             site=self.site.name,
             layer=self.site.layer,
@@ -61,7 +71,7 @@ class Draft:
             kv_head=self.kv_head,
             part=self.site.part,
             measures=self.measures,
-            curves=curves,
+            curves=self.whole_curves,
         )
 
 
@@ -146,10 +156,13 @@ class Collector:
         return next((skip for skip in self.skipped if skip.site == site.name and head in skip.heads), None)
 
     def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
-        """Note what is not measured, and why; the same thing once."""
+        """Note what is not measured, and why; the same thing once, and without a source where it holds for several."""
         entry = Skipped(site=site, heads=list(heads), measure=measure, reason=reason)
-        if entry not in self.skipped:
-            self.skipped.append(entry)
+        for place, before in enumerate(self.skipped):
+            if before.model_copy(update={"measure": measure}) == entry:
+                self.skipped[place] = entry if before.measure == measure else entry.model_copy(update={"measure": None})
+                return
+        self.skipped.append(entry)
 
     def heads(self) -> list[Head]:
         """The finished records in the order of layer and head."""
@@ -157,25 +170,22 @@ class Collector:
             draft.record for draft in sorted(self.drafts.values(), key=lambda draft: (draft.site.layer, draft.head))
         ]
 
-    def coverage(self) -> Coverage:
-        """How many of the heads asked for have all that was asked for."""
-        missing = {
-            key
-            for key, draft in self.drafts.items()
-            if any(
-                skip.site == draft.site.name and (not skip.heads or draft.head in skip.heads) for skip in self.skipped
-            )
-        }
+    def coverage(self, sources: Iterable[str]) -> Coverage:
+        """How many of the heads asked for have a value, and how many of those have none from one of the `sources`."""
+        found = {key: draft.sources for key, draft in self.drafts.items() if draft.sources}
+        without = {source: sum(source not in present for present in found.values()) for source in sources}
         return Coverage(
             sites=len({site for site, _ in self.drafts}),
             heads=len(self.drafts),
-            analysed=len(self.drafts) - len(missing),
+            analysed=len(found),
+            without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
 
     def summary(self, identity_error: float | None) -> Summary:
         """Medians over the model and over each layer, and the heads that stand out."""
         records = self.heads()
+        outstanding = standouts(records, measure_infos())
         by_layer: dict[int, list[Head]] = defaultdict(list)
         for record in records:
             by_layer[record.layer].append(record)
@@ -184,7 +194,8 @@ class Collector:
             layers=[_medians(group) for group in by_layer.values()],
             layer_numbers=list(by_layer),
             layer_symmetry=[self.layer_symmetry.get(layer) for layer in by_layer] if self.layer_symmetry else [],
-            standouts=standouts(records, measure_infos()),
+            standouts=outstanding[:MOST_STANDOUTS],
+            standouts_in_all=len(outstanding),
             identity_error=identity_error,
         )
 
@@ -213,34 +224,42 @@ def _medians(records: Sequence[Head]) -> dict[str, float]:
 def standouts(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Standout]:
     """The heads that differ most from the others of their part (encoder, decoder, cross), at most one line a head.
 
-    Only measures that say in words what a large or a small value means are candidates.
+    Only measures that say in words what a large or a small value means are candidates. Calls of one module share its
+    weights, so that weights.* count and name them once.
     """
     candidates: list[Standout] = []
     for part in dict.fromkeys(record.part for record in records):
-        of_part = [record for record in records if record.part == part]
+        calls: dict[tuple[str, int], list[Head]] = defaultdict(list)
+        for record in records:
+            if record.part == part:
+                calls[record.site.partition("#")[0], record.head].append(record)
+        every, shared = [[record] for group in calls.values() for record in group], list(calls.values())
         for info in infos.values():
             if info.more or info.less:
-                candidates += _standouts_in(info, of_part)
+                candidates += _standouts_in(info, shared if info.name.startswith("weights.") else every)
     best: dict[tuple[int, int], Standout] = {}
     for candidate in sorted(candidates, key=lambda standout: -abs(standout.score)):
         best.setdefault((candidate.layer, candidate.head), candidate)
-    return list(best.values())[:MOST_STANDOUTS]
+    return list(best.values())
 
 
-def _standouts_in(info: MeasureInfo, records: Sequence[Head]) -> list[Standout]:
-    found = [(record, record.measures[info.name].value) for record in records if info.name in record.measures]
-    present = [(record, value) for record, value in found if value is not None]
+def _standouts_in(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[Standout]:
+    """Those among the heads that stand out in one measure; a head is the records of its calls, which read the same."""
+    found = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
+    present = [(calls, value) for calls, value in found if value is not None]
     if len(present) < FEWEST_HEADS:
         return []
     values = torch.tensor([value for _, value in present], dtype=torch.float64)
     standing, median = [], float(values.quantile(0.5))
     bounded = info.low is not None and info.high is not None
     least = 0.05 * (info.high - info.low) if bounded else 0.1 * abs(median)  # type: ignore[operator]
-    for (record, value), score in zip(present, robust_z(values).tolist(), strict=True):
+    for (calls, value), score in zip(present, robust_z(values).tolist(), strict=True):
         words = info.more if score > 0 else info.less
         if abs(score) >= STANDOUT_SCORE and abs(value - median) >= least and words:
             text = f"{words}: {info.name} {value:.3g}, median {median:.3g}"
-            standing.append(Standout(layer=record.layer, head=record.head, measure=info.name, score=score, text=text))
+            text += f" (all {len(calls)} calls)" if len(calls) > 1 else ""
+            first = calls[0]
+            standing.append(Standout(layer=first.layer, head=first.head, measure=info.name, score=score, text=text))
     return standing
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any, Unpack
 
 import torch
@@ -14,7 +16,8 @@ from transformers import PreTrainedModel
 from attnlens import hooks, models, texts, weights
 from attnlens.errors import NotBilinearError
 from attnlens.hooks import Reached
-from attnlens.records import Coverage, QueryKey, Report, Settings, SiteCheck, Skipped, Summary, Text
+from attnlens.records import Coverage, QueryKey, Report, Settings, SiteCheck, Summary
+from attnlens.run import arguments, checks
 from attnlens.run.collect import environment, peak_memory, tool
 from attnlens.run.inspect import Progress, silent
 
@@ -23,59 +26,97 @@ TOLERANCE = hooks.IDENTITY_TOLERANCE
 
 
 def doctor(
-    model: str = "demo",
+    model: str | PathLike[str] | models.Loaded = "demo",
     *,
-    text: Sequence[str] = (),
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    text: arguments.Words = (),
     tokens: int | None = None,
+    sequences: int = 2,
+    pack: bool = True,
     seed: int = 0,
     progress: Progress = silent,
     **loading: Unpack[models.Loading],
 ) -> Report:
     """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
 
-    P_model are the attention probabilities that the model itself hands out under its own eager attention. The model
-    is loaded in float64 (twice the memory), so that an error is a misreading and not rounding.
-    Raises ModelError where the model can't be loaded or reached.
+    P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
+    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
+    another `dtype` is honoured, and judged by the same tolerance.
+    Raises UsageError for words that make no sense, TextError, and ModelError where the model can't be loaded or read.
     """
     start = time.perf_counter()
-    content = texts.read_text(text)
-    loaded = models.load(model, **(loading | {"dtype": "float64"}))
-    hooks.allow_float64(loaded.model)
-    window = texts.window_length(loaded.model, tokens)
-    inputs, text_read = _inputs(loaded, content, window, seed)
+    asked = arguments.settings(layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed)
+    arguments.refuse_ignored(model, loading)
+    files = arguments.words("text", text)
+    content = texts.read_text(files)
+    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
+    if loaded.model.dtype == torch.float64:
+        hooks.allow_float64(loaded.model)
+    arguments.refuse_text(loaded, files, tokens)
+    settings, inputs = _fed(arguments.of_model(asked, loaded), loaded, content)
+    report = _examined(loaded, settings, inputs, progress)
+    return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
+
+
+def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+    """The report of the model on these inputs, but for its timings."""
+    reached = checks.sites(loaded, inputs)
+    checks.check_chosen(settings, reached)
     identity = hooks.identity_error(loaded.model, inputs)
-    checks = check_sites(loaded.model, texts.placeholder(loaded, 1, seed).batches[0].inputs, inputs, progress)
-    missed = [
-        Skipped(site=path, reason="its attention is computed outside transformers' attention interface")
-        for path in hooks.unreached(loaded.model, hooks.survey(loaded.model, inputs))
-    ]
-    heads = sum(check.heads for check in checks)
+    one = texts.placeholder(loaded, 1, settings.seed).batches[0].inputs
+    found = check_sites(loaded.model, one, inputs, progress, layers=settings.layers, heads=settings.heads)
+    heads = sum(check.heads for check in found)
+    missed = checks.out_of_reach(loaded, reached)
     return Report(
         tool=tool(),
         command="doctor",
         model=loaded.info,
-        settings=Settings(seed=seed, device=str(loaded.model.device), dtype="float64", text=text_read, tokens=window),
+        settings=arguments.seen(settings, loaded, reached),
         environment=environment(),
-        coverage=Coverage(sites=len(checks), heads=heads, analysed=heads, skipped=missed),
+        coverage=Coverage(sites=len(found), heads=heads, analysed=heads, skipped=missed),
         summary=Summary(identity_error=identity if identity == identity else None),
-        doctor=checks,
-        timings={"doctor": time.perf_counter() - start},
+        doctor=found,
         peak_memory_bytes=peak_memory(),
     )
 
 
+def _with_dtype(loading: models.Loading) -> models.Loading:
+    return {"dtype": "float64", **loading}
+
+
+def _precise(loaded: models.Loaded) -> models.Loaded:
+    """The same model in float64, as a copy."""
+    return replace(loaded, model=nn.Module.double(copy.deepcopy(loaded.model)))
+
+
 def check_sites(
-    model: PreTrainedModel, one: dict[str, Tensor], inputs: dict[str, Tensor], progress: Progress = silent
+    model: PreTrainedModel,
+    one: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    progress: Progress = silent,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Each site's check on `inputs`; `one` is a single token, from which the weights are read."""
+    """Each site's check on `inputs`; `one` is a single token, from which the weights are read.
+
+    Only those `layers` and `heads` are looked at; a site that has none of the heads is left out.
+    """
     own = own_probabilities(model, inputs)
-    first, reached = hooks.survey(model, one), hooks.survey(model, inputs)
-    checks = []
-    for done, (found, factors) in enumerate(zip(reached, weights.factors(model, first, reached), strict=True)):
-        progress("doctor", done, len(reached))
-        checks.append(_check(found, factors, own.get((found.site.path, found.site.ordinal))))
-    progress("doctor", len(reached), len(reached))
-    return checks
+    pairs = [
+        (first, found, chosen)
+        for first, found in zip(hooks.survey(model, one), hooks.survey(model, inputs), strict=True)
+        if (layers is None or found.site.layer in layers)
+        and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
+    ]
+    every = weights.factors(model, [first for first, _, _ in pairs], [found for _, found, _ in pairs])
+    results = []
+    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, every, strict=True)):
+        progress("doctor", done, len(pairs))
+        results.append(_check(found, factors, own.get((found.site.path, found.site.ordinal)), chosen))
+    progress("doctor", len(pairs), len(pairs))
+    return results
 
 
 def own_probabilities(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[tuple[str, int], Tensor]:
@@ -110,32 +151,43 @@ def own_probabilities(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict
     return found
 
 
-def _inputs(loaded: models.Loaded, content: texts.Content, tokens: int, seed: int) -> tuple[dict[str, Tensor], Text]:
-    """Two sequences of text, or a stand-in where the model has no tokenizer (its identity can be proven without)."""
+def _fed(asked: Settings, loaded: models.Loaded, content: texts.Content) -> tuple[Settings, dict[str, Tensor]]:
+    """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
+    tokens, sequences = asked.tokens or 2, asked.sequences or 1
     if loaded.tokenizer is None and loaded.kind in ("text", "seq2seq"):
-        found = texts.placeholder(loaded, tokens, seed, sequences=2)
+        found = texts.placeholder(loaded, tokens, asked.seed, sequences=sequences)
     else:
-        found = texts.batches(loaded, content, tokens=tokens, sequences=2, batch_size=2, seed=seed)
-    return found.batches[0].inputs, found.text
+        found = texts.batches(
+            loaded,
+            content,
+            tokens=tokens,
+            sequences=sequences,
+            batch_size=sequences,
+            pack=asked.pack is not False,
+            seed=asked.seed,
+        )
+    return arguments.fed(asked, found), found.batches[0].inputs
 
 
-def _check(found: Reached, factors: weights.Factors | NotBilinearError, own: Tensor | None) -> SiteCheck:
-    """Both errors of one site, or the reason why one is missing."""
-    query_key = found.call.query_key(found.site)
+def _check(
+    found: Reached, factors: weights.Factors | NotBilinearError, own: Tensor | None, heads: Sequence[int]
+) -> SiteCheck:
+    """Both errors of one site's heads, or the reason why one is missing."""
+    query_key = found.call.query_key(found.site).select(heads)
     errors: list[float | None] = [None, None]
     reason = factors.problem if isinstance(factors, NotBilinearError) else None
     if own is None:
         reason = "the module does not hand out its attention probabilities"
-    elif not bool(own.isfinite().all()):
+    elif not bool(own[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        errors[0] = _error(query_key, own)
+        errors[0] = _error(query_key, own[:, heads])
         if not isinstance(factors, NotBilinearError):
-            errors[1] = _error(from_weights(found, factors), own)
+            errors[1] = _error(from_weights(found, factors).select(heads), own[:, heads])
     return SiteCheck(
         site=found.site.name,
         part=found.site.part,
-        heads=len(query_key.heads),
+        heads=len(heads),
         route="none" if isinstance(factors, NotBilinearError) else factors.route,
         tokens_error=errors[0],
         weights_error=errors[1],

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Literal, Unpack
 
 import torch
@@ -16,7 +17,8 @@ from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextErr
 from attnlens.hooks import Call, Reached
 from attnlens.records import Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer
-from attnlens.run.checks import check_numbers, conventions, refuse_initialised
+from attnlens.run import arguments, checks
+from attnlens.run.checks import conventions, refuse_initialised
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
 from attnlens.run.pieces import finite_heads, pieces
 from attnlens.statistics import gaussian_null
@@ -41,13 +43,13 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 def inspect(
-    model: str | models.Loaded = "demo",
+    model: str | PathLike[str] | models.Loaded = "demo",
     *,
     source: Literal["weights", "tokens", "both"] = "both",
-    analyzers: Sequence[str] = (),
+    analyzers: arguments.Words = (),
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    text: Sequence[str] = (),
+    text: arguments.Words = (),
     tokens: int | None = None,
     sequences: int = 32,
     batch_size: int = 8,
@@ -63,23 +65,21 @@ def inspect(
     with `pack=False`. Measures are float64; tokens.* carry standard errors over sequences, weights.* a null.
     Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which carries what was finished.
     """
-    chosen = registry.analyzers(analyzers, source)
-    content = texts.read_text(text) if source != "weights" else None
+    asked = arguments.settings(
+        source=source, layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed
+    )
+    arguments.whole("batch_size", batch_size, 1)
+    arguments.refuse_ignored(model, loading)
+    chosen = registry.analyzers(arguments.words("analyzers", analyzers), source)
+    files = arguments.words("text", text)
+    content = texts.read_text(files) if source != "weights" else None
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
-    settings = Settings(
-        seed=seed,
-        device=str(loaded.model.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        source=source,
-        analyzers=list(dict.fromkeys(analyzer.name for analyzer in chosen)),
-        tokens=texts.window_length(loaded.model, tokens),
-        pack=pack,
-        layers=layers and list(layers),
-        heads=heads and list(heads),
-    )
-    return Inspection(loaded, settings, chosen, Collector(heads), progress, timings).run(content, sequences, batch_size)
+    arguments.refuse_text(loaded, files, tokens)
+    names = list(dict.fromkeys(analyzer.name for analyzer in chosen))
+    settings = arguments.of_model(asked, loaded).model_copy(update={"analyzers": names})
+    return Inspection(loaded, settings, chosen, Collector(asked.heads), progress, timings).run(content, batch_size)
 
 
 @dataclass
@@ -98,10 +98,11 @@ class Inspection:
     sites: tuple[Site, ...] = ()
     tokenless: str | None = None
     unknown_share: float = 0.0
+    finished: int = 0
 
-    def run(self, content: texts.Content | None, sequences: int, batch_size: int) -> Report:
+    def run(self, content: texts.Content | None, batch_size: int) -> Report:
         """Survey, weights, tokens, report."""
-        batches = self._batches(content, sequences, batch_size)
+        batches = self._batches(content, batch_size)
         with self._timed("survey"):
             first = self._survey(batches)
         try:
@@ -114,32 +115,35 @@ class Inspection:
         except KeyboardInterrupt:
             for found in self.reached:
                 self.collector.skip(found.site.name, "the run was interrupted")
+            if batches:
+                self.settings = self.settings.model_copy(update={"sequences": self.finished})
             raise Interrupted(self._report()) from None
         if not any(draft.measures for draft in self.collector.drafts.values()):
             reason = self.collector.skipped[0].reason
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return self._report()
 
-    def _batches(self, content: texts.Content | None, sequences: int, batch_size: int) -> tuple[texts.Batch, ...]:
+    def _batches(self, content: texts.Content | None, batch_size: int) -> tuple[texts.Batch, ...]:
         """The text as batches; none for weights alone, nor for both sources where there is no tokenizer."""
+        asked, self.settings = self.settings, self.settings.model_copy(update=arguments.NOTHING_FED)
         if content is None or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
             found = texts.batches(
                 self.loaded,
                 content,
-                tokens=self.settings.tokens,
-                sequences=sequences,
+                tokens=asked.tokens,
+                sequences=asked.sequences or 1,
                 batch_size=batch_size,
-                pack=self.settings.pack is not False,
-                seed=self.settings.seed,
+                pack=asked.pack is not False,
+                seed=asked.seed,
             )
         except TextError as error:
             if self.loaded.tokenizer is not None or self.settings.source == "tokens":
                 raise
             self.tokenless = error.problem
             return ()
-        self.settings = self.settings.model_copy(update={"text": found.text, "sequences": found.sequences})
+        self.settings = arguments.fed(asked, found)
         self.unknown_share = found.unknown_share
         return found.batches
 
@@ -147,23 +151,23 @@ class Inspection:
         """Find the sites, prove that the door changes nothing, and choose the layers; returns the one-token survey."""
         model, window = self.loaded.model, self.settings.tokens or 2
         sample = texts.placeholder(self.loaded, window, self.settings.seed).batches[0].inputs
-        window_sites = hooks.survey(model, sample)
+        window_sites = checks.sites(self.loaded, sample)
         probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
         self._prove_identity(probe)
         refuse_initialised(self.loaded, window_sites)
         self.sites = tuple(found.site for found in window_sites)
         first = hooks.survey(model, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
         layers = self.settings.layers
-        check_numbers("layer", layers, len(window_sites))
-        check_numbers("head", self.settings.heads, max(found.call.query.shape[1] for found in window_sites))
+        checks.check_chosen(self.settings, window_sites)
         self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
         for found in self.reached:
             heads = found.call.query.shape[1]
             self.collector.enter(found.site, [head // found.call.group for head in range(heads)])
             if self.tokenless:
                 self.collector.skip(found.site.name, self.tokenless, measure="tokens")
-        for path in hooks.unreached(model, window_sites):
-            self.collector.skip(path, "its attention is computed outside transformers' attention interface")
+        for entry in checks.out_of_reach(self.loaded, window_sites):
+            self.collector.skip(entry.site, entry.reason)
+        self.settings = arguments.seen(self.settings, self.loaded, window_sites)
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
@@ -202,7 +206,7 @@ class Inspection:
     ) -> None:
         whole = factors.query_key
         finite = finite_heads(whole)
-        self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite])
+        self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite], "weights")
         if not finite:
             return
         query_key = whole.select(finite)
@@ -219,11 +223,11 @@ class Inspection:
             }
             self.collector.add_weights(factors.site, finite, analyzer, analyzer.function(query_key), scaled)
 
-    def _skip_nonfinite(self, site: Site, heads: Sequence[int], measure: str | None = None) -> None:
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str) -> None:
         if heads:
             named = [name for name in models.nonfinite_tensors(self.loaded.model) if name.startswith(site.path)]
             where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
-            self.collector.skip(site.name, where, heads=heads, measure=measure)
+            self.collector.skip(site.name, where, heads=heads, measure=source)
 
     def _read_tokens(self, batches: Sequence[texts.Batch]) -> None:
         """The tokens.* measures: one forward a batch; each site's queries and keys are analysed and dropped."""
@@ -235,13 +239,12 @@ class Inspection:
                 self._analyse_tokens(site, call.query_key(site), analyzers)
 
         total = self.settings.sequences or 0
-        done = 0
         try:
             with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
                 for batch in batches:
-                    self.progress("tokens", done, total)
+                    self.progress("tokens", self.finished, total)
                     hooks.forward(self.loaded.model, batch.inputs)
-                    done += batch.size
+                    self.finished += batch.size
             self.progress("tokens", total, total)
         finally:
             self.collector.close_tokens(analyzers)
@@ -249,12 +252,12 @@ class Inspection:
     def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> None:
         total = len(query_key.heads)
         finite = finite_heads(query_key)
-        self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite])
+        self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
         if not finite:
             return
         for group in pieces(query_key.select(finite)):
             for analyzer in analyzers:
-                steps = None if self.settings.pack else self.settings.tokens
+                steps = self.settings.tokens if self.settings.pack is False else None
                 self.collector.add_tokens(site, group.heads, total, analyzer.function(group), steps)
 
     def _report(self) -> Report:
@@ -265,7 +268,7 @@ class Inspection:
             model=info,
             settings=self.settings,
             environment=environment(),
-            coverage=self.collector.coverage(),
+            coverage=self.collector.coverage(dict.fromkeys(analyzer.source for analyzer in self.analyzers)),
             heads=self.collector.heads(),
             summary=self.collector.summary(self.identity_error),
             timings=self.timings,

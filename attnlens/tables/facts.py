@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnlens.records import Report, Settings, Skipped, Standout
+from attnlens.records import Report, Skipped, Standout
 from attnlens.shapes import Shapes
 from attnlens.tables.layers import LayerRows
 from attnlens.wording import big, clean, counted, listed, short, written
@@ -16,21 +16,8 @@ def header(report: Report) -> str:
     facts = [model.architecture, f"{big(model.parameters)} parameters"]
     if model.revision:
         facts.append(f"revision {model.revision[:12]}")
-    facts += [fed(settings), f"{settings.dtype} on {settings.device}"]
+    facts += [settings.fed, f"{settings.dtype} on {settings.device}"]
     return " · ".join(clean(fact) for fact in facts if fact)
-
-
-def fed(settings: Settings) -> str:
-    """What went through the model, in how many pieces of which length; empty where nothing did."""
-    count, tokens = settings.sequences or 0, settings.tokens
-    if settings.noise is not None and settings.text is None:
-        kind = "image" if "pixels" in settings.noise.name else "recording"
-        return f"{settings.noise.name}, {counted(count, kind)} of {tokens} tokens each"
-    if settings.text is None:
-        return ""
-    if settings.pack is False:
-        return f"{settings.text.name}, {counted(count, 'line')} of at most {tokens} tokens"
-    return f"{settings.text.name}, {count} × {tokens} tokens"
 
 
 def conventions(report: Report) -> str:

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
     from attnlens.models import Loaded
 
-__all__ = ["Batch", "Batches", "Content", "batches", "placeholder", "position_limit", "read_text", "window_length"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Content",
+    "batches",
+    "placeholder",
+    "position_limit",
+    "read_text",
+    "reads_text",
+    "window_length",
+]
 
 NOISE = {"pixels": "pixel_values", "pixels+text": "pixel_values", "audio": None}
 """For each kind of model that reads noise, which input it is; None means the model's main input."""
@@ -87,7 +97,7 @@ def batches(
         main = loaded.model.main_input_name
         raise TextError(f"attnlens can't make up {main} for a {loaded.info.architecture}.", "Use --source weights.")
     rows: list[list[int]] = []
-    if loaded.kind in ("text", "seq2seq", "pixels+text") or loaded.model.config.is_encoder_decoder:
+    if reads_text(loaded):
         length = window_length(loaded.model, tokens)
         rows = _rows(loaded, content, length, sequences, pack)
     made = _noise(loaded, len(rows) or sequences, seed)
@@ -104,6 +114,11 @@ def batches(
     )
 
 
+def reads_text(loaded: Loaded) -> bool:
+    """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
+    return loaded.kind in ("text", "seq2seq", "pixels+text") or bool(loaded.model.config.is_encoder_decoder)
+
+
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> Batches:
     """Random ids (and noise for models of pixels or sound) of the right shape: to find a model's sites without a text.
 
@@ -111,7 +126,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     """
     config = loaded.model.config
     rows: list[list[int]] = []
-    if loaded.kind in ("text", "seq2seq", "pixels+text") or config.is_encoder_decoder:
+    if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # no secret
         known = config.get_text_config().vocab_size
         rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 IMAGE_SIZE = 224
 """Height and width of an image where the config names none."""
+NO_START = ("The model's config names no start token for its decoder.", "Set decoder_start_token_id in it.")
 SAMPLES = 16_000
 """Sound samples of a sequence: one second at the usual rate."""
 
@@ -57,12 +58,15 @@ def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Ten
     """
     own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
-        result: Tensor = own(labels=ids)
+        try:
+            result: Tensor = own(labels=ids)
+        except ValueError:  # T5 wants decoder_start_token_id itself
+            raise TextError(*NO_START) from None
         return result
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     start = next((found for name in names if (found := getattr(model.config, name, None)) is not None), None)
     if start is None:
-        raise TextError("The model's config names no start token for its decoder.", "Set decoder_start_token_id in it.")
+        raise TextError(*NO_START)
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 

@@ -1,0 +1,108 @@
+"""What do the options say that were not given? A file beside the work may, and so may one word of the environment."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from attnlens.errors import UsageError
+from attnlens.registry import checked_name
+
+FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
+"""Where options may stand, the first that has any wins; and under which table."""
+NEVER_FROM_FILES = ("trust_remote_code", "allow_pickle")
+"""A file may lie beside a stranger's model; what is dangerous is asked for on the command line alone."""
+NEGATED = {"no_pack": "pack"}
+"""The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def kinds(commands: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+    """The type of every option of these commands, by parameter name: int, `list[Path] | None`, …"""
+    found: dict[str, Any] = {}
+    for command in commands:
+        found |= get_type_hints(command)
+    return {name: kind for name, kind in found.items() if name not in ("context", "return")}
+
+
+def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by parameter name, from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
+
+    Every other ATTNLENS_<OPTION> is typer's. Raises UsageError where a file can't be read, is no TOML, or names an
+    option that does not exist, is dangerous, or has a value of another type.
+    """
+    return _from_files(folder, known) | _from_environment()
+
+
+def _from_environment() -> dict[str, Any]:
+    found = {}
+    for negated, name in NEGATED.items():
+        variable = f"ATTNLENS_{negated.upper()}"
+        word = os.environ.get(variable, "").lower()
+        if word and word not in YES + NO:
+            raise UsageError(f"{variable}={word} is neither yes nor no.", f"Write {variable}=1 or {variable}=0.")
+        if word:
+            found[name] = word in NO
+    return found
+
+
+def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    for name, path in FILES.items():
+        if not (folder / name).is_file():
+            continue
+        table = _read(folder / name)
+        for depth, key in enumerate(path, 1):
+            table = table.get(key, {})
+            if not isinstance(table, dict):
+                raise UsageError(
+                    f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write it as [{'.'.join(path)}]."
+                )
+        if table:
+            return dict(_entry(name, key, value, known) for key, value in table.items())
+    return {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{file} can't be read: {error.strerror}.", "Make it readable, or run in another folder."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not valid TOML: {error}.", "Mend the file, or run in another folder.") from None
+
+
+def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """One line of a file as a parameter and its value, checked."""
+    name = key.replace("-", "_")
+    if name in NEVER_FROM_FILES:
+        raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
+    checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
+    kind = known[NEGATED.get(name, name)]
+    kind = (get_args(kind) or (kind,))[0] if get_origin(kind) is not list else kind  # `int` of `int | None`
+    if get_origin(kind) is list and isinstance(value, str):
+        value = [value]
+    fits, wanted = _fits(value, kind)
+    if not fits:
+        raise UsageError(f"{file}: {key} must be {wanted}.", f"Mend that line, as in {_example(key, kind)}.")
+    return (NEGATED[name], not value) if name in NEGATED else (name, value)
+
+
+def _fits(value: Any, kind: Any) -> tuple[bool, str]:
+    """Whether a value is of an option's type, and what that type is called."""
+    if kind is bool:
+        return isinstance(value, bool), "true or false"
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    if get_origin(kind) is list:
+        whole = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return whole, "a text in quotes, or a list of them"
+    return isinstance(value, str), "a text in quotes"
+
+
+def _example(key: str, kind: Any) -> str:
+    return f"{key} = " + {bool: "true", int: "16"}.get(kind, '"…"')

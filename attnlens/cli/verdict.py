@@ -1,0 +1,37 @@
+"""What is said where `doctor` could not prove a model?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnlens.errors import IdentityError
+from attnlens.wording import counted, listed
+
+if TYPE_CHECKING:
+    from attnlens.records import Report, SiteCheck
+
+REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
+
+
+def failure(report: Report) -> IdentityError:
+    """Which sites failed and how far the worst is off, as the error that ends the command."""
+    return IdentityError(_problem(report), REMEDY.format(report.model.id))
+
+
+def _problem(report: Report) -> str:
+    failed = [check for check in report.doctor if not check.passed]
+    if failed:
+        sites = counted(len(report.doctor), "site")
+        return f"{len(failed)} of {sites} failed, {_worst(failed)}: {listed(check.site for check in failed)}."
+    error = report.summary.identity_error
+    if error is None:
+        return "The model's outputs are not finite, or can't be compared, so that nothing is proven."
+    return f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
+
+
+def _worst(failed: list[SiteCheck]) -> str:
+    """`worst error 1.2e-02`, or the first reason where there is no error."""
+    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
+    if errors:
+        return f"worst error {max(errors):.1e}"
+    return failed[0].reason or "without an error to show"

@@ -1,0 +1,150 @@
+"""Do the words of a call make sense? They are checked before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
+
+from attnlens import models, texts
+from attnlens.errors import UsageError
+from attnlens.hooks import Reached
+from attnlens.records import Settings
+from attnlens.registry import checked_name
+
+SOURCES = ("weights", "tokens", "both")
+LARGEST_SEED = 2**63 - 1
+NOTHING_FED = {"sequences": None, "pack": None}
+"""What the settings of a run without any input say."""
+
+Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""One name or path, or several."""
+
+
+def words(what: str, given: Words) -> list[str]:
+    """Several names or paths as strings; a plain one means itself and not its letters.
+
+    Raises UsageError where one of them is neither a string nor a path.
+    """
+    several = [given] if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable) else list(given)
+    for one in several:
+        if not isinstance(one, str | os.PathLike):
+            raise UsageError(f"{what}={_shown(given)} holds no string: {_shown(one)}.", "Give strings or paths.")
+    return [os.fspath(one) for one in several]
+
+
+def whole(what: str, given: Any, least: int, most: int | None = None) -> int:
+    """`given`, if it is a whole number from `least` to `most`; else UsageError."""
+    number = _integer(given)
+    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    if number is None or number < least or (most is not None and number > most):
+        raise UsageError(f"{what}={_shown(given)} makes no sense.", f"Give a whole number, {bounds}.")
+    return number
+
+
+def numbers(what: str, given: Any) -> list[int] | None:
+    """Numbers of layers or heads, each once; None means all.
+
+    Raises UsageError for a string, an empty list, and whatever is no whole number from 0 on.
+    """
+    if given is None:
+        return None
+    say = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{what}={_shown(given)} is no list of numbers.", say)
+    several = list(given)
+    found = [number for one in several if (number := _integer(one)) is not None]
+    if len(found) < len(several) or min(found, default=0) < 0:
+        raise UsageError(f"{what}={_shown(several)} does not hold whole numbers from 0 on alone.", say)
+    if not found:
+        raise UsageError(f"{what}=[] asks for nothing.", say)
+    return list(dict.fromkeys(found))
+
+
+def settings(
+    *,
+    source: Any = "both",
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    tokens: int | None,
+    sequences: int,
+    pack: bool,
+    seed: int,
+) -> Settings:
+    """What was asked for, if it makes sense; UsageError where it does not."""
+    if not isinstance(pack, bool):
+        raise UsageError(f"pack={_shown(pack)} is neither True nor False.", "Give pack=True or pack=False.")
+    return Settings(
+        seed=whole("seed", seed, 0, LARGEST_SEED),
+        source=checked_name("source", source, SOURCES),
+        sequences=whole("sequences", sequences, 1),
+        tokens=None if tokens is None else whole("tokens", tokens, 2),
+        pack=pack,
+        layers=numbers("layers", layers),
+        heads=numbers("heads", heads),
+    )
+
+
+def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
+    """What was asked for, with the model's device and dtype and the length of a window on it.
+
+    Raises UsageError for more tokens than the model has positions.
+    """
+    return asked.model_copy(
+        update={
+            "device": str(loaded.model.device),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "tokens": texts.window_length(loaded.model, asked.tokens),
+        }
+    )
+
+
+def fed(asked: Settings, found: texts.Batches) -> Settings:
+    """The settings that say what was fed: a text in windows or lines, or noise alone."""
+    if found.tokens:
+        return asked.model_copy(update={"text": found.text, "sequences": found.sequences})
+    return asked.model_copy(update={"noise": found.text, "sequences": found.sequences, "pack": None})
+
+
+def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) -> Settings:
+    """The settings of a model that reads no text with the tokens that its attention makes of an input, at most."""
+    if texts.reads_text(loaded):
+        return settings
+    return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
+
+
+def refuse_ignored(model: object, loading: models.Loading) -> None:
+    """Raise UsageError for options of loading beside a model that is already loaded, which they can't change."""
+    if isinstance(model, models.Loaded) and loading:
+        raise UsageError(
+            f"The model is already loaded, so that {', '.join(loading)} would be ignored.",
+            "Give the options to attnlens.load.",
+        )
+
+
+def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
+    """Raise UsageError where a text or its length is given for a model that reads none."""
+    if texts.reads_text(loaded) or (not text and tokens is None):
+        return
+    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, loaded.model.main_input_name)
+    raise UsageError(
+        f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
+        "Leave out --text and --tokens.",
+    )
+
+
+def _integer(given: Any) -> int | None:
+    """The whole number that it is (numpy's too), or None; True is no number."""
+    if isinstance(given, bool):
+        return None
+    try:
+        return index(given)
+    except TypeError:
+        return None
+
+
+def _shown(given: object) -> str:
+    """As it would be written, on one line and not too long."""
+    line = " ".join(repr(given).split())
+    return line if len(line) <= 60 else f"{line[:57]}..."

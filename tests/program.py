@@ -1,0 +1,70 @@
+"""How do tests run the finished program, and how does it refuse?"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+DEMO = Path(__file__).parent.parent / "attnlens" / "demo"
+SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
+
+
+def environment_with(**changed):
+    """The environment without what attnlens and rich would read of it, and offline."""
+    ours = ("ATTNLENS_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours) and name != "CI"}
+    return env | {"HF_HUB_OFFLINE": "1"} | changed
+
+
+def attnlens(*words, cwd=None, stdin=None, **environment):
+    """The finished program: returncode, stdout, stderr."""
+    return subprocess.run(
+        [sys.executable, "-m", "attnlens", *map(str, words)],
+        cwd=cwd,
+        env=environment_with(**environment),
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def without_torch(*words, cwd=None):
+    """The same where torch can't be imported, so that it can only answer before the work."""
+    program = "import sys; sys.argv[0] = 'attnlens'; from attnlens.cli import main; sys.modules['torch'] = None; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)],
+        cwd=cwd,
+        env=environment_with(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def in_shell(line, **environment):
+    """A line of bash, in which `attnlens` is the finished program."""
+    return subprocess.run(
+        ["bash", "-c", f'attnlens() {{ "{sys.executable}" -m attnlens "$@"; }}; {line}'],
+        env=environment_with(**environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def refused(result, *words):
+    """Exit 2, two lines on stderr after «Error:», nothing on stdout, no traceback."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr[result.stderr.index("Error: ") :].strip().splitlines()
+    assert len(lines) == 2, result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr

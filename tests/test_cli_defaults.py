@@ -1,0 +1,96 @@
+"""Do options come from files and the environment as they would from the command line, and are wrong ones named?"""
+
+import json
+
+import pytest
+from program import attnlens, refused, without_torch
+
+ONE = ("inspect", "demo", "--source", "tokens", "--layers", "0", "--json", "-", "-q")
+
+
+def settings(*words, **more):
+    result = attnlens(*words, **more)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["settings"]
+
+
+def test_options_come_from_the_environment_and_from_a_file(tmp_path):
+    (tmp_path / "attnlens.toml").write_text('layers = "2"\nsequences = 3\ntokens = 16\n')
+    words = ("inspect", "demo", "--json", "-", "--no-progress")
+    found = settings(*words, cwd=tmp_path)
+    assert (found["layers"], found["sequences"], found["tokens"]) == ([2], 3, 16)
+    found = settings(*words, cwd=tmp_path, ATTNLENS_LAYERS="1")
+    assert found["layers"] == [1]
+    found = settings(*words, "--layers", "0", cwd=tmp_path, ATTNLENS_LAYERS="1")
+    assert found["layers"] == [0]
+
+
+@pytest.mark.parametrize("key", ["trust_remote_code", "allow-pickle"])
+def test_a_file_may_not_switch_on_what_is_dangerous(tmp_path, key):
+    (tmp_path / "attnlens.toml").write_text(f"{key} = true\n")
+    refused(attnlens("inspect", "demo", cwd=tmp_path), key)
+
+
+def test_an_unknown_option_in_a_file_is_named(tmp_path):
+    (tmp_path / "attnlens.toml").write_text('layrs = "2"\n')
+    refused(attnlens("inspect", "demo", cwd=tmp_path), "layrs", "Did you mean 'layers'")
+
+
+def test_broken_configuration_file(tmp_path):
+    (tmp_path / "attnlens.toml").write_text("layers = [")
+    refused(attnlens("inspect", "demo", cwd=tmp_path), "TOML")
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("layers = [1]", "layers must be a text in quotes"),
+        ('tokens = "x"', "tokens must be a whole number"),
+        ("sequences = true", "sequences must be a whole number"),
+        ('no-pack = "x"', "no-pack must be true or false"),
+        ("text = [5]", "text must be a text in quotes, or a list of them"),
+        ("json = 5", "json must be a text in quotes"),
+        ("seed = -1", "--seed"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(tmp_path, line, word):
+    (tmp_path / "attnlens.toml").write_text(f"{line}\n")
+    refused(without_torch("inspect", "demo", cwd=tmp_path), word)
+
+
+@pytest.mark.parametrize("content", ["tool = 5", "[tool]\nattnlens = 5"])
+def test_a_project_file_without_tables_is_named(tmp_path, content):
+    (tmp_path / "pyproject.toml").write_text(content)
+    refused(without_torch("inspect", "demo", cwd=tmp_path), "pyproject.toml", "must be a table")
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "words", "pack"),
+    [
+        ("", {}, (), True),
+        ("", {"ATTNLENS_NO_PACK": "1"}, (), False),
+        ("", {"ATTNLENS_NO_PACK": "0"}, (), True),
+        ("", {"ATTNLENS_PACK": "0"}, (), False),
+        ("", {"ATTNLENS_NO_PACK": "1"}, ("--pack",), True),
+        ("no-pack = true", {}, (), False),
+        ("pack = false", {}, (), False),
+        ("pack = false", {"ATTNLENS_NO_PACK": "no"}, (), True),
+    ],
+)
+def test_both_spellings_of_a_switch_are_heard(tmp_path, line, environment, words, pack):
+    (tmp_path / "attnlens.toml").write_text(line)
+    assert settings(*ONE, *words, cwd=tmp_path, **environment)["pack"] is pack
+
+
+def test_a_switch_that_is_neither_yes_nor_no():
+    refused(attnlens("inspect", ATTNLENS_NO_PACK="perhaps"), "ATTNLENS_NO_PACK")
+    refused(attnlens("inspect", ATTNLENS_PACK="perhaps"), "ATTNLENS_PACK")
+
+
+def test_texts_from_the_environment_are_cut_as_PATH_is(tmp_path):  # noqa: N802
+    for name in ("a b.txt", "c.txt"):
+        (tmp_path / name).write_text("The cat sat on the mat and looked. " * 40)
+    assert settings(*ONE, cwd=tmp_path, ATTNLENS_TEXT="a b.txt")["text"]["name"] == "a b.txt"
+    assert settings(*ONE, cwd=tmp_path, ATTNLENS_TEXT="a b.txt:c.txt")["text"]["name"] == "a b.txt + c.txt"
+    (tmp_path / "attnlens.toml").write_text('text = "a b.txt"\nanalyzer = "spectrum"\n')
+    assert settings(*ONE, cwd=tmp_path)["text"]["name"] == "a b.txt"

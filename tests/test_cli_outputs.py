@@ -1,0 +1,143 @@
+"""Does every output land where it was asked for, and is what can't land there found before the work?"""
+
+import os
+import pty
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from program import attnlens, environment_with, in_shell, refused, without_torch
+from reports import synthetic_report
+
+from attnlens.cli.outputs import Outputs
+from attnlens.errors import AttnlensError
+from attnlens.records import read_report
+
+ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
+LINE = " ".join(ONE)
+OPTIONS = ("--json", "--csv", "--png", "--html", "--markdown")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_empty_path_is_refused_before_the_work(tmp_path, option):
+    refused(without_torch("inspect", "demo", option, "", cwd=tmp_path), f"{option} names no file")
+
+
+@pytest.mark.parametrize("other", ["a.png", "./a.png", "link.png"])
+def test_two_outputs_in_one_file_are_refused_before_the_work(tmp_path, other):
+    (tmp_path / "link.png").symlink_to("a.png")
+    for there in (False, True):
+        if there:
+            (tmp_path / "a.png").touch()
+        result = without_torch("inspect", "demo", "--json", "a.png", "--png", other, cwd=tmp_path)
+        refused(result, "--json and --png name the same file")
+
+
+def test_a_file_in_the_place_of_pictures_is_refused_before_the_work(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(without_torch("inspect", "demo", "--png", "notes.txt", cwd=tmp_path), "notes.txt", ".png")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_links_devices_and_modes_are_kept(tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "real.json").chmod(0o640)
+    (tmp_path / "link.json").symlink_to("real.json")
+    words = ("--json", "link.json", "--csv", os.devnull, "--markdown", os.devnull, "-q")
+    result = attnlens(*ONE, *words, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "link.json").is_symlink()
+    assert len(read_report(tmp_path / "real.json").heads) == 1
+    assert stat.S_IMODE((tmp_path / "real.json").stat().st_mode) == 0o640
+    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+
+
+def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
+    piped = in_shell(f"attnlens {LINE} -q --csv /dev/stdout | cat")
+    assert piped.stdout.startswith("site,layer,head"), piped.stderr
+    assert in_shell(f"attnlens {LINE} --csv /dev/stdout > {tmp_path}/both").returncode == 0
+    both = (tmp_path / "both").read_text()
+    assert both.startswith("site,layer,head")
+    assert "COMPLETE: 1 of 1 heads" in both
+    assert (
+        in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub").stdout
+        == piped.stdout
+    )
+
+
+@pytest.mark.parametrize("option", ["png", "html"])
+def test_an_output_that_cant_be_made_leaves_no_other(tmp_path, option):
+    report = synthetic_report(2, 2)
+    empty = report.model_copy(update={"heads": []})
+    files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / "pictures")}
+    with pytest.raises(AttnlensError, match="no measures"):
+        Outputs(**files, quiet=True).deliver(empty)
+    assert list(tmp_path.iterdir()) == []
+    Outputs(**files, quiet=True).deliver(report)
+    assert {"a.json", "a.csv", "pictures"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_pictures_are_counted(tmp_path):
+    result = attnlens(*ONE, "--png", "all", "--html", "one.html", cwd=tmp_path)
+    pictures = len(list((tmp_path / "all").iterdir()))
+    assert pictures > 1
+    assert f"Wrote {pictures} pictures to all, one.html" in result.stderr
+    assert "Wrote one.png" in attnlens(*ONE, "--png", "one.png", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize("words", ["list", "list schema", "--help", "--version", LINE, f"{LINE} --json -"])
+def test_a_full_stdout_is_told(words):
+    refused(in_shell(f"attnlens {words} > /dev/full"), "stdout", "No space left")
+
+
+@pytest.mark.parametrize("words", ["list", "list schema", "--help", LINE])
+def test_a_closed_stdout_is_told(words):
+    refused(in_shell(f"attnlens {words} >&-"), "stdout is closed")
+
+
+def test_a_closed_stdin_is_told_where_it_is_read():
+    refused(in_shell("attnlens inspect demo --text - <&-"), "stdin is closed")
+    assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0
+
+
+@pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --all-heads --json r.json"])
+def test_a_reader_that_leaves_ends_it_without_a_word(tmp_path, words):
+    result = in_shell(f"cd {tmp_path}; attnlens {words} 2>err | true; echo ${{PIPESTATUS[0]}}")
+    assert result.stdout == "141\n", "as a program that the closed pipe's signal ends"
+    assert "Error" not in (tmp_path / "err").read_text()
+    if "--json" in words:
+        assert read_report(tmp_path / "r.json").coverage.complete, "the files are written nonetheless"
+
+
+@pytest.mark.parametrize("words", [ONE, ("list",), ("--help",)])
+def test_a_page_of_no_columns_shows_all_the_same(words):
+    assert attnlens(*words, COLUMNS="0").stdout == attnlens(*words).stdout != ""
+
+
+def on_a_terminal(*words, **environment):
+    """What the program writes to a terminal on stderr."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "attnlens", *words]
+    env = environment_with(**{"TERM": "xterm"} | environment)
+    with subprocess.Popen(command, env=env, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while piece := os.read(ours, 4096):
+                written += piece
+        except OSError:  # so a terminal's end is told on Linux
+            pass
+    os.close(ours)
+    assert process.returncode == 0, written
+    return written.decode()
+
+
+def test_a_terminal_is_animated_unless_it_is_asked_not_to():
+    words = ("inspect", "demo", "--source", "weights", "--layers", "0")
+    hidden_cursor = "\x1b[?25l"
+    assert hidden_cursor in on_a_terminal(*words), "the control: without a wish, the bar moves"
+    for wish in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
+        assert "\x1b" not in on_a_terminal(*words, **wish), wish
+    assert "\x1b" not in attnlens(*words, FORCE_COLOR="1").stderr, "nor is a pipe"

@@ -1,0 +1,109 @@
+"""Is a file written whole, where its name leads, and with the mode that it should have?"""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from attnlens.errors import OutputError
+from attnlens.files import check_writable, identity, write_atomically
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_new_file_gets_the_mode_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "new", b"content")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "new") == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("wanted", [0o600, 0o664, 0o755])
+def test_an_existing_file_keeps_its_mode(tmp_path, wanted):
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "old").chmod(wanted)
+    write_atomically(tmp_path / "old", b"new")
+    assert (mode(tmp_path / "old"), (tmp_path / "old").read_bytes()) == (wanted, b"new")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_its_target_is_replaced(tmp_path, there):
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    if there:
+        target.write_bytes(b"old")
+        before = target.stat().st_ino
+    link.symlink_to(target)
+    check_writable(link)
+    write_atomically(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert not there or target.stat().st_ino != before, "replaced at once, not written over"
+
+
+def test_a_pipe_is_written_into(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    check_writable(tmp_path / "pipe")
+    write_atomically(tmp_path / "pipe", b"content")
+    reader.join(timeout=30)
+    assert read == [b"content"]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_device_is_written_into():
+    write_atomically(Path(os.devnull), b"content")
+    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+    with pytest.raises(OutputError, match="No space left"):
+        write_atomically(Path("/dev/full"), b"content")
+
+
+@pytest.mark.parametrize("other", ["./a", "folder/../a", "link", "hard"])
+def test_one_file_has_one_identity(tmp_path, other, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("b").touch()
+    for there in (False, True):
+        if other == "hard" and not there:
+            continue
+        if there:
+            Path("a").touch()
+        if other == "link" and not there:
+            Path("link").symlink_to("a")
+        if other == "hard":
+            Path("hard").hardlink_to("a")
+        assert identity(Path("a")) == identity(Path(other))
+        assert identity(Path("a")) != identity(Path("b"))
+
+
+def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"old")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not permitted")))
+    with pytest.raises(OutputError, match="not permitted"):
+        write_atomically(tmp_path / "a", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_paths_that_lead_nowhere_are_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("none/file")
+    for name, word in (
+        ("loop", "symbolic links"),
+        ("file/below", "is no folder"),
+        ("dangling", "there is no folder"),
+        ("x" * 300, "too long"),
+        (".", "it is a folder"),
+    ):
+        with pytest.raises(OutputError, match=word):
+            check_writable(tmp_path / name)
