@@ -4,7 +4,8 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect` and `doctor` return a `Report`; `read_report` reads one back; `load` keeps a model for several calls.
+`inspect`, `swap_kernel` and `doctor` return a `Report`; `read_report` reads one back; `load` keeps a model for several
+calls, and `load_swapped` brings back one that was saved with another kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from attnlens.models import load as load
     from attnlens.records import Report as Report
     from attnlens.records import read_report as read_report
-    from attnlens.run import doctor as doctor
-    from attnlens.run import inspect as inspect
+    from attnlens.run.doctor import doctor as doctor
+    from attnlens.run.inspect import inspect as inspect
+    from attnlens.run.saved import load_swapped as load_swapped
+    from attnlens.run.swap import swap_kernel as swap_kernel
 
 __version__ = "0.1.0"
 
@@ -28,10 +31,22 @@ _HOMES = {
     "doctor": "attnlens.run",
     "inspect": "attnlens.run",
     "load": "attnlens.models",
+    "load_swapped": "attnlens.run",
     "read_report": "attnlens.records",
+    "swap_kernel": "attnlens.run",
 }
 
-__all__ = ["AttnlensError", "Report", "__version__", "doctor", "inspect", "load", "read_report"]
+__all__ = [
+    "AttnlensError",
+    "Report",
+    "__version__",
+    "doctor",
+    "inspect",
+    "load",
+    "load_swapped",
+    "read_report",
+    "swap_kernel",
+]
 
 
 def __getattr__(name: str) -> Any:

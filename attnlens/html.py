@@ -6,12 +6,14 @@ import base64
 import tempfile
 from collections.abc import Iterable, Iterator
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import plots
 from attnlens.shapes import Reading, Shapes
 from attnlens.tables import facts
+from attnlens.tables.swaps import Rows, Section, sections, site_sections
 from attnlens.wording import (
     NO_VALUE,
     clean,
@@ -63,8 +65,9 @@ def page(report: Report) -> str:
             f"<style>{STYLE}</style></head><body>",
             *_head(report),
             _picture(report),
+            *map(_section, _sections(report)),
             _list("Heads that stand out", _standouts(report)),
-            _heads(shapes),
+            _heads(shapes) if report.heads else "",
             _list("No value", facts.without_value(shapes)),
             _list("Left out", facts.skipped(report.coverage.skipped)),
             _measures(shapes),
@@ -92,7 +95,36 @@ def _picture(report: Report) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (path,) = plots.save_all(report, Path(folder) / "overview.png")
         data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="Overview: maps of layers by heads, shares and curves" src="data:image/png;base64,{data}">'
+    shown = "what the kernel does" if report.swap else "maps of layers by heads, shares and curves"
+    return f'<img alt="Overview: {shown}" src="data:image/png;base64,{data}">'
+
+
+def _sections(report: Report) -> list[Section]:
+    """What is told of a swap; nothing of other reports."""
+    return [*sections(report), *site_sections(report)]
+
+
+def _section(section: Section) -> str:
+    title = f"<h2>{_text(section.title)}</h2>" if section.title else ""
+    if section.items:
+        return _list(_text(section.title), section.lines)
+    lines = "".join(f"<p>{_text(line)}</p>" for line in section.lines)
+    below = "".join(f'<p class="quiet">{_text(line)}</p>' for line in section.below)
+    return f"{title}{lines}{'' if section.rows is None else _table(section.rows)}{below}"
+
+
+def _table(rows: Rows) -> str:
+    columns = [*rows.names, *rows.columns]
+    groups = [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
+    over = "".join(f'<th class="source" colspan="{count}">{_text(group)}</th>' for group, count in groups)
+    head = f"<tr>{over}</tr>" if any(group for group, _ in groups) else ""
+    head += f"<tr>{''.join(f'<th>{_text(column.title)}</th>' for column in columns)}</tr>"
+    tags = ["th"] * len(rows.names) + ["td"] * len(rows.columns)
+    body = "".join(
+        f"<tr>{''.join(_cell(tag, _text(cell), False) for tag, cell in zip(tags, cells, strict=True))}</tr>"
+        for cells in zip(*(column.cells for column in columns), strict=True)
+    )
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _list(title: str, lines: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Which analyzers are there? A decorator enters a plain function under a name; an unknown name gets a suggestion."""
+"""Which analyzers and kernels are there? A decorator enters a plain function; an unknown name gets a suggestion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
 from attnlens.records import QueryKey, Source
@@ -100,6 +100,110 @@ def analyzers(names: Iterable[str] = (), source: Literal["weights", "tokens", "b
 def measure_infos() -> dict[str, MeasureInfo]:
     """Every measure and curve of every analyzer, by qualified name."""
     return {info.name: info for found in analyzers() for info in found.measures}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a kernel takes, as in `rbf:gamma=1`."""
+
+    name: str
+    """As typed."""
+    meaning: str
+    """What it does, in one line."""
+    kind: type[int] | type[float]
+    """Whether it counts or measures."""
+    default: float | None = None
+    """Its value where none is typed; None: it must be typed."""
+    low: float | None = None
+    """Least value allowed."""
+    above: float | None = None
+    """It must exceed this."""
+    even: bool = False
+    """Whether an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """An attention kernel: attention = softmax(log k(q, k) + bias, over the keys allowed) v."""
+
+    name: str
+    """As on the command line."""
+    formula: str
+    """log k(q, k), with s the scale."""
+    meaning: str
+    """The first line of the function's docstring: what it is, and where it comes from."""
+    source: str
+    """The paper."""
+    positive: bool
+    """Whether k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex."""
+    symmetric: bool
+    """Whether k(x, y) = k(y, x) where queries and keys are projected alike."""
+    features: Literal["finite", "infinite", "none"]
+    """Whether k = ⟨φ(q), φ(k)⟩ with finitely many features, infinitely many, or not known to be one."""
+    form: Literal["score", "pair", "features"]
+    """What `function` takes: the score s⟨q, k⟩; queries and keys; or one side of them, returning φ."""
+    function: Callable[..., Tensor]
+    """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
+    features: (x, scale, side, **parameters) → φ, side being "query" or "key"."""
+    parameters: tuple[Parameter, ...] = ()
+    """What it takes."""
+    sign: Callable[..., Tensor] | None = None
+    """score: (score, **parameters) → the sign of k, for kernels that can be negative."""
+    dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
+    """(query, key, scale, **parameters) → (q', k', s') with s'⟨q', k'⟩ = log k up to terms that softmax ignores."""
+    phi: Callable[..., Tensor] | None = None
+    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, where finitely many features do."""
+    fused: str = "row tiles"
+    """How it is computed fast and exactly."""
+    hard: bool = False
+    """Whether all weight goes to the largest score."""
+    fit: Callable[..., Fit] | None = None
+    """(**parameters) → what chooses its free parameters per head from calibration text; None: it has none."""
+    trainable: tuple[str, ...] = ()
+    """Fitted parameters that healing may train on."""
+    needs_fit: bool = False
+    """Whether it is nothing without calibration text (rank)."""
+
+    @property
+    def feature_map(self) -> Callable[..., Tensor] | None:
+        """(x, scale, side, **parameters) → φ for running sums, k = ⟨φ(q), φ(k)⟩; None where there are no such φ."""
+        return self.function if self.form == "features" else self.phi
+
+
+@runtime_checkable
+class Fit(Protocol):
+    """Chooses a kernel's free parameters per head in closed form, from queries and keys that pass by."""
+
+    typed: dict[str, float]
+    """What each parameter is before the fit; none for a kernel that is nothing without it."""
+
+    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
+        """Take in a batch: (batch, heads, tokens, head_dim), keys repeated; allowed (#batch, #heads, queries, keys)."""
+
+    def solve(self) -> dict[str, Tensor]:
+        """The fitted parameters, each (heads, …), by the keyword under which the kernel's function takes them."""
+
+
+_KERNELS: dict[str, KernelInfo] = {}
+
+
+def kernel(name: str, **facts: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Enter a function as the kernel `name`; `facts` are the other fields of KernelInfo."""
+
+    def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        meaning = (function.__doc__ or name).splitlines()[0]
+        _KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
+        return function
+
+    return enter
+
+
+def kernels() -> dict[str, KernelInfo]:
+    """Every kernel by name, in the order of entry."""
+    import_module("attnlens.kernels")
+    for entry in metadata.entry_points(group="attnlens.kernels"):
+        entry.load()
+    return dict(_KERNELS)
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:

@@ -154,21 +154,28 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def paired_bootstrap(
-    before: Float[Tensor, " n"], after: Float[Tensor, " n"], draws: int = 2000, level: float = 0.95, seed: int = 0
+    before: Float[Tensor, " n"],
+    after: Float[Tensor, " n"],
+    weights: Float[Tensor, " n"] | None = None,
+    draws: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> tuple[float, float, float]:
     """Mean of after − before over sequences, and the ends of its percentile interval (Efron 1979).
 
-    Pairs with a NaN don't count; all three are NaN where no pair is left.
+    `weights` are the sequences' numbers of tokens: the mean is then that over tokens, and sequences are still what is
+    drawn. Pairs with a NaN don't count; all three are NaN where no pair is left.
     """
     difference = (after - before).double()
-    difference = difference[~difference.isnan()]
+    weight = torch.ones_like(difference) if weights is None else weights.double()
+    weight, difference = weight[~difference.isnan()], difference[~difference.isnan()]
     if not len(difference):
         return torch.nan, torch.nan, torch.nan
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(difference), (draws, len(difference)), generator=generator)
-    means = difference[picks.to(difference.device)].mean(-1)
+    picks = torch.randint(len(difference), (draws, len(difference)), generator=generator).to(difference.device)
+    means = (weight * difference)[picks].sum(-1) / weight[picks].sum(-1)
     low, high = means.quantile(means.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
-    return float(difference.mean()), low, high
+    return float((weight * difference).sum() / weight.sum()), low, high
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError
-from attnlens.hooks import Call, Reached, opened
-from attnlens.records import QueryKey, Site
+from attnlens.hooks import Reached, opened
+from attnlens.records import Call, QueryKey, Site
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -17,7 +17,9 @@ torch.set_num_threads(1)
 
 # Annotations are strings whose names the package imports for type checkers only; here they must exist.
 typing.TYPE_CHECKING = True
-with install_import_hook(["attnlens.linalg", "attnlens.statistics"], "beartype.beartype"):
+KERNELS = [f"attnlens.kernels.{room}" for room in ("products", "distances", "features", "fitting", "lowrank")]
+with install_import_hook(["attnlens.linalg", "attnlens.statistics", *KERNELS], "beartype.beartype"):
+    import attnlens.kernels
     import attnlens.linalg
     import attnlens.statistics  # noqa: F401
 typing.TYPE_CHECKING = False

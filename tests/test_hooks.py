@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from attnlens import hooks
+from attnlens.attention import attend
 from attnlens.errors import ModelError
+from attnlens.kernels import parsed
 
 TOKENS = 12
+RBF = hooks.Swap(parsed("rbf:gamma=1"))
 REACHED = families.REACHED
 CAUSAL = [
     "gpt2",
@@ -41,7 +44,7 @@ def changed(model, inputs, alter):
     """Relative change of the outputs when every call is altered before it is answered with the model's own kernel."""
     with torch.no_grad():
         own = hooks.real_outputs(hooks.forward(model, inputs), inputs)
-        with hooks.opened(model, lambda call: hooks.attend(alter(call), hooks.exponential)):
+        with hooks.opened(model, lambda call: attend(alter(call), hooks.OWN)):
             again = hooks.real_outputs(hooks.forward(model, inputs), inputs)
     return max(float((a - b).norm() / a.norm()) for a, b in zip(own, again, strict=True))
 
@@ -56,7 +59,7 @@ def test_own_kernel_through_the_door_is_the_models_own_output(name, padded):
 @pytest.mark.parametrize("name", [*CAUSAL, "bart"])
 def test_a_dropped_mask_is_seen(name):
     model = precise(name)
-    assert changed(model, fed(name, model), lambda call: replace(call, mask=None)) > 1e-3
+    assert changed(model, fed(name, model), lambda call: replace(call, allowed=None, causal=False)) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_mispaired_key_heads_are_seen():
 def test_a_window_narrower_than_the_text_is_in_the_mask():
     model = precise("mistral")
     reached = hooks.survey(model, fed("mistral", model))
-    seen = reached[0].call.allowed.sum(-1)
+    seen = reached[0].call.visible().sum(-1)
     assert seen.max() == model.config.sliding_window < TOKENS
 
 
@@ -158,21 +161,17 @@ def test_layers_keep_their_numbers_over_batches():
     assert seen == list(sites) * 3
 
 
-def doubled(query, key, scale):
-    return 2 * hooks.exponential(query, key, scale)
-
-
 def test_replacing_the_kernel_changes_the_chosen_sites_only():
     model = precise("gpt2")
     inputs = fed("gpt2", model)
     sites = tuple(found.site for found in hooks.survey(model, inputs))
     with torch.no_grad():
         own = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, hooks.exponential, frozenset(sites)):
+        with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Swap(hooks.OWN))):
             same = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, doubled, frozenset()):
+        with hooks.replace(model, sites, {}):
             none = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, doubled, frozenset(sites[1:])):
+        with hooks.replace(model, sites, dict.fromkeys(sites[1:], RBF)):
             other = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
     torch.testing.assert_close(same, own)
     torch.testing.assert_close(none, own)
@@ -183,7 +182,7 @@ def test_a_swap_that_misses_a_site_is_an_error():
     model = families.build("bart")
     sites = tuple(found.site for found in hooks.survey(model, families.inputs("bart", model)))
     ids = families.inputs("bart", model)["input_ids"]
-    with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, doubled, frozenset(sites)):
+    with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, dict.fromkeys(sites, RBF)):
         model.get_encoder()(input_ids=ids)
 
 

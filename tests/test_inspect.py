@@ -157,7 +157,7 @@ def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
     monkeypatch.setitem(
         hooks.identity_error.__globals__,
         "attend",
-        lambda call, kernel: honest(replace(call, scale=2 * call.scale), kernel),
+        lambda call, kernel, *path: honest(replace(call, scale=2 * call.scale), kernel, *path),
     )
     with pytest.raises(IdentityError, match="changes its outputs"):
         attnlens.inspect(demo, **SMALL)

@@ -17,6 +17,8 @@ LAYERS = {
     "statistics": 0,
     "registry": 1,
     "analyzers": 2,
+    "kernels": 2,
+    "attention": 2,
     "models": 3,
     "texts": 3,
     "hooks": 3,
@@ -32,7 +34,7 @@ LAYERS = {
     "__init__": 7,
     "__main__": 7,
 }
-WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "cli")
+WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "kernels", "cli")
 HEAVY = {"torch", "transformers", "matplotlib"}
 KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "typer": {6}}
 LONGEST_FUNCTION, LONGEST_FILE = 40, 400

@@ -184,6 +184,45 @@ def test_missing_pairs_do_not_count():
     assert all(math.isnan(part) for part in paired_bootstrap(before[1:2], after[1:2]))
 
 
+def test_weighted_pairs_are_repeated_pairs():
+    """A sequence of three tokens is three equal pairs: the mean is that over tokens."""
+    before, after = random(6), random(6, seed=1)
+    sizes = torch.tensor([1, 3, 2, 5, 1, 4])
+    delta, low, high = paired_bootstrap(before, after, weights=sizes.double())
+    difference = (after - before).repeat_interleave(sizes)
+    assert delta == pytest.approx(float(difference.mean()), abs=1e-12)
+    assert delta != pytest.approx(float((after - before).mean()), abs=1e-3)
+    assert low < delta < high
+    narrow = paired_bootstrap(before.repeat_interleave(sizes), after.repeat_interleave(sizes))
+    assert high - low > 1.2 * (narrow[2] - narrow[1]), "sequences are drawn, not their tokens"
+
+
+def test_equal_weights_are_no_weights_and_a_weight_of_zero_is_no_pair():
+    before, after = random(9), random(9, seed=1)
+    plain = paired_bootstrap(before, after)
+    assert paired_bootstrap(before, after, weights=torch.full((9,), 7.0)) == pytest.approx(plain, abs=1e-12)
+    sizes = torch.tensor([2.0, 0.0, 3.0], dtype=torch.float64)
+    delta, _, _ = paired_bootstrap(before[:3], after[:3], weights=sizes)
+    expected = (2 * (after - before)[0] + 3 * (after - before)[2]) / 5
+    assert delta == pytest.approx(float(expected))
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=12), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_a_weighted_interval_stays_among_the_differences(sizes, seed):
+    before, after = random(len(sizes), seed=seed), random(len(sizes), seed=seed + 1)
+    found = paired_bootstrap(before, after, weights=torch.tensor(sizes, dtype=torch.float64), draws=200, seed=seed)
+    difference = after - before
+    assert all(difference.min() - 1e-9 <= part <= difference.max() + 1e-9 for part in found)
+    assert found[1] <= found[2]
+
+
+def test_a_missing_pair_takes_its_weight_with_it():
+    before, after = torch.tensor([1.0, NAN, 3.0]), torch.tensor([2.0, 5.0, 5.0])
+    delta, _, _ = paired_bootstrap(before, after, weights=torch.tensor([1.0, 100.0, 3.0]))
+    assert delta == pytest.approx((1 * 1 + 3 * 2) / 4)
+
+
 def test_false_discovery_by_hand():
     # Benjamini & Hochberg 1995, section 3.2: 15 p-values, of which the four smallest are rejected at 0.05.
     p = [

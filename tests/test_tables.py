@@ -16,8 +16,9 @@ from reports import CROSS, synthetic_report
 from rich.console import Console, RenderableType
 
 from attnlens import tables
+from attnlens.kernels import FILTERS, TIES
 from attnlens.records import Report
-from attnlens.registry import Analyzer, MeasureInfo
+from attnlens.registry import Analyzer, KernelInfo, MeasureInfo, kernels
 from attnlens.tables.markdown import escaped
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
@@ -281,6 +282,40 @@ def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:
     listing = printed(tables.analyzers_table([entry]), 120)
     assert "Is it symmetric?" in listing
     assert "symmetry, singular_values, decay" in listing
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_list_of_kernels_says_how_to_type_them_and_what_they_are(width: int) -> None:
+    listing = printed(tables.kernels_table(kernels().values(), TIES.values(), FILTERS.values()), width)
+    assert max(map(len, listing.splitlines())) <= width
+    assert "…" not in re.sub(r"[:,]\w+=…", "", listing)
+    words = re.sub(r"\s+", " ", listing)
+    for name in (*kernels(), *TIES, *FILTERS):
+        assert re.search(rf"^{name} ", listing, re.MULTILINE)
+    for info in kernels().values():
+        assert info.formula.split()[0] in listing
+    for fact in (
+        ":degree=2",
+        ",offset=0",
+        ":rank=…",
+        "the power p (even, ≥ 1)",
+        "must be fitted:",
+        "--fit: the β of each",
+    ):
+        assert fact in words
+    facts = {line.split()[0]: line.split()[-3:] for line in listing.splitlines() if line[:1].isalpha()}
+    assert facts["rbf"] == ["yes", "yes", "infinite"]
+    assert facts["linear"] == ["no", "yes", "finite"]
+    assert facts["rank"] == ["yes", "no", "infinite"]
+    assert facts["hard"] == ["yes", "yes", "none"]
+
+
+def test_a_hostile_kernel_is_listed_as_text() -> None:
+    info = KernelInfo(HOSTILE, HOSTILE, HOSTILE, HOSTILE, True, True, "none", "score", lambda score: score)
+    listing = printed(tables.kernels_table([info], (), ()))
+    assert "\x1b" not in listing
+    assert "\u202e" not in listing
+    assert "[red]b[/red]" in listing
 
 
 def test_details_say_what_is_needed_to_repeat_the_run() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +14,11 @@ import attnlens
 from attnlens.cli import options as opt
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.outputs import READER_LEFT, Outputs, product
-from attnlens.cli.show import INTERRUPTED, UNUSABLE, complain, console, guarded, progress
+from attnlens.cli.show import INTERRUPTED, UNUSABLE, complain, console, guarded
+from attnlens.cli.swap import swap_kernel
 from attnlens.cli.verdict import failure
-from attnlens.errors import AttnlensError, UsageError
+from attnlens.cli.work import named_model, working
+from attnlens.errors import AttnlensError
 from attnlens.registry import checked_name
 
 TypedWrong: Any = typer.BadParameter.__base__
@@ -101,23 +101,6 @@ def root(
     context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)
 
 
-def _model(name: str | None, *, quiet: bool) -> str:
-    if name is None and not quiet:
-        console(stderr=True).print("No model named: using demo, the small model that ships with attnlens.")
-    if name is not None and not name.strip():
-        raise UsageError("The model's name is empty.", "Name a model, or none for demo.")
-    return "demo" if name is None else name
-
-
-@contextmanager
-def _working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Around the one call of a command: progress is shown, and transformers talks only of errors."""
-    from attnlens.models.quiet import only_errors
-
-    with only_errors(), progress(shown=outputs.moving) as tell:
-        yield tell
-
-
 @app.command()
 @guarded
 def inspect(
@@ -155,14 +138,14 @@ def inspect(
     outputs = Outputs.of(context.params)
     outputs.check()
     settings = opt.asked(context.params) | opt.loading(context.params)
-    _inspect(_model(model, quiet=quiet), settings, outputs, strict=strict)
+    _inspect(named_model(model, quiet=quiet), settings, outputs, strict=strict)
 
 
 def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: bool) -> None:
     from attnlens import run
 
     try:
-        with _working(outputs) as tell:
+        with working(outputs) as tell:
             report = run.inspect(model, progress=tell, **settings)
     except run.Interrupted as stop:
         if any(head.measures for head in stop.report.heads):
@@ -171,6 +154,9 @@ def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: 
     outputs.deliver(report)
     if strict and not report.coverage.complete:
         raise typer.Exit(3)
+
+
+app.command(name="swap-kernel")(swap_kernel)
 
 
 @app.command()
@@ -202,8 +188,8 @@ def doctor(
     outputs = Outputs.of(context.params)
     outputs.check()
     settings = opt.asked(context.params) | opt.loading(context.params)
-    name = _model(model, quiet=quiet)
-    with _working(outputs) as tell:
+    name = named_model(model, quiet=quiet)
+    with working(outputs) as tell:
         report = run.doctor(name, progress=tell, **settings)
     outputs.deliver(report)
     if not run.sound(report):
@@ -213,19 +199,23 @@ def doctor(
 @app.command(name="list")
 @guarded
 def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
-    """List analyzers and measures with their one-line meaning, or print the report's JSON Schema."""
-    kind = what and checked_name("list", what, ("analyzers", "measures", "schema"))
+    """List kernels, analyzers and measures with their one-line meaning, or print the report's JSON Schema."""
+    kind = what and checked_name("list", what, ("kernels", "analyzers", "measures", "schema"))
     if kind == "schema":
         from attnlens.records import json_schema
 
         with product():
             typer.echo(json_schema(), nl=False)
         return
-    from attnlens import registry, tables
+    from attnlens import kernels, registry, tables
 
     shown = console()
     with product():
-        if kind != "measures":
+        if kind in (None, "kernels"):
+            shown.print(
+                tables.kernels_table(registry.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
+            )
+        if kind in (None, "analyzers"):
             shown.print(tables.analyzers_table(registry.analyzers()))
-        if kind != "analyzers":
+        if kind in (None, "measures"):
             shown.print(tables.measures_table(registry.measure_infos().values()))

@@ -19,7 +19,7 @@ LARGEST = 9999
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 
 
-def _option(*names: str, panel: str = "Options", **more: Any) -> Any:
+def option(*names: str, panel: str = "Options", **more: Any) -> Any:
     """A typer option that also reads ATTNLENS_<OPTION>."""
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "ATTNLENS_" + long.removeprefix("--").replace("-", "_").upper()
@@ -33,18 +33,19 @@ Model = Annotated[
     ),
 ]
 Listed = Annotated[
-    str | None, typer.Argument(help="`analyzers`, `measures` or `schema`.", show_default="analyzers and measures")
+    str | None,
+    typer.Argument(help="`kernels`, `analyzers`, `measures` or `schema`.", show_default="all but the schema"),
 ]
-Source = Annotated[str, _option("--source", help="What to read: `weights`, `tokens` or `both`.", metavar="SOURCE")]
+Source = Annotated[str, option("--source", help="What to read: `weights`, `tokens` or `both`.", metavar="SOURCE")]
 Analyzers = Annotated[
     list[str] | None,
-    _option("--analyzer", help="Only this analyzer; repeatable. `attnlens list` names them.", metavar="NAME"),
+    option("--analyzer", help="Only this analyzer; repeatable. `attnlens list` names them.", metavar="NAME"),
 ]
-Layers = Annotated[str | None, _option("--layers", help="Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
-Heads = Annotated[str | None, _option("--heads", help="Only these heads, as in `0,5`.", metavar="NUMBERS")]
+Layers = Annotated[str | None, option("--layers", help="Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
+Heads = Annotated[str | None, option("--heads", help="Only these heads, as in `0,5`.", metavar="NUMBERS")]
 Text = Annotated[
     list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
-    _option(
+    option(
         "--text",
         panel=INPUT,
         help="Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with "
@@ -54,57 +55,57 @@ Text = Annotated[
 ]
 Tokens = Annotated[
     int | None,
-    _option("--tokens", panel=INPUT, min=2, help="Window length in tokens.", show_default="128, or the model's limit"),
+    option("--tokens", panel=INPUT, min=2, help="Window length in tokens.", show_default="128, or the model's limit"),
 ]
-Sequences = Annotated[int, _option("--sequences", panel=INPUT, min=1, help="How many windows or lines to feed.")]
+Sequences = Annotated[int, option("--sequences", panel=INPUT, min=1, help="How many windows or lines to feed.")]
 BatchSize = Annotated[
-    int, _option("--batch-size", panel=INPUT, min=1, help="How many sequences go through the model at once.")
+    int, option("--batch-size", panel=INPUT, min=1, help="How many sequences go through the model at once.")
 ]
 Pack = Annotated[
-    bool, _option("--pack/--no-pack", panel=INPUT, help="Cut running text into windows, or feed it line by line.")
+    bool, option("--pack/--no-pack", panel=INPUT, help="Cut running text into windows, or feed it line by line.")
 ]
-Device = Annotated[str, _option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", metavar="DEVICE")]
+Device = Annotated[str, option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", metavar="DEVICE")]
 Dtype = Annotated[
     str,
-    _option(
+    option(
         "--dtype",
         help="Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
         metavar="TYPE",
     ),
 ]
-Seed = Annotated[int, _option("--seed", min=0, max=2**63 - 1, help="Seed of everything random.")]
+Seed = Annotated[int, option("--seed", min=0, max=2**63 - 1, help="Seed of everything random.")]
 Json = Annotated[
-    str | None, _option("--json", panel=OUTPUT, help="Write the report as JSON (`-`: to stdout).", metavar="FILE")
+    str | None, option("--json", panel=OUTPUT, help="Write the report as JSON (`-`: to stdout).", metavar="FILE")
 ]
-Csv = Annotated[str | None, _option("--csv", panel=OUTPUT, help="Write one row a head as CSV.", metavar="FILE")]
+Csv = Annotated[str | None, option("--csv", panel=OUTPUT, help="Write one row a head as CSV.", metavar="FILE")]
 Png = Annotated[
     str | None,
-    _option(
+    option(
         "--png",
         panel=OUTPUT,
         help="Write the overview (a `.png`, `.svg` or `.pdf` file) or every picture (a folder).",
         metavar="FILE|DIR",
     ),
 ]
-Html = Annotated[str | None, _option("--html", panel=OUTPUT, help="Write a self-contained page.", metavar="FILE")]
+Html = Annotated[str | None, option("--html", panel=OUTPUT, help="Write a self-contained page.", metavar="FILE")]
 Markdown = Annotated[
-    str | None, _option("--markdown", panel=OUTPUT, help="Write the summary as markdown.", metavar="FILE")
+    str | None, option("--markdown", panel=OUTPUT, help="Write the summary as markdown.", metavar="FILE")
 ]
-AllHeads = Annotated[bool, _option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
-Strict = Annotated[bool, _option("--strict", help="Exit with 3 where a part could not be analysed.")]
-Offline = Annotated[bool, _option("--offline", panel=INPUT, help="Use local files only.")]
+AllHeads = Annotated[bool, option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
+Strict = Annotated[bool, option("--strict", help="Exit with 3 where a part could not be analysed.")]
+Offline = Annotated[bool, option("--offline", panel=INPUT, help="Use local files only.")]
 Revision = Annotated[
-    str | None, _option("--revision", panel=INPUT, help="Commit, tag or branch of a hub model.", metavar="REVISION")
+    str | None, option("--revision", panel=INPUT, help="Commit, tag or branch of a hub model.", metavar="REVISION")
 ]
-Quiet = Annotated[bool, _option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")]
-Verbose = Annotated[bool, _option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]
-NoProgress = Annotated[bool, _option("--no-progress", panel=OUTPUT, help="Show no progress.")]
-Debug = Annotated[bool, _option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
+Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")]
+Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]
+NoProgress = Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")]
+Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
 TrustRemoteCode = Annotated[
-    bool, _option("--trust-remote-code", panel=DANGEROUS, help="Run Python code that comes with the model.")
+    bool, option("--trust-remote-code", panel=DANGEROUS, help="Run Python code that comes with the model.")
 ]
 AllowPickle = Annotated[
-    bool, _option("--allow-pickle", panel=DANGEROUS, help="Load `.bin` weights (pickles, tensors only).")
+    bool, option("--allow-pickle", panel=DANGEROUS, help="Load `.bin` weights (pickles, tensors only).")
 ]
 
 
@@ -140,7 +141,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: given[name] for name in plain if name in given} | {
         "layers": numbers("layers", given["layers"]),
         "heads": numbers("heads", given["heads"]),
-        "text": _texts(given["text"] or ()),
+        "text": texts("text", given["text"] or ()),
     }
     if "source" in given:
         settings["source"] = checked_name("source", given["source"], SOURCES)
@@ -148,13 +149,14 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _texts(paths: Sequence[Path]) -> list[str]:
+def texts(what: str, paths: Sequence[Path]) -> list[str]:
+    """The text files of an option. Raises UsageError for an empty path, TextError for `-` without a stdin."""
     names = [str(path) for path in paths]
     if "." in names:
-        raise UsageError("--text names no file.", "Give the path of a text file, or - for stdin.")
+        raise UsageError(f"--{what} names no file.", "Give the path of a text file, or - for stdin.")
     if "-" in names and sys.stdin is None:
         raise TextError(
-            "stdin is closed, so that --text - has nothing to read.", "Pipe a text into it, or name a file."
+            f"stdin is closed, so that --{what} - has nothing to read.", "Pipe a text into it, or name a file."
         )
     return names
 

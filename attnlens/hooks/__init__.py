@@ -1,37 +1,44 @@
 """How is a running model's attention reached? Through transformers' own interface: watch it, or replace its kernel."""
 
-from attnlens.hooks.call import Call, Kernel, attend, exponential
-from attnlens.hooks.door import Door, implementation, is_attention, opened, replace, watch
+from attnlens.hooks.blocks import blocks, recorded, resumed
+from attnlens.hooks.call import OWN
+from attnlens.hooks.door import Door, Swap, implementation, is_attention, opened, replace, swapped, watch
 from attnlens.hooks.survey import (
     IDENTITY_TOLERANCE,
     Reached,
     allow_float64,
     as_dtype,
+    at_real_tokens,
     forward,
     identity_error,
     real_outputs,
     survey,
     unreached,
+    without_cache,
 )
 
 __all__ = [
     "IDENTITY_TOLERANCE",
-    "Call",
+    "OWN",
     "Door",
-    "Kernel",
     "Reached",
+    "Swap",
     "allow_float64",
     "as_dtype",
-    "attend",
-    "exponential",
+    "at_real_tokens",
+    "blocks",
     "forward",
     "identity_error",
     "implementation",
     "is_attention",
     "opened",
     "real_outputs",
+    "recorded",
     "replace",
+    "resumed",
     "survey",
+    "swapped",
     "unreached",
     "watch",
+    "without_cache",
 ]

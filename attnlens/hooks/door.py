@@ -6,17 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from attnlens.attention import Path, attend
 from attnlens.errors import ModelError
-from attnlens.hooks.call import Call, Kernel, attend, exponential, read_call
-from attnlens.records import Site
+from attnlens.hooks.call import OWN, read_call
+from attnlens.kernels import Kernel
+from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
 """Whose attention goes through transformers' interface."""
@@ -39,7 +43,7 @@ def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator
 
     name = f"attnlens_{next(_door_numbers)}"
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, eager_mask)
+    AttentionMaskInterface.register(name, sdpa_mask)
     try:
         with implementation(model, name):
             yield
@@ -84,43 +88,77 @@ class Door:
         return self.sites[path, ordinal]
 
 
+@dataclass(frozen=True)
+class Swap:
+    """Which kernel takes the place of a site's own, and in which heads."""
+
+    kernel: Kernel
+    """The new one; its fitted parameters are those of `heads`, in their order."""
+    heads: tuple[int, ...] | None = None
+    """Query heads; None means all."""
+
+
 @contextmanager
 def watch(model: PreTrainedModel, sites: tuple[Site, ...], visit: Callable[[Site, Call], None]) -> Iterator[Door]:
     """Show every attention computation to `visit` and answer it with the model's own kernel."""
 
     def answer(site: Site, call: Call) -> Tensor:
         visit(site, call)
-        return attend(call, exponential)
+        return attend(call, OWN)
 
     with _counted(model, sites, answer) as door:
         yield door
 
 
 @contextmanager
-def replace(model: PreTrainedModel, sites: tuple[Site, ...], kernel: Kernel, chosen: frozenset[Site]) -> Iterator[Door]:
-    """Answer the `chosen` sites with `kernel` and the others with the model's own.
+def replace(
+    model: PreTrainedModel,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, Swap],
+    path: Path = "auto",
+    *,
+    every_site: bool = True,
+) -> Iterator[Door]:
+    """Answer the sites of `swaps` with their new kernels and the others with the model's own.
 
-    Raises ModelError at the end of the block where a chosen site was never reached.
+    `path` is how the new kernels are computed. Raises UsageError where a kernel can't serve a site, and with
+    `every_site` ModelError at the end of the block where one of them was never reached.
     """
 
     def answer(site: Site, call: Call) -> Tensor:
-        return attend(call, kernel if site in chosen else exponential)
+        return swapped(call, swaps[site], path) if site in swaps else attend(call, OWN)
 
     with _counted(model, sites, answer) as door:
         yield door
-    missed = [site.name for site in sites if site in chosen and not door.calls[site.path]]
-    if missed:
+    missed = [site.name for site in swaps if not door.calls[site.path]]
+    if missed and every_site:
         raise ModelError(
-            f"The swap never reached {len(missed)} of {len(chosen)} sites, first {missed[0]}.",
+            f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}.",
             "Run a forward pass that uses these layers, or leave them out with --layers.",
         )
+
+
+def swapped(call: Call, swap: Swap, path: Path = "auto") -> Tensor:
+    """The output of one site under a swap: (batch, queries, heads, value_dim)."""
+    total = call.query.shape[1]
+    if swap.heads is None or swap.heads == tuple(range(total)):
+        return attend(call, swap.kernel, path)
+    others = [head for head in range(total) if head not in swap.heads]
+    parts = attend(call.select(others), OWN), attend(call.select(swap.heads), swap.kernel, path)
+    order = torch.tensor([*others, *swap.heads], device=call.query.device).argsort()
+    return torch.cat(parts, dim=2)[:, :, order]
 
 
 @contextmanager
 def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]) -> Iterator[Door]:
     by_call = {(site.path, site.ordinal): site for site in sites}
     door = Door(by_call, {module: name for name, module in model.named_modules()})
-    with opened(model, lambda call: answer(door.site(call.module), call)):
+
+    def numbered(call: Call) -> Tensor:
+        site = door.site(cast("nn.Module", call.module))
+        return answer(site, changed(call, cross=site.part == "cross"))
+
+    with opened(model, numbered):
         yield door
 
 

@@ -7,15 +7,16 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens.hooks.call import Call, attend, exponential
+from attnlens.attention import attend
+from attnlens.hooks.call import OWN
 from attnlens.hooks.door import is_attention, opened, out_of_reach
-from attnlens.records import Part, Site
+from attnlens.records import Call, Part, Site
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """The names under which transformers' attention modules take the other sequence of a cross-attention."""
@@ -55,14 +56,15 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     """
     modules = {module: name for name, module in model.named_modules()}
     arguments: dict[nn.Module, dict[str, Any]] = {}
-    calls: list[tuple[Call, dict[str, Any]]] = []
+    calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments[module] = _by_name(module, args, kwargs)
 
     def answer(call: Call) -> Tensor:
-        calls.append((call, arguments[call.module]))
-        return attend(call, exponential)
+        module = cast("nn.Module", call.module)
+        calls.append((module, call, arguments[module]))
+        return attend(call, OWN, "eager")
 
     hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in modules if is_attention(module)]
     try:
@@ -73,12 +75,12 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
             hook.remove()
     if not calls:
         raise out_of_reach(model)
-    total, seen, reached = Counter(modules[call.module] for call, _ in calls), Counter[str](), []
-    for layer, (call, bound) in enumerate(calls):
-        path = modules[call.module]
+    total, seen, reached = Counter(modules[module] for module, _, _ in calls), Counter[str](), []
+    for layer, (module, call, bound) in enumerate(calls):
+        path = modules[module]
         site = Site(path, seen[path], layer, _part(call, bound), repeated=total[path] > 1)
         seen[path] += 1
-        reached.append(Reached(site, call.module, bound, call))
+        reached.append(Reached(site, module, bound, call))
     return reached
 
 
@@ -94,10 +96,14 @@ def unreached(model: PreTrainedModel, reached: list[Reached]) -> list[str]:
     return innermost
 
 
-def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
     """The model's outputs without a cache, so that every query meets every key in one call."""
-    more = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return model(**inputs, **more)
+    return model(**inputs, **without_cache(model), **more)
+
+
+def without_cache(model: PreTrainedModel) -> dict[str, bool]:
+    """The argument that keeps a model from filling a cache, where it has one."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -107,8 +113,13 @@ def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """
     values = result.to_tuple() if hasattr(result, "to_tuple") else result
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return [at_real_tokens(tensor, inputs) for tensor in tensors]
+
+
+def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """A (batch, tokens, …) tensor without its padding, (real tokens, …); any other as it is."""
     masks = [inputs[name].bool() for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
-    return [next((tensor[mask] for mask in masks if mask.shape == tensor.shape[:2]), tensor) for tensor in tensors]
+    return next((tensor[mask] for mask in masks if mask.shape == tensor.shape[:2]), tensor)
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
@@ -145,7 +156,7 @@ def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
     with torch.no_grad():
         own = real_outputs(forward(model, inputs), inputs)
-        with opened(model, lambda call: attend(call, exponential)):
+        with opened(model, lambda call: attend(call, OWN, "eager")):
             again = real_outputs(forward(model, inputs), inputs)
     pairs = [(a.double(), b.double()) for a, b in zip(own, again, strict=True)]
     errors = [(a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny) for a, b in pairs]
@@ -163,5 +174,6 @@ def _part(call: Call, arguments: dict[str, Any]) -> Part:
     if any(arguments.get(name) is not None for name in CROSS_INPUTS) or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     above = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).triu(1)
-    causal = call.allowed is not None and bool(above.any()) and not bool((call.allowed & above).any())
+    seen = call.visible()
+    causal = seen is not None and bool(above.any()) and not bool((seen & above).any())
     return "decoder" if causal else "encoder"

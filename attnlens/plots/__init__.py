@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,27 +16,30 @@ from attnlens.plots.fans import fan_figure
 from attnlens.plots.maps import map_figure
 from attnlens.plots.overview import overview_figure
 from attnlens.plots.style import FORMATS, encoded, house_style
+from attnlens.plots.swaps import panel_figure, pictures, swap_overview
 from attnlens.records import Report
 from attnlens.shapes import Shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["fan_figure", "house_style", "map_figure", "overview_figure", "save_all"]
+__all__ = ["fan_figure", "house_style", "map_figure", "overview_figure", "save_all", "swap_overview"]
 
 
 def save_all(report: Report, target: Path) -> list[Path]:
     """Draw the report and return the files written; the same report gives the same bytes.
 
     A folder (made where there is none) gets `overview.png`, a `<measure>.png` per scalar and a `<curve>.png` per curve;
-    a path that ends in .png, .svg or .pdf gets the overview alone. Raises UsageError where the report has nothing to
-    draw, OutputError where the target can't be written or names another kind of picture.
+    a path that ends in .png, .svg or .pdf gets the overview alone. A swap's folder gets `sites.png`, `sweep.png`,
+    `healing.png`, `kernels.png` instead, as far as there is something to draw. Raises UsageError where the report has
+    nothing to draw, OutputError where the target can't be written or names another kind of picture.
     """
+    if report.swap is not None:
+        return _save_drawings(_swap_drawings(report, alone=is_file(target)), target)
     shapes = Shapes(report)
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
     if not is_file(target):
-        make_folder(target)
         return _save_folder(shapes, target)
     _save(partial(overview_figure, shapes), target)
     return [target]
@@ -71,9 +74,26 @@ def _save_folder(shapes: Shapes, folder: Path) -> list[Path]:
         drawings[names[name]] = partial(map_figure, shapes, name)
     for name in shapes.curves:
         drawings[names[name]] = partial(fan_figure, shapes, name)
+    return _save_drawings(drawings, folder)
+
+
+def _swap_drawings(report: Report, *, alone: bool) -> dict[str, Callable[[], Figure]]:
+    """The pictures of a swap by file name."""
+    drawings: dict[str, Callable[[], Figure]] = {"overview.png": partial(swap_overview, report)}
+    panels = {} if alone else {panel.stem: panel for panel in pictures(report)}
+    return drawings | {file: partial(panel_figure, report, panels[stem]) for stem, file in file_names(panels).items()}
+
+
+def _save_drawings(drawings: Mapping[str, Callable[[], Figure]], target: Path) -> list[Path]:
+    """Draw into the folder, or the only drawing into the file."""
+    if is_file(target):
+        (draw,) = drawings.values()
+        _save(draw, target)
+        return [target]
+    make_folder(target)
     for file, draw in drawings.items():
-        _save(draw, folder / file)
-    return [folder / file for file in drawings]
+        _save(draw, target / file)
+    return [target / file for file in drawings]
 
 
 def _save(draw: Callable[[], Figure], path: Path) -> None:

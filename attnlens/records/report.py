@@ -13,6 +13,7 @@ from attnlens.errors import UsageError
 from attnlens.files import write_atomically
 from attnlens.records.coverage import Coverage
 from attnlens.records.measures import Count, Head, HeadId, Number, Record
+from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Settings(Record):
     """The text, where one was fed."""
     noise: Text | None = None
     """The random pixels or sound, where the model reads no text."""
+    calibration: Text | None = None
+    """The text from which parameters were fitted or weights healed; it is no part of what was evaluated."""
     sequences: Count | None = None
     """How many windows, lines, images or sounds were fed (fewer than asked for, where the text ended or the run was
     interrupted); None where none were."""
@@ -217,6 +220,10 @@ class Report(Record):
     """Checks that were asked for, and how they went."""
     doctor: list[SiteCheck] = []
     """Site by site, whether what attnlens reads is what the model computes."""
+    swap: Swap | None = None
+    """What another kernel did to the model (`swap-kernel`)."""
+    more_swaps: list[Swap] = []
+    """What the further kernels did, where several were compared."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0
@@ -229,6 +236,11 @@ class Report(Record):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
         return iter(self.heads)
+
+    @property
+    def swaps(self) -> list[Swap]:
+        """Every kernel's swap, in the order asked for."""
+        return [self.swap, *self.more_swaps] if self.swap is not None else []
 
     def measure_names(self) -> list[str]:
         """Names of the scalar measures of any head, in the order of first appearance."""

@@ -107,8 +107,8 @@ class QueryKey:
             query=self.query[..., index, :, :],
             heads=tuple(self.heads[head] for head in index),
             key_of=tuple(self.key_of[head] for head in index),
-            allowed=_of_heads(self.allowed, index),
-            bias=_of_heads(self.bias, index),
+            allowed=of_heads(self.allowed, index),
+            bias=of_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
         )
 
@@ -124,6 +124,6 @@ class QueryKey:
         )
 
 
-def _of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
+def of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
     """The heads of a mask or bias; one that all heads share stays as it is."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

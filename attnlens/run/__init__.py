@@ -2,5 +2,7 @@
 
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect import Interrupted, inspect
+from attnlens.run.saved import Swapped, load_swapped
+from attnlens.run.swap import swap_kernel
 
-__all__ = ["Interrupted", "doctor", "inspect", "sound"]
+__all__ = ["Interrupted", "Swapped", "doctor", "inspect", "load_swapped", "sound", "swap_kernel"]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnlens import hooks, linalg, models, registry, texts, weights
 from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
-from attnlens.hooks import Call, Reached
-from attnlens.records import Conventions, Null, QueryKey, Report, Settings, Site
+from attnlens.hooks import Reached
+from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer
 from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised

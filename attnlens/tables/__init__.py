@@ -2,10 +2,11 @@
 
 from attnlens.tables.details import details
 from attnlens.tables.heads import all_heads
-from attnlens.tables.lists import analyzers_table, doctor_table, measures_table
+from attnlens.tables.lists import analyzers_table, doctor_table, kernels_table, measures_table
 from attnlens.tables.markdown import markdown
 from attnlens.tables.spreadsheet import csv
 from attnlens.tables.summary import summary
+from attnlens.tables.swaps import swap_sites
 from attnlens.tables.terminal import console
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "csv",
     "details",
     "doctor_table",
+    "kernels_table",
     "markdown",
     "measures_table",
     "summary",
+    "swap_sites",
 ]

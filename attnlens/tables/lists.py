@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attnlens.registry import Analyzer, MeasureInfo
+from attnlens.kernels import Modifier
+from attnlens.registry import Analyzer, KernelInfo, MeasureInfo, Parameter
 from attnlens.wording import NO_VALUE, clean
 
 WIDEST_SITE = 24
@@ -74,6 +76,55 @@ def analyzers_table(analyzers: Iterable[Analyzer]) -> Table:
         table.add_row(Text(found.name, style="bold"), found.source, question, str(len(found.measures)))
     table.columns[-1].justify = "right"
     return table
+
+
+def kernels_table(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier]) -> RenderableType:
+    """Every kernel as it is typed: log k, what it is, its parameters, what a fit chooses, its fast form and its source.
+
+    Whether k ≥ 0, is symmetric, has finitely many features. A second table holds what goes with any kernel.
+    """
+    kernels = _table("kernel", "log k(q, k)", "≥ 0", "sym.", "features")
+    for info in infos:
+        facts = [f"{p.name}: {p.meaning}{_allowed(p)}" for p in info.parameters]
+        if info.fit is not None:
+            first = (info.fit.__doc__ or "").splitlines()[0]
+            facts.append(f"{'must be fitted' if info.needs_fit else '--fit'}: {first.partition(':')[0]}")
+        facts += [f"computed by {info.fused}", info.source]
+        traits = ("yes" if info.positive else "no", "yes" if info.symmetric else "no", info.features)
+        kernels.add_row(_typed(info.name, info.parameters), _explained(info.formula, [info.meaning, *facts]), *traits)
+    modifiers = _table("with any kernel", "log k(q_i, k_j), or the keys j that query i keeps")
+    for kind, found in (("tie", ties), ("filter", filters)):
+        for modifier in found:
+            facts = [f"{p.name}: {p.meaning}{_allowed(p)}" for p in modifier.parameters]
+            cell = _explained(modifier.formula, [f"{kind}: {modifier.meaning}", *facts, modifier.source])
+            modifiers.add_row(_typed(modifier.name, modifier.parameters), cell)
+    return Group(kernels, Text(), modifiers)
+
+
+def _typed(name: str, parameters: Sequence[Parameter]) -> Text:
+    """The name, and below it how parameters are added: `:gamma=0.5`."""
+    shown = Text(clean(name), style="bold")
+    for index, parameter in enumerate(parameters):
+        default = "…" if parameter.default is None else f"{parameter.default:g}"
+        shown.append(f"\n{',' if index else ':'}{clean(parameter.name)}={default}", style="not bold")
+    return shown
+
+
+def _explained(formula: str, facts: Iterable[str]) -> Text:
+    """The formula, and what there is to say about it in dim lines below."""
+    cell = Text(clean(formula))
+    for fact in facts:
+        cell.append(f"\n{clean(fact)}", style="dim")
+    return cell
+
+
+def _allowed(parameter: Parameter) -> str:
+    """Its range in words, after its meaning."""
+    low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
+    above = [] if parameter.above is None else [f"> {parameter.above:g}"]
+    whole = ["whole"] if parameter.kind is int else []
+    words = [*(["even"] if parameter.even else whole), *low, *above]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def doctor_table(rows: Sequence[DoctorRow]) -> Table:

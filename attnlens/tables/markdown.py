@@ -9,6 +9,7 @@ from attnlens.records import Report
 from attnlens.shapes import Shapes
 from attnlens.tables import facts
 from attnlens.tables.layers import layer_rows, measure_columns, name_columns
+from attnlens.tables.swaps import swap_markdown
 from attnlens.tables.terminal import Column
 from attnlens.wording import clean, model_name
 
@@ -25,6 +26,8 @@ def markdown(report: Report) -> str:
     lines += [f"- {escaped(sentence)}" for sentence in sentences if sentence]
     lines += ["", f"**{escaped(report.coverage.sentence)}**", ""]
     lines += _tables(shapes)
+    if report.swap is not None:
+        lines += swap_markdown(report, escaped)
     named = [": ".join(facts.standout(found)) for found in report.summary.standouts]
     lines += _bullets("Heads that stand out", named + facts.more_standouts(report))
     lines += _bullets("Skipped", facts.skipped(report.coverage.skipped))

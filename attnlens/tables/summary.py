@@ -13,6 +13,7 @@ from attnlens.records import Report
 from attnlens.shapes import Shapes
 from attnlens.tables import facts
 from attnlens.tables.layers import layer_rows, measure_columns, name_columns
+from attnlens.tables.swaps import swap_summary
 from attnlens.tables.terminal import FittedTable
 from attnlens.wording import clean, model_name
 
@@ -26,6 +27,8 @@ def summary(report: Report) -> Group:
     sources taking turns. Above 48 layers neighbours share a row, and a line says so. Colour never carries a meaning of
     its own.
     """
+    if report.swap is not None:
+        return Group(*_header(report), swap_summary(report), *_list("Skipped", facts.skipped(report.coverage.skipped)))
     shapes = Shapes(report)
     return Group(
         *_header(report),

@@ -81,14 +81,15 @@ def batches(
     sequences: int = 32,
     batch_size: int = 8,
     pack: bool = True,
+    skip: int = 0,
     seed: int = 0,
 ) -> Batches:
     """The inputs of `loaded` made of `content`: windows of the running text, or its lines (`pack=False`).
 
     `tokens` is the length of a window, of which the special tokens are a part; None means 128, or what the model has
-    positions for, if that is less. A model of pixels or sound gets noise from `seed` (and its decoder, or CLIP's text
-    side, the text). Raises TextError where the text is too short or there is no usable tokenizer; UsageError for
-    numbers that make no sense, or more tokens than the model has positions.
+    positions for, if that is less. The first `skip` sequences are left out. A model of pixels or sound gets noise from
+    `seed` (and its decoder, or CLIP's text side, the text). Raises TextError where the text is too short or there is no
+    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
     for option, number in (("sequences", sequences), ("batch-size", batch_size)):
         if number < 1:
@@ -99,7 +100,7 @@ def batches(
     rows: list[list[int]] = []
     if reads_text(loaded):
         length = window_length(loaded.model, tokens)
-        rows = _rows(loaded, content, length, sequences, pack)
+        rows = _rows(loaded, content, length, slice(skip, skip + sequences), pack)
     made = _noise(loaded, len(rows) or sequences, seed)
     count = len(rows) or sequences
     parts = [slice(start, start + batch_size) for start in range(0, count, batch_size)]
@@ -136,15 +137,20 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     return Batches((batch,), sequences, tokens * bool(rows), Text(name=name, sha256=_digest(rows, made)), 0.0)
 
 
-def _rows(loaded: Loaded, content: Content, length: int, sequences: int, pack: bool) -> list[list[int]]:
-    """The sequences of ids; every id is one that the model knows."""
+def _rows(loaded: Loaded, content: Content, length: int, part: slice, pack: bool) -> list[list[int]]:
+    """Those sequences of ids; every id is one that the model knows."""
     if loaded.tokenizer is None:
         raise TextError(
             f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
             "Put its tokenizer files beside its weights, or use --source weights.",
         )
     cut = windows if pack else lines
-    rows = cut(loaded.tokenizer, content, tokens=length, sequences=sequences)
+    rows = cut(loaded.tokenizer, content, tokens=length, sequences=part.stop)[part]
+    if not rows:
+        raise TextError(
+            f"The text ({content.name}) has nothing left behind its first {part.start} sequences.",
+            "Give a longer text, another one with --calibration, or fewer --sequences.",
+        )
     known, largest = loaded.model.config.get_text_config().vocab_size, max(map(max, rows))
     if largest >= known:
         raise TextError(

@@ -1,0 +1,72 @@
+"""Where in its sequence does each query and key of a call stand, with padding on the left and a key-value cache?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.errors import UsageError
+from attnlens.kernels.modifiers import Filter
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Places among the keys of a call."""
+
+    own: Int[Tensor, "#batch queries"]
+    """The index, among the keys, of each query's own token."""
+    first: Int[Tensor, "#batch 1"]
+    """The index of the sequence's first token: what stands before it is padding."""
+
+    def kept(self, found: Filter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
+        """Which of the keys `columns` the filter lets the queries `rows` see; places count from the first token."""
+        keys = torch.arange(columns.start, columns.stop, device=self.own.device) - self.first
+        return found.keeps(self.own[:, rows] - self.first, keys)[:, None]
+
+    def reached(self, distance: int, rows: slice) -> slice:
+        """The keys at most `distance` away from some query of `rows`."""
+        own = self.own[:, rows]
+        return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
+
+
+def positions(call: Call) -> Positions:
+    """The place of every query among the keys, and of the sequence's start.
+
+    Without a key-value cache query i is key i. With one there are more keys than queries, and a query's own key is the
+    last that it may see. A sequence starts at the first key that any of its queries may see; under a model's own
+    sliding window with a cache that is the window's start, the only start that is left.
+    Raises UsageError for cross-attention, and where nothing says which keys are the queries' own.
+    """
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if call.cross:
+        raise unplaced("this site attends to another sequence")
+    seen = None if call.allowed is None else call.allowed.any(dim=1)
+    first = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
+    if seen is not None:
+        first = seen.any(dim=1).int().argmax(-1, keepdim=True)
+    if queries == keys or call.causal:
+        own = torch.arange(queries, device=call.query.device)[None]
+    elif queries == 1 and seen is None:
+        own = torch.full_like(first, keys - 1)
+    elif seen is None or queries > keys:
+        raise unplaced(f"{queries} queries meet {keys} keys without a mask")
+    else:
+        own = keys - 1 - seen.flip(-1).int().argmax(-1)
+        if queries > 1 and bool((own == own[:, :1]).all()):
+            raise unplaced(f"all of the {queries} queries see the same last key")
+    return Positions(own, first)
+
+
+def unplaced(reason: str) -> UsageError:
+    """The error for a filter where queries have no place among the keys."""
+    return UsageError(
+        f"A filter needs each query's place among the keys, but {reason}.",
+        "Leave out such sites with --part or --layers, or use the kernel without a filter.",
+    )

@@ -1,0 +1,48 @@
+"""How is a kernel that is a product of vectors computed by torch's scaled_dot_product_attention?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from attnlens.kernels.spec import Kernel
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+    """softmax(s'⟨q', k'⟩ + bias, over the keys allowed) v with the kernel's own q', k' and s'; rows that may see
+    nothing are zero.
+
+    Nothing of size queries × keys is made but the mask that the model itself hands over, or its sum with the bias.
+    """
+    assert kernel.info.dot is not None  # noqa: S101  # route has seen to it
+    query, key = kernel.tied(call.query, call.paired_key)
+    value = call.paired_value
+    query, key, scale = kernel.info.dot(query, key, call.scale, **kernel.parameters, **kernel.fitted)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    mask = _mask(call)
+    if mask is None and call.causal:
+        # with equal numbers of queries and keys torch takes its fast kernel; the keys cropped are seen by none
+        key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
+    # torch's fast kernels want one head_dim for all three, on a GPU a multiple of 8; zeros change no product
+    width = max(query.shape[-1], value.shape[-1])
+    width += -width % 8 if query.is_cuda else 0
+    query, key, padded = (pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    causal = mask is None and call.causal
+    found = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
+    return found[..., : value.shape[-1]]
+
+
+def _mask(call: Call) -> Tensor | None:
+    """What SDPA takes as a mask: booleans, or the bias with −∞ where nothing is seen."""
+    if call.bias is None:
+        return call.allowed
+    seen = call.visible()
+    bias = call.bias.to(call.query.dtype)
+    return bias if seen is None else bias.masked_fill(~seen, -torch.inf)

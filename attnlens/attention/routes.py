@@ -1,0 +1,147 @@
+"""By which path is a call answered fastest and exactly, and why not by a faster one?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from attnlens.attention.positions import unplaced
+from attnlens.attention.products import by_products
+from attnlens.attention.rows import in_tiles
+from attnlens.attention.scores import by_scores
+from attnlens.attention.sums import by_sums, reach
+from attnlens.errors import UsageError
+from attnlens.kernels.spec import Kernel
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+Path = Literal["auto", "eager", "fused"]
+"""The fastest exact path there is; row tiles; a fused path or an error."""
+
+
+CAPPED = "the model caps its scores (softcap)"
+
+
+def attend(call: Call, kernel: Kernel, path: Path = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
+    """softmax(log k(q, k) + bias, over the keys allowed) v, for signed kernels Σ k v / Σ k; laid out as models want.
+
+    All paths are exact: they differ in time, memory and rounding. Raises UsageError where no path can serve: see route.
+    """
+    return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
+
+
+def route(call: Call, kernel: Kernel, path: Path = "auto") -> str:
+    """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles or row tiles.
+
+    Raises UsageError for a tie or filter in cross-attention, for sinks beside a signed kernel, and with path="fused"
+    where no fused path is exact for this call.
+    """
+    _refuse(call, kernel)
+    if path == "eager":
+        return "row tiles"
+    obstacles = []
+    for name, obstacle in _OBSTACLES.items():
+        found = obstacle(call, kernel)
+        if found is None:
+            return name
+        obstacles.append(found)
+    if path == "auto":
+        return "row tiles"
+    reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
+    raise UsageError(
+        f"{kernel.spelling} has no fused path here: {reason}.",
+        "Use --path auto or --path eager; both are exact.",
+    )
+
+
+def _refuse(call: Call, kernel: Kernel) -> None:
+    """Raise UsageError for what has no meaning."""
+    if call.cross and kernel.filter is not None:
+        raise unplaced("this site attends to another sequence")
+    if call.cross and kernel.tie is not None:
+        raise UsageError(
+            f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
+            "Leave out cross-attention with --part.",
+        )
+    kernel.tied(call.query, call.key)
+    if call.sinks is not None and kernel.signed:
+        raise UsageError(
+            f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax.",
+            "Choose a positive kernel for this model.",
+        )
+
+
+def _of_any(call: Call, kernel: Kernel) -> str | None:
+    """What no fused path but the bands can do."""
+    if call.dropout:
+        return "dropout acts on attention weights, which a fused path never writes out"
+    if call.sinks is not None:
+        return "the model has attention sinks, which need the full form"
+    if kernel.tie == "symmetric":
+        return "symmetric needs log k and its transpose"
+    if kernel.info.hard:
+        return f"{kernel.info.name} picks one key and is no sum"
+    return None
+
+
+def _of_products(call: Call, kernel: Kernel) -> str | None:
+    if kernel.info.dot is None:
+        return ""
+    if kernel.info.form == "score" and call.softcap is not None:
+        return CAPPED
+    if kernel.filter is not None:
+        return f"the filter {kernel.filter.modifier.name} is no mask that SDPA computes by itself"
+    return _of_any(call, kernel)
+
+
+def _of_sums(call: Call, kernel: Kernel) -> str | None:
+    if kernel.info.feature_map is None:
+        return ""
+    if kernel.info.form == "score" and call.softcap is not None:
+        return CAPPED
+    if kernel.filter is not None:
+        return f"the filter {kernel.filter.modifier.name} is no running sum"
+    if call.bias is not None:
+        return "the model adds a bias to its scores, which a running sum can't"
+    common = _of_any(call, kernel)
+    if common is None and reach(call) is None:
+        return "the mask is neither causal nor a mask of padded keys alone"
+    return common
+
+
+def _of_scores(call: Call, kernel: Kernel) -> str | None:
+    if kernel.info.form != "score" or kernel.signed:
+        return ""
+    if not call.query.is_cuda:
+        return f"{kernel.info.name} is fused by FlexAttention on a GPU alone"
+    if kernel.fitted:
+        return "its parameters are fitted to each head"
+    return _of_any(call, kernel)
+
+
+def _of_bands(call: Call, kernel: Kernel) -> str | None:
+    if kernel.filter is None:
+        return ""
+    if kernel.filter.reach is None:
+        return f"the filter {kernel.filter.modifier.name} keeps keys at any distance"
+    return None
+
+
+_OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
+    "sdpa": _of_products,
+    "running sums": _of_sums,
+    "flex attention": _of_scores,
+    "banded tiles": _of_bands,
+}
+"""Fused paths, the fastest first, and what keeps a call from them: None is nothing, "" that it is not the kernel's."""
+
+_COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
+    "sdpa": by_products,
+    "running sums": by_sums,
+    "flex attention": by_scores,
+    "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
+    "row tiles": lambda call, kernel: in_tiles(call, kernel, banded=False),
+}

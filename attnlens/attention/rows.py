@@ -1,0 +1,129 @@
+"""How are attention weights written out, a tile of query rows at a time?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import dropout, one_hot
+from torch.utils.checkpoint import checkpoint
+
+from attnlens.attention.positions import Positions, positions
+from attnlens.kernels.spec import Kernel
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+TILE_BYTES = 4 << 20
+"""How large one tile of scores may be, in float32; about four such tensors live at a time."""
+
+
+def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
+    """softmax(log k(q, k) + bias, over the keys allowed) of the queries `rows`, in float32 or better.
+
+    The share of a sink is left out. A signed kernel gives k · exp(bias) / Σ, not finite where the sum is zero; the hard
+    kernel gives 1 to the largest score, the first of equal ones. A row that may see nothing is uniform, as in
+    transformers' eager attention. Raises UsageError for a tie or a filter where queries have no place among the keys.
+    """
+    rows = slice(*rows.indices(call.query.shape[2]))
+    where = positions(call) if kernel.filter is not None else None
+    return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
+
+
+def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output from one tile of rows after another; `banded`: each with the keys alone that its filter can reach.
+
+    Where gradients are asked for, a tile's weights are computed again in the backward pass, so that memory stays
+    O(T · tile) there, too.
+    """
+    key, value = call.paired_key, call.paired_value
+    where = positions(call) if kernel.filter is not None else None
+    reach = kernel.filter.reach if banded and kernel.filter is not None else None
+
+    def output(rows: slice) -> Tensor:
+        columns = _columns(call, where, reach, rows)
+        found = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
+        return dropout(found, call.dropout) @ value[..., columns, :]
+
+    tiles = _tiles(call, reach)
+    if len(tiles) == 1:
+        return output(tiles[0])
+    if torch.is_grad_enabled():
+        return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
+    # Written in place, the widest tile first: small results between large scratch tensors would scatter the heap.
+    whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
+    for rows in reversed(tiles):
+        whole[..., rows, :] = output(rows)
+    return whole
+
+
+def _tiles(call: Call, reach: int | None) -> list[slice]:
+    """Equal slices of the queries within the budget; a band's tiles are about as high as it is wide."""
+    batch, heads, queries = call.query.shape[:3]
+    width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
+    height = max(16, TILE_BYTES // (4 * batch * heads * width))
+    if reach is not None:
+        height = min(height, max(reach, 64))
+    return [slice(start, min(start + height, queries)) for start in range(0, queries, height)]
+
+
+def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
+    """The keys that some query of the tile may see; all of them if one of the queries may see none."""
+    keys = call.key.shape[2]
+    start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
+    if where is not None and reach is not None:
+        band = where.reached(reach, rows)
+        return slice(min(band.start, stop - 1), min(band.stop, stop))
+    if call.allowed is not None:
+        seen = call.allowed[..., rows, :]
+        if bool(seen.any(-1).all()):
+            columns = seen.flatten(0, -2).any(0).nonzero()
+            start, stop = int(columns[0]), int(columns[-1]) + 1
+    return slice(start, stop)
+
+
+def _seen(
+    call: Call, kernel: Kernel, where: Positions | None, rows: slice, columns: slice
+) -> Bool[Tensor, "#batch #heads rows columns"] | None:
+    """Which keys the mask and the filter allow; None means all."""
+    seen = call.visible(rows)
+    seen = None if seen is None else seen[..., columns]
+    if kernel.filter is None or where is None:
+        return seen
+    kept = where.kept(kernel.filter, rows, columns)
+    return kept if seen is None else seen & kept
+
+
+def _weights(
+    call: Call, kernel: Kernel, key: Tensor, where: Positions | None, rows: slice, columns: slice
+) -> Float[Tensor, "batch heads rows columns"]:
+    log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
+    log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
+    if call.bias is not None:
+        log_k = log_k + call.bias[..., rows, columns]
+    seen = _seen(call, kernel, where, rows, columns)
+    sign = None
+    if kernel.signed:
+        sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
+    if seen is not None:
+        # −∞ and no least number, which would win over log 0 = −∞ of the keys that are allowed; a sink takes blind rows
+        blind = ~seen.any(-1, keepdim=True) & (call.sinks is None)
+        log_k = torch.where(seen, log_k, torch.where(blind, 0.0, -torch.inf).to(log_k.dtype))
+        sign = None if sign is None else torch.where(blind, 1, sign)
+    return _normalised(log_k, sign, call.sinks, hard=kernel.info.hard)
+
+
+def _normalised(log_k: Tensor, sign: Tensor | None, sinks: Tensor | None, *, hard: bool) -> Tensor:
+    """The weights of the keys from log|k|, masked with −∞, and the sign of k."""
+    if sign is not None:
+        mass = (log_k - log_k.detach().amax(-1, keepdim=True)).exp() * sign
+        return mass / mass.sum(-1, keepdim=True)
+    keys = log_k.shape[-1]
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*log_k.shape[:3], 1)
+        log_k = torch.cat([log_k, column.to(log_k.dtype)], dim=-1)
+    if hard:
+        return one_hot(log_k.argmax(-1), log_k.shape[-1])[..., :keys].to(log_k.dtype)
+    return log_k.softmax(-1)[..., :keys]

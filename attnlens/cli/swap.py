@@ -1,0 +1,147 @@
+"""What can be typed after `attnlens swap-kernel`, and what is done with it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnlens.cli import options as opt
+from attnlens.cli.outputs import Outputs
+from attnlens.cli.show import console, guarded
+from attnlens.cli.work import named_model, working
+from attnlens.errors import UsageError
+from attnlens.registry import checked_name
+
+PARTS = ("encoder", "decoder", "cross")
+PATHS = ("auto", "eager", "fused")
+SWEEPS = ("heads", "layers")
+PARTLY = 3
+"""Exit code where a part could not be done, with --strict."""
+
+Kernels = Annotated[
+    list[str] | None,
+    opt.option(
+        "--kernel",
+        help="Which kernel, as in `rbf:gamma=1+window:64`; repeatable, to compare several. "
+        "`attnlens list kernels` names them.",
+        metavar="NAME",
+        show_default="rbf",
+    ),
+]
+Part = Annotated[
+    str | None, opt.option("--part", help="Only this part: `encoder`, `decoder` or `cross`.", metavar="PART")
+]
+Sweep = Annotated[
+    str | None,
+    opt.option("--sweep", help="Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
+]
+Fit = Annotated[
+    bool, opt.option("--fit", help="Choose each head's free kernel parameters from calibration text, in closed form.")
+]
+Heal = Annotated[
+    int,
+    opt.option(
+        "--heal", min=0, help="Train W_Q and W_K towards the original model for so many steps.", metavar="STEPS"
+    ),
+]
+Calibration = Annotated[
+    list[Path] | None,
+    opt.option(
+        "--calibration",
+        panel=opt.INPUT,
+        help="Text file for --fit and --heal; repeatable. Default: what follows the evaluated text.",
+        metavar="FILE",
+    ),
+]
+Save = Annotated[
+    str | None, opt.option("--save", panel=opt.OUTPUT, help="Write the changed model to this folder.", metavar="DIR")
+]
+Way = Annotated[
+    str,
+    opt.option("--path", help="How attention is computed: `auto` (the fastest), `eager` or `fused`.", metavar="PATH"),
+]
+AllowSigned = Annotated[
+    bool, opt.option("--allow-signed", help="Allow odd powers, under which attention can be negative.")
+]
+
+
+@guarded
+def swap_kernel(
+    context: typer.Context,
+    model: opt.Model = None,
+    kernel: Kernels = None,
+    layers: opt.Layers = None,
+    heads: opt.Heads = None,
+    part: Part = None,
+    sweep: Sweep = None,
+    fit: Fit = False,
+    heal: Heal = 0,
+    path: Way = "auto",
+    allow_signed: AllowSigned = False,
+    text: opt.Text = None,
+    calibration: Calibration = None,
+    tokens: opt.Tokens = None,
+    sequences: opt.Sequences = 32,
+    batch_size: opt.BatchSize = 8,
+    pack: opt.Pack = True,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    save: Save = None,
+    json: opt.Json = None,
+    csv: opt.Csv = None,
+    png: opt.Png = None,
+    html: opt.Html = None,
+    markdown: opt.Markdown = None,
+    strict: opt.Strict = False,
+    offline: opt.Offline = False,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    allow_pickle: opt.AllowPickle = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    no_progress: opt.NoProgress = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Re-run a model with another attention kernel, and measure what that does to it."""
+    _swap(model, context.params)
+
+
+def _swap(model: str | None, given: Mapping[str, Any]) -> None:
+    outputs = Outputs.of(given)
+    outputs.check()
+    settings = opt.asked(given) | opt.loading(given) | asked(given)
+    name = named_model(model, quiet=outputs.quiet)
+    from attnlens.run.swap import swap_kernel as run
+
+    with working(outputs) as tell:
+        report = run(name, progress=tell, **settings)
+    outputs.deliver(report)
+    if given["save"] is not None and not outputs.quiet:
+        console(stderr=True).print(f"Saved the changed model to {given['save']}", soft_wrap=True, markup=False)
+    if given["strict"] and not report.coverage.complete:
+        raise typer.Exit(PARTLY)
+
+
+def asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those among the command's parameters that say what is swapped, checked.
+
+    Raises UsageError for an unknown part, path or sweep (did you mean), for a folder without a name, and where stdin
+    should be two texts; TextError for a stdin that is not there.
+    """
+    known = {"part": PARTS, "path": PATHS, "sweep": SWEEPS}
+    chosen = {
+        option: None if given[option] is None else checked_name(option, given[option], names)
+        for option, names in known.items()
+    }
+    calibration = opt.texts("calibration", given["calibration"] or ())
+    if "-" in calibration and Path("-") in (given["text"] or ()):
+        raise UsageError("--text and --calibration both read stdin.", "Give one of them a file.")
+    save = given["save"]
+    if save is not None and (not save.strip() or "\0" in save):
+        raise UsageError("--save names no folder.", "Give a path after --save, or leave it out.")
+    plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed")}
+    return {**chosen, **plain, "kernels": given["kernel"] or ["rbf"], "calibration": calibration}

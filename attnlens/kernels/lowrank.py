@@ -1,0 +1,95 @@
+"""Which rank does a head need? Its best logits of a given rank, by a closed form on calibration text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnlens.kernels.fitting import centred_keys, pairs_seen
+from attnlens.kernels.spec import wide
+from attnlens.registry import Parameter, kernel
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    Query = Float[Tensor, "batch heads queries head_dim"]
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Map = Float[Tensor, "heads head_dim rank"]
+
+
+class MapsFit:
+    """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
+
+    C_q = Σ q qᵀ and C_k = Σ (k − k̄)(k − k̄)ᵀ over the pairs seen, k̄ the mean of the keys that the query sees: the
+    least-squares best logits of rank r up to what softmax ignores (⟨q, k̄⟩ among it), where both are independent.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """`rank` stays as typed."""
+        import torch
+
+        self.typed: dict[str, float] = {}
+        self.rank = rank
+        self.queries = self.keys = torch.zeros(())
+
+    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
+        """Add this batch's C_q and C_k."""
+        seen, query = pairs_seen(query, key, allowed), query.double()
+        self.queries = self.queries + ((query * seen.sum(-1)[..., None]).mT @ query).sum(0)
+        self.keys = self.keys + centred_keys(key, seen)[2]
+
+    def solve(self) -> dict[str, Tensor]:
+        """`query_map` and `key_map`, (heads, head_dim, min(rank, head_dim)); the identity where nothing is cut."""
+        import torch
+
+        if self.rank >= self.queries.shape[-1]:
+            whole = torch.eye(self.queries.shape[-1]).to(self.queries).expand_as(self.queries)
+            return {"query_map": whole, "key_map": whole}
+        query_root, query_inverse = _roots(self.queries)
+        key_root, key_inverse = _roots(self.keys)
+        left, values, right = torch.linalg.svd(query_root @ key_root)
+        half = values[..., None, : self.rank].sqrt()
+        query_map = query_inverse @ left[..., : self.rank] * half
+        return {"query_map": query_map, "key_map": key_inverse @ right.mT[..., : self.rank] * half}
+
+
+def _roots(gram: Float[Tensor, "heads size size"]) -> tuple[Tensor, Tensor]:
+    """C^½ and the pseudo-inverse C^{−½}; eigenvalues up to eps · size · largest count as zero."""
+    import torch
+
+    values, vectors = torch.linalg.eigh(gram)
+    border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
+    # Strict: a zero matrix has border 0 and keeps nothing.
+    kept = values > border
+    root = torch.where(kept, values, 0.0).sqrt()
+    inverse = torch.where(kept, torch.where(kept, values, 1.0).rsqrt(), 0.0)
+    return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
+
+
+def _rank_dot(
+    query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map
+) -> tuple[Tensor, Tensor, float]:
+    low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
+    return low_query.to(query), low_key.to(key), scale
+
+
+@kernel(
+    "rank",
+    formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½",
+    source="Chen et al. 2023 (Primal-Attention's claim); closed form of attnlens",
+    positive=True,
+    symmetric=False,
+    features="infinite",
+    form="pair",
+    parameters=(Parameter("rank", "how many dimensions r are kept of head_dim", int, low=1),),
+    dot=_rank_dot,
+    fused="SDPA with a smaller head_dim",
+    fit=MapsFit,
+    needs_fit=True,
+)
+def low_rank(
+    query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map
+) -> Float[Tensor, "batch heads queries keys"]:
+    """The exponential kernel of the best logits of rank r; with r ≥ head_dim the model's own."""
+    query, key, scale = _rank_dot(wide(query), wide(key), scale, rank, query_map, key_map)
+    return query @ key.mT * scale

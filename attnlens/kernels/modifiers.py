@@ -1,0 +1,104 @@
+"""What can be combined with any kernel? Ties of queries and keys, and filters of the keys that a query may see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnlens.registry import Parameter
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """A tie or a filter, as `attnlens list kernels` shows it."""
+
+    name: str
+    """As on the command line."""
+    formula: str
+    """What it does to log k, or which keys j a query i keeps."""
+    meaning: str
+    """In plain words."""
+    source: str
+    """The paper."""
+    parameters: tuple[Parameter, ...] = ()
+    """What it takes."""
+    keeps: Callable[..., Tensor] | None = None
+    """Filters: (query positions, key positions, **parameters) → which keys are kept, by broadcasting."""
+    reach: Callable[..., int | None] | None = None
+    """Filters: how far |i − j| a kept key may be from its query; None: any distance."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter with its parameters: the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
+
+    modifier: Modifier
+    """Which."""
+    parameters: Mapping[str, int]
+    """Its numbers."""
+
+    def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
+        """Which keys at positions `keys` a query at `queries` keeps; causality is the mask's business."""
+        assert self.modifier.keeps is not None  # noqa: S101  # a tie is no filter
+        return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
+
+    @property
+    def reach(self) -> int | None:
+        """The largest |i − j| of a kept key; None where keys at any distance may be kept."""
+        return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
+
+
+def _count(name: str, meaning: str) -> Parameter:
+    return Parameter(name, meaning, int, low=1)
+
+
+TIES = {
+    tie.name: tie
+    for tie in (
+        Modifier(
+            "symmetric", "(log k(q_i, k_j) + log k(q_j, k_i)) / 2", "the mean of log k and its transpose", "Tsai T.2"
+        ),
+        Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
+        Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
+    )
+}
+"""How queries and keys can be tied, self-attention only."""
+
+FILTERS = {
+    found.name: found
+    for found in (
+        Modifier(
+            "window",
+            "|i − j| < w",
+            "the w nearest tokens, itself included",
+            "Tsai 2.2.4; Beltagy 2020",
+            (_count("width", "tokens on each side, itself included"),),
+            lambda i, j, width: (i - j).abs() < width,
+            lambda width: width - 1,
+        ),
+        Modifier(
+            "sink-window",
+            "j < sinks or |i − j| < w",
+            "the first tokens and the w nearest",
+            "Xiao et al. 2024",
+            (_count("sinks", "first tokens that all see"), _count("width", "tokens on each side, itself included")),
+            lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
+            None,
+        ),
+        Modifier(
+            "strided",
+            "|i − j| < s or (i − j) mod s = 0",
+            "the s nearest tokens, and of the others every s-th",
+            "Child et al. 2019; Tsai 2.2.4",
+            (_count("stride", "distance between kept tokens"),),
+            lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),
+            None,
+        ),
+    )
+}
+"""Which keys a query keeps, by position."""

@@ -1,0 +1,6 @@
+"""Which pictures does a report of `swap-kernel` make?"""
+
+from attnlens.plots.swaps.pages import panel_figure, swap_overview
+from attnlens.plots.swaps.panels import pictures
+
+__all__ = ["panel_figure", "pictures", "swap_overview"]

@@ -1,0 +1,120 @@
+"""How do a swap's pictures stand on a page? An overview of all, and one by one with a caption."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnlens.plots.captions import fitted, wrapped
+from attnlens.plots.style import INK, MUTED, new_figure
+from attnlens.plots.swaps.panels import Panel, panels
+from attnlens.records import Report
+from attnlens.tables.swaps.facts import kernel
+from attnlens.wording import big, clean, model_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEAD, FOOT = 10.0, 0.62, 0.3
+"""Inches: the page, what stands over the panels and under them."""
+LEFT, RIGHT = 0.35, 9.68
+"""Where the first column of panels begins and the last one ends, in inches."""
+TITLE, FACTS = 80, 165
+"""Characters that fit into the page's title and into a line of facts."""
+OVER, UNDER, BAR = 0.56, 0.42, 0.62
+"""Inches over a panel for its title, under it for its axis, beside it for a colour bar."""
+LINE = 0.13
+"""Inches of a further line of a legend."""
+HIGHEST = 30
+"""Rows of a panel beyond which a page grows no more."""
+
+
+def swap_overview(report: Report) -> Figure:
+    """All panels on a page: in one row up to three, else two by two; a comparison of kernels over the others."""
+    grid = _grid(panels(report), crowned=bool(report.more_swaps))
+    blocks = [_block(row, alone=len(grid) == 1) for row in grid]
+    height = HEAD + sum(blocks) + FOOT
+    figure = new_figure(WIDTH, height, dpi=300)
+    _head(figure, report, height)
+    letters = iter("abcdef")
+    for number, row in enumerate(grid):
+        bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
+        # rows of equal length share their columns, so that their panels stand exactly below each other
+        edges = _columns([other for other in grid if len(other) == len(row)])
+        for column, panel in enumerate(row):
+            begin, end = edges[column] + panel.left, edges[column + 1] - BAR
+            tall = blocks[number] - UNDER - OVER - LINE * (panel.legend - 1)
+            axes = figure.add_axes((begin / WIDTH, bottom / height, (end - begin) / WIDTH, tall / height))
+            _title(axes, f"{next(letters)}  {panel.title}", panel)
+            panel.draw(axes)
+    return figure
+
+
+def panel_figure(report: Report, panel: Panel) -> Figure:
+    """One panel with its caption."""
+    tall = float(np.clip(0.2 * panel.rows, 2.0, 8.0))
+    page = panel.left + 0.2 + panel.wide + BAR
+    facts = [clean(model_name(report.model.id)), clean(report.model.architecture), clean(report.settings.fed)]
+    caption = wrapped([panel.caption, " · ".join(fact for fact in facts if fact)], int(page * 16))
+    below = 0.62 + 0.14 * (caption.count("\n") + 1)
+    height = tall + below + OVER + LINE * (panel.legend - 1)
+    figure = new_figure(page, height)
+    begin = panel.left + 0.2
+    axes = figure.add_axes((begin / page, below / height, panel.wide / page, tall / height))
+    _title(axes, panel.title, panel)
+    panel.draw(axes)
+    figure.text(0.2 / page, (below - 0.46) / height, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
+    return figure
+
+
+def _grid(found: list[Panel], *, crowned: bool) -> list[list[Panel]]:
+    if crowned:
+        return [row for row in (found[:1], found[1:]) if row]
+    across = len(found) if len(found) <= 3 else 2
+    return [found[start : start + across] for start in range(0, len(found), across)]
+
+
+def _block(row: list[Panel], *, alone: bool) -> float:
+    """Inches that a row of panels takes: more where there are many layers, less where there are few kernels."""
+    rows = min(HIGHEST, max(panel.rows for panel in row))
+    least = OVER + UNDER + (2.6 if alone else 2.3)
+    return least + 0.06 * (rows - 12) if rows > 12 else least if len(row) > 1 else OVER + UNDER + 0.19 * rows
+
+
+def _columns(rows: list[list[Panel]]) -> list[float]:
+    """Where each column begins, and the last ends; panels of a row are equally wide, whatever stands beside them."""
+    taken = [max(panel.left for panel in column) + BAR for column in zip(*rows, strict=True)]
+    right = RIGHT if any(row[-1].bar for row in rows) else RIGHT + BAR - 0.1
+    free = (right - LEFT - sum(taken)) / len(taken)
+    return [LEFT + sum(taken[:column]) + column * free for column in range(len(taken) + 1)]
+
+
+def _head(figure: Figure, report: Report, height: float) -> None:
+    model = report.model
+    left, title = LEFT / WIDTH, fitted(model_name(model.id), TITLE)
+    figure.text(left, 1 - 0.27 / height, title, fontsize=14, weight="bold", color=INK, va="center")
+    what = "several kernels" if report.more_swaps else kernel(report.swaps[0])
+    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", what, clean(report.coverage.sentence)]
+    figure.text(left, 1 - 0.52 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
+    text = " · ".join(fact for fact in (clean(report.settings.fed), _made(report)) if fact)
+    place = (RIGHT / WIDTH, 0.13 / height)
+    figure.text(*place, fitted(text, 150), fontsize=6.5, color=MUTED, ha="right", va="center")
+
+
+def _made(report: Report) -> str:
+    return f"{clean(report.tool.name)} {clean(report.tool.version)}"
+
+
+def _title(axes: Axes, title: str, panel: Panel) -> None:
+    axes.set_title(title, weight="bold", pad=15 + 72 * LINE * (panel.legend - 1), color=INK)
+    axes.annotate(
+        panel.note,
+        xy=(0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 5),
+        textcoords="offset points",
+        fontsize=6.5,
+        color=MUTED,
+    )

@@ -1,0 +1,144 @@
+"""Which pictures does a swap make? Panels for what there is: stages, sites, sweep, healing; several kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnlens.plots.swaps.healing import draw_healing
+from attnlens.plots.swaps.kernels import draw_kernels, effect_of
+from attnlens.plots.swaps.sites import ACROSS, draw_lines, draw_sites
+from attnlens.plots.swaps.stages import draw_stages
+from attnlens.plots.swaps.sweeps import draw_sweep, of_heads
+from attnlens.records import Healing, Report, Swap
+from attnlens.tables.swaps.facts import UNITS
+from attnlens.tables.swaps.pairs import Compared, compared
+from attnlens.wording import clean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture."""
+
+    stem: str
+    """Its file's name, without the ending."""
+    title: str
+    """What it shows."""
+    note: str
+    """The line under the title; empty where a legend stands there."""
+    caption: str
+    """What a reader must know, in a file of its own."""
+    draw: Callable[[Axes], None]
+    """Draws it."""
+    rows: int = 12
+    """About how many rows it has."""
+    left: float = 0.42
+    """Inches that the names beside it take."""
+    wide: float = 4.6
+    """Inches that it takes on a page of its own."""
+    bar: bool = False
+    """Whether a colour bar stands beside it."""
+    legend: int = 1
+    """Lines between the title and the axes."""
+
+
+def panels(report: Report) -> list[Panel]:
+    """The panels of the overview, in order."""
+    return list(_several(report) if report.more_swaps else _one(report.swaps[0]))
+
+
+def pictures(report: Report) -> list[Panel]:
+    """The panels that get files of their own; where several kernels were swept, each has its own sweep."""
+    found = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep")]
+    swept = [swap for swap in report.swaps if swap.sweep]
+    names = [f"sweep-{clean(swap.kernel)}" if report.more_swaps else "sweep" for swap in swept]
+    return found + [_sweep(swap, name) for swap, name in zip(swept, names, strict=True)]
+
+
+def _one(swap: Swap) -> Iterator[Panel]:
+    hidden = swap.task == "hidden"
+    name = "distance by stage" if hidden else "loss by stage"
+    note = "dashed: the original" if hidden else "bars: 95 % interval of the difference; dashed: the original"
+    yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), left=0.62)
+    note = "on the original's queries, keys and values"
+    yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
+    if swap.sweep:
+        yield _sweep(swap, "sweep")
+    if swap.healing is not None:
+        yield _healing(swap, swap.healing)
+
+
+def _several(report: Report) -> Iterator[Panel]:
+    rows = compared(report)
+    hidden = report.swaps[0].task == "hidden"
+    what = "distance of the last hidden states" if hidden else "rise of the loss"
+    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head."
+    caption += "" if hidden else " Bars: paired bootstrap 95 % intervals over sequences."
+    caption += " symmetric: the mean of log k and its transpose." if any(row.symmetric for row in rows) else ""
+    lines = -(-len(rows) // ACROSS)
+    left = 0.25 + 0.062 * min(30, max(len(row.name) for row in rows))
+    note = "" if any(effect_of(swap) is not None for swap in report.swaps) else "no kernel has a value"
+    yield Panel("kernels", what, note, caption, partial(draw_kernels, rows=rows), 2 * len(rows) + 2, left)
+    yield Panel("sites", "output error by layer", "", f"{ERROR}.", partial(_site_lines, rows=rows), 12, legend=lines)
+    swept = [swap for swap in report.swaps if swap.sweep]
+    if swept and not any(map(of_heads, swept)):
+        unit = "1 − cosine" if hidden else UNITS[swept[0].task]
+        yield Panel("sweep", "each layer alone", "", "", partial(_sweep_lines, rows=rows, unit=unit), 12, legend=lines)
+
+
+def _sweep(swap: Swap, stem: str) -> Panel:
+    heads = of_heads(swap)
+    what = "1 − cosine of the last hidden states" if swap.task == "hidden" else f"loss, {UNITS[swap.task]}"
+    quiet = "grey dot" if heads else "hollow"
+    tested = any(effect.p_value is not None for effect in swap.sweep)
+    note = f"Δ {'of 1 − cosine' if swap.task == 'hidden' else 'loss'}"
+    note += f"; {quiet}: not significant at FDR 5 %" * tested
+    lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
+    caption = (
+        f"{clean(swap.kernel)}. Δ of the {what}, where that {'head' if heads else 'layer'} alone has the kernel. "
+        + f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %." * tested
+        + lost
+    )
+    layers = len({effect.layer for effect in swap.sweep})
+    columns = len({effect.head for effect in swap.sweep})
+    wide = float(np.clip(0.36 * columns, 3.4, 8)) if heads else 4.6
+    title = f"each {'head' if heads else 'layer'} alone"
+    return Panel(stem, title, note, caption, partial(draw_sweep, swap=swap), layers, wide=wide, bar=heads)
+
+
+def _healing(swap: Swap, healing: Healing) -> Panel:
+    caption = (
+        f"{clean(swap.kernel)}. W_Q and W_K ({healing.parameters:,} numbers) trained towards the original model. "
+        "Loss: on the evaluation text. KL: to the original, on calibration text kept back from training. "
+        f"Step {healing.best} was kept."
+    )
+    return Panel("healing", "healing", "", caption, partial(draw_healing, swap=swap, healing=healing), 14, legend=2)
+
+
+def _site_lines(axes: Axes, *, rows: list[Compared]) -> None:
+    lines = []
+    for row in rows:
+        swap = next(row.swaps)
+        values = [np.nan if site.output_error is None else site.output_error for site in swap.sites]
+        lines.append((row.name if swap is row.asymmetric else swap.kernel, np.array(values)))
+    draw_lines(axes, lines, "‖new − own‖ / ‖own‖")
+
+
+def _sweep_lines(axes: Axes, *, rows: list[Compared], unit: str) -> None:
+    lines = []
+    for row in rows:
+        swap = next(row.swaps)
+        effects = sorted(swap.sweep, key=lambda effect: effect.layer)
+        values = [np.nan if effect.delta is None else effect.delta for effect in effects]
+        lines.append((row.name if swap is row.asymmetric else swap.kernel, np.array(values)))
+    axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
+    draw_lines(axes, lines, f"Δ, {unit}")

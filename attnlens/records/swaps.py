@@ -1,0 +1,159 @@
+"""What did another kernel do to a model? A Swap: what was exchanged, what it cost, and what vouches for the numbers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attnlens.records.measures import Number, Record
+from attnlens.records.tensors import Part
+
+Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
+
+
+class Change(Record):
+    """A quantity of the original model and of the changed one, paired."""
+
+    before: Number
+    """Of the original model."""
+    after: Number
+    """Of the changed one."""
+    delta: Number
+    """after − before."""
+    ci95: tuple[Number, Number] | None = None
+    """95 % interval of delta: percentile bootstrap over sequences, paired (Efron 1979)."""
+
+
+class Pair(Record):
+    """A cost of the original model and of the changed one."""
+
+    before: Number | None
+    """Of the original model under its own attention implementation."""
+    after: Number | None
+    """Of the changed one."""
+
+
+class SiteSwap(Record):
+    """One site whose kernel was exchanged."""
+
+    site: str
+    """The site's name."""
+    layer: int
+    """Its running number."""
+    part: Part
+    """encoder, decoder or cross."""
+    heads: list[int]
+    """Query heads that have the new kernel."""
+    path: str
+    """How it was computed: sdpa, running sums, row tiles, …"""
+    output_error: Number | None = None
+    """‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values."""
+    off_simplex: Number | None = None
+    """Share of the attention's mass that is negative, Σ max(−w, 0) / Σ |w|; 0 for positive kernels."""
+
+
+class Outcome(Record):
+    """How a changed model's predictions and hidden states differ from the original's."""
+
+    loss: Change | None = None
+    """Nats per predicted token over all sequences; None where there is nothing to predict, or it diverged."""
+    perplexity: Change | None = None
+    """exp(loss)."""
+    kl: Number | None = None
+    """KL(original ‖ changed) of the predictions, nats per predicted token."""
+    top1_agreement: Number | None = None
+    """Share of predicted tokens on which both have the same first choice."""
+    hidden_cosine: Number | None = None
+    """Mean cosine of the last hidden states, token by token."""
+    hidden_cka: Number | None = None
+    """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
+    reasons: dict[str, str] = {}
+    """Why a field of this record is null, by its name."""
+
+
+class Stage(Outcome):
+    """The changed model at one stage: as swapped, with fitted parameters, healed."""
+
+    name: Literal["swapped", "fitted", "healed"]
+    """Which."""
+
+
+class Effect(Record):
+    """What the swap of one head or layer alone does to the loss (`--sweep`)."""
+
+    layer: int
+    """The site's running number."""
+    head: int | None = None
+    """The query head; None for the whole layer."""
+    part: Part
+    """encoder, decoder or cross."""
+    delta: Number | None
+    """Change of the loss, or of 1 − hidden cosine where there is no loss; None where it diverged."""
+    ci95: tuple[Number, Number] | None = None
+    """Its 95 % interval."""
+    p_value: Number | None = None
+    """Two-sided, of no change, from a paired t-test over sequences; None for a distance, which is never negative."""
+    significant: bool = False
+    """Whether it stands at a false discovery rate of 5 % (Benjamini & Hochberg 1995)."""
+
+
+class HealingStep(Record):
+    """The healing at one step."""
+
+    step: int
+    """Optimiser steps done."""
+    validation: Number | None
+    """Distance to the original on calibration text kept back from training: KL in nats per token, or 1 − cosine."""
+    loss: Number | None = None
+    """Loss on the evaluation text, at the steps drawn; it is never used to choose."""
+
+
+class Healing(Record):
+    """How W_Q and W_K were fine-tuned towards the original model."""
+
+    steps: int
+    """Steps asked for."""
+    best: int
+    """The step whose weights were kept: the least validation distance."""
+    parameters: int
+    """How many numbers were trained."""
+    learning_rate: Number
+    """Largest learning rate of AdamW."""
+    curve: list[HealingStep]
+    """Step by step, as far as it was measured."""
+
+
+class Swap(Outcome):
+    """What one kernel did to the model; the outcome of its last stage stands at the top."""
+
+    kernel: str
+    """As typed, with its parameters: `rbf:gamma=0.5+window:64`."""
+    formula: str
+    """log k(q, k)."""
+    parameters: dict[str, Number] = {}
+    """Its numbers, defaults included."""
+    fitted: list[str] = []
+    """Parameters that were chosen per head from calibration text."""
+    task: Task
+    """What is predicted."""
+    sites: list[SiteSwap]
+    """Where the kernel was exchanged; every site asked for, or there is no report."""
+    identity_error: Number
+    """Relative change of the outputs when attention is recomputed with the model's own kernel; at most 1e-5."""
+    causality_error: Number | None = None
+    """Relative change of outputs before a position when the tokens after it change; 0 where nothing leaks."""
+    mask_error: Number | None = None
+    """Relative change of outputs at real tokens when the padding's content changes; 0 where nothing leaks."""
+    off_simplex: Number | None = None
+    """Share of the attention's mass that is negative, mean over the exchanged sites."""
+    tokens_per_second: Pair
+    """Forward passes of the evaluation, median over batches."""
+    peak_memory_bytes: Pair
+    """Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)."""
+    stages: list[Stage]
+    """As swapped, then fitted, then healed, as far as was asked for."""
+    healing: Healing | None = None
+    """How it was healed."""
+    sweep: list[Effect] = []
+    """Each head or layer swapped alone, the most harmful first."""
+    notes: list[str] = []
+    """What a reader must know: what a softcap, a bias, a QK-norm does to this kernel."""

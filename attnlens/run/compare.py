@@ -1,0 +1,238 @@
+"""How far is a changed model from the original? Both run on the same batches, and differences are paired."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.records import Change, Task
+from attnlens.run.tasks import NOTHING, Fed, last_states, logits_of
+from attnlens.statistics import paired_bootstrap
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from transformers import PreTrainedModel
+
+Name = TypeVar("Name")
+Variant = Callable[[], AbstractContextManager[object]]
+"""Makes a changed model of the original one, inside `with`."""
+DIVERGED = "it diverged: the changed model's predictions are not finite"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one forward pass gives."""
+
+    logits: Float[Tensor, "predicted classes"] | None
+    """At the predicted positions only."""
+    hidden: Float[Tensor, "tokens d_model"] | None
+    """Last hidden states of real tokens."""
+    seconds: float
+    """How long it took."""
+
+
+@dataclass
+class Comparison:
+    """Differences of one variant to the original, gathered batch by batch."""
+
+    task: Task
+    """What is predicted."""
+    before: list[Tensor] = field(default_factory=list)
+    """Mean loss of each sequence under the original, one tensor a batch."""
+    after: list[Tensor] = field(default_factory=list)
+    """The same under the variant."""
+    counts: list[Tensor] = field(default_factory=list)
+    """How many tokens of each sequence are predicted."""
+    kl: float = 0.0
+    agreeing: float = 0.0
+    cosine: float = 0.0
+    tokens: int = 0
+    """Real tokens whose hidden states were compared."""
+    likeness: Likeness | None = None
+    seconds: list[float] = field(default_factory=list)
+    """Of each of the variant's forward passes."""
+    own_seconds: list[float] = field(default_factory=list)
+    """Of each of the original's."""
+    sizes: list[int] = field(default_factory=list)
+    """Tokens of each pass."""
+
+    def add(self, own: Outputs, new: Outputs, targets: Tensor | None, sizes: int) -> None:
+        """Take in one batch."""
+        self.seconds.append(new.seconds)
+        self.own_seconds.append(own.seconds)
+        self.sizes.append(sizes)
+        if own.logits is not None and new.logits is not None:
+            self._add_predictions(own.logits, new.logits, targets)
+        if own.hidden is not None and new.hidden is not None:
+            self._add_hidden(own.hidden, new.hidden)
+
+    def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None) -> None:
+        if targets is None:
+            targets = own.argmax(-1, keepdim=True)
+        right = targets[targets != NOTHING]
+        of_sequence = (targets != NOTHING).nonzero()[:, 0]
+        counts = (targets != NOTHING).sum(1).double().cpu()
+        kept = counts > 0
+        for logits, losses in ((own, self.before), (new, self.after)):
+            each = torch.nn.functional.cross_entropy(logits, right, reduction="none").double().cpu()
+            sums = torch.zeros_like(counts).index_add(0, of_sequence.cpu(), each)
+            losses.append((sums / counts.clamp(min=1))[kept])
+        self.counts.append(counts[kept])
+        self.kl += float(_divergence(own, new).double().sum())
+        self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
+
+    def _add_hidden(self, own: Tensor, new: Tensor) -> None:
+        own, new = own.double(), new.double()
+        self.cosine += float(torch.nn.functional.cosine_similarity(own, new, dim=-1).sum())
+        self.tokens += len(own)
+        self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
+        self.likeness.add(own, new)
+
+    def outcome(self, seed: int) -> dict[str, Any]:
+        """The fields of an Outcome."""
+        found: dict[str, Any] = {"reasons": {}}
+        predicting = ("loss", "perplexity", "kl", "top1_agreement")
+        if not self.before:
+            found["reasons"] |= dict.fromkeys(predicting, "the model has no head that predicts tokens or classes")
+        elif not math.isfinite(self.kl) or not torch.cat(self.after).isfinite().all():
+            found["reasons"] |= dict.fromkeys(predicting, DIVERGED)
+        else:
+            predicted = float(torch.cat(self.counts).sum())
+            found |= {"loss": self.loss(seed), "kl": self.kl / predicted, "top1_agreement": self.agreeing / predicted}
+            found["perplexity"] = _exponential(found["loss"])
+            if found["perplexity"] is None:
+                found["reasons"]["perplexity"] = "it is too large for a number"
+        if self.likeness is None:
+            found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), "the model hands out no hidden states")
+        elif not math.isfinite(self.cosine):
+            found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), DIVERGED)
+        else:
+            found |= {"hidden_cosine": self.cosine / self.tokens, "hidden_cka": self.likeness.value}
+        return found
+
+    def loss(self, seed: int) -> Change:
+        """Mean loss per predicted token of both, and their difference with its interval over sequences."""
+        before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
+        delta, low, high = paired_bootstrap(before, after, weights=counts, seed=seed)
+        means = [float((part * counts).sum() / counts.sum()) for part in (before, after)]
+        return Change(before=means[0], after=means[1], delta=delta, ci95=(low, high))
+
+
+class Likeness:
+    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), summed over batches."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._products = [torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)]
+        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for _ in range(2)]
+        self._count = 0
+
+    def add(self, x: Float[Tensor, "tokens d_model"], y: Float[Tensor, "tokens d_model"]) -> None:
+        """Take in the same tokens' states in both models."""
+        for product, left, right in zip(self._products, (x, x, y), (y, x, y), strict=True):
+            product += left.mT @ right
+        for total, part in zip(self._sums, (x, y), strict=True):
+            total += part.sum(0)
+        self._count += len(x)
+
+    @property
+    def value(self) -> float:
+        """In [0, 1]; 1 where the one is a rotation and scaling of the other."""
+        x, y = self._sums
+        pairs = ((x, y), (x, x), (y, y))
+        cross, own, new = (
+            float((product - torch.outer(left, right) / self._count).norm())
+            for product, (left, right) in zip(self._products, pairs, strict=True)
+        )
+        return cross**2 / (own * new)
+
+
+def compare(
+    model: PreTrainedModel,
+    batches: Sequence[Fed],
+    variants: Mapping[Name, Variant],
+    task: Task,
+    progress: Callable[[int], None],
+) -> dict[Name, Comparison]:
+    """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
+    found = {name: Comparison(task) for name in variants}
+    for fed in batches:
+        own = run(model, fed, task)
+        for name, variant in variants.items():
+            with variant():
+                new = run(model, fed, task)
+            found[name].add(own, new, fed.targets, tokens_in(fed))
+            progress(tokens_in(fed))
+    return found
+
+
+def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
+    """Nats per predicted token of the model as it is; None where the text gives no targets, or it diverges."""
+    total, count = 0.0, 0
+    for fed in batches:
+        logits = run(model, fed, task).logits
+        if logits is None or fed.targets is None:
+            return None
+        right = fed.targets[fed.targets != NOTHING]
+        total += float(torch.nn.functional.cross_entropy(logits, right, reduction="sum"))
+        count += len(right)
+    return total / count if math.isfinite(total) else None
+
+
+def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
+    """One forward pass, timed."""
+    _wait(model)
+    start = time.perf_counter()
+    with torch.no_grad():
+        result = hooks.forward(model, fed.inputs, output_hidden_states=True)
+    _wait(model)
+    seconds = time.perf_counter() - start
+    return Outputs(predictions(result, fed, task), _hidden(result, fed.inputs), seconds)
+
+
+def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
+    """The logits at the predicted positions, in float32 or better; of a classifier one row a sequence."""
+    if task == "hidden":
+        return None
+    logits = logits_of(result)
+    if fed.targets is not None:
+        logits = logits[fed.targets != NOTHING]
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """The last hidden states at real tokens."""
+    found = last_states(result)
+    return None if found is None else hooks.at_real_tokens(found, inputs).flatten(0, -2)
+
+
+def tokens_in(fed: Fed) -> int:
+    """Real tokens (or images) of a pass."""
+    masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
+    return int(masks[0].sum()) if masks else next(iter(fed.inputs.values())).shape[0]
+
+
+def _divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
+    """KL(own ‖ new) of each prediction, in nats."""
+    own, new = own.log_softmax(-1), new.log_softmax(-1)
+    return (own.exp() * (own - new)).sum(-1)
+
+
+def _exponential(loss: Change) -> Change | None:
+    if loss.after > 700:
+        return None
+    before, after = math.exp(loss.before), math.exp(loss.after)
+    # The interval of a difference of exponentials doesn't follow from that of the losses.
+    return Change(before=before, after=after, delta=after - before)
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

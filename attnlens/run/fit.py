@@ -1,0 +1,126 @@
+"""Which free parameters bring a kernel closest to each head's own? Chosen in closed form from calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.attention import weights
+from attnlens.errors import UsageError
+from attnlens.kernels import Kernel
+from attnlens.models import Loaded
+from attnlens.records import Call, Site
+from attnlens.registry import Fit
+from attnlens.texts import Batches
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the way from the typed to the fitted parameters that are tried."""
+TINIEST = 1e-30
+"""Weight below which a kernel forbids a key: its logarithm stays finite."""
+
+
+def check_fit(kernel: Kernel, wanted: bool) -> None:
+    """Raise UsageError where a fit is wanted of a kernel that has nothing to fit."""
+    if wanted and kernel.info.fit is None:
+        raise UsageError(
+            f"{kernel.info.name} has no free parameter that could be fitted.",
+            "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+        )
+
+
+@dataclass
+class Search:
+    """How far a head's parameters go towards the fitted ones: as far as its attention comes nearer to the own.
+
+    Least squares weighs every score alike, softmax mostly the large ones: a fit that is nearest in the first sense may
+    be further in the second, which is KL(own ‖ new) of the attention's rows.
+    """
+
+    kernel: Kernel
+    """The kernel as typed."""
+    typed: dict[str, float]
+    """Its parameters before the fit."""
+    fitted: dict[str, Tensor]
+    """And after."""
+    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Σ KL by share and head."""
+
+    def update(self, call: Call) -> None:
+        """Take in a batch."""
+        own = weights(call, hooks.OWN).double()
+        found = []
+        for share in SHARES:
+            new = weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))).double()
+            rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
+            found.append(rows.sum((0, 2)).cpu())
+        self.divergence = self.divergence + torch.stack(found)
+
+    def at(self, share: Tensor) -> dict[str, Tensor]:
+        """The parameters at a share of the way, the same for all heads or one for each."""
+        return {
+            name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
+            for name, part in self.fitted.items()
+        }
+
+    def best(self) -> dict[str, Tensor]:
+        """The parameters of least divergence, head by head."""
+        return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
+
+
+def fit(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    batches: Batches,
+    progress: Callable[[int], None],
+) -> dict[Site, hooks.Swap]:
+    """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
+
+    Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
+    """
+    fits: dict[Site, Fit] = {}
+    for site, swap in swaps.items():
+        if swap.kernel.info.fit is not None:
+            fits[site] = swap.kernel.info.fit(**swap.kernel.parameters)
+
+    def add(site: Site, part: Call) -> None:
+        query, key = swaps[site].kernel.tied(part.query, part.paired_key)
+        fits[site].update(query, key, part.scale, part.visible())
+
+    _each(loaded, sites, swaps, batches, add, progress)
+    solved = {site: found.solve() for site, found in fits.items()}
+    searches = {
+        site: Search(swaps[site].kernel, fits[site].typed, fitted)
+        for site, fitted in solved.items()
+        if fits[site].typed
+    }
+    if searches:
+        chosen = {site: swaps[site] for site in searches}
+        _each(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
+    solved |= {site: search.best() for site, search in searches.items()}
+    return {site: hooks.Swap(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
+
+
+def _each(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    batches: Batches,
+    visit: Callable[[Site, Call], None],
+    progress: Callable[[int], None],
+) -> None:
+    """Show the swapped heads of every swapped site to `visit`, batch by batch."""
+
+    def answer(site: Site, call: Call) -> None:
+        if site in swaps:
+            heads = swaps[site].heads
+            visit(site, call if heads is None else call.select(heads))
+
+    with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
+        for batch in batches:
+            hooks.forward(loaded.model, batch.inputs)
+            progress(batch.size)

@@ -1,0 +1,136 @@
+"""Can a swap's numbers be an artefact? Under the new kernel too, nothing may leak from the future or from padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from attnlens import hooks
+from attnlens.errors import IdentityError
+from attnlens.models import Loaded
+from attnlens.records import Site
+from attnlens.run.compare import Variant
+
+TOLERANCE = hooks.IDENTITY_TOLERANCE
+PADDING = 4
+"""Tokens of padding that are changed."""
+IDS = ("decoder_input_ids", "input_ids")
+NO_ROWS = "the model hands out nothing token by token"
+MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
+
+
+def leaks(
+    loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int
+) -> dict[str, Any]:
+    """The causality and mask errors of a swapped model, with the `reasons` why one does not apply.
+
+    Raises IdentityError where one exceeds 1e-5.
+    """
+    reasons = {}
+    causal = None
+    if any(site.part == "decoder" for site in sites) and any(name in inputs for name in IDS):
+        causal = causality_error(loaded, inputs, variant, seed)
+        if causal is None:
+            reasons["causality_error"] = NO_ROWS
+    else:
+        reasons["causality_error"] = "every token of this model may see every other"
+    padding = mask_error(loaded, inputs, variant, seed)
+    if padding is None:
+        reasons["mask_error"] = NO_ROWS if MASKS["input_ids"] in inputs else "the model takes no padding"
+    return {"causality_error": causal, "mask_error": padding, "reasons": reasons}
+
+
+def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | None:
+    """‖changed − own‖ / ‖own‖ of the outputs in the first half of each sequence when the ids of the second half change.
+
+    For a model whose self-attention (or whose decoder's) is causal; None where no output has a row a token. Raises
+    IdentityError above 1e-5.
+    """
+    name = next(name for name in IDS if name in inputs)
+    ids = inputs[name]
+    half = ids.shape[1] // 2
+    other = torch.cat([ids[:, :half], _random_ids(loaded, ids[:, half:], seed)], 1)
+    before = {**inputs, name: ids}
+    error = _difference(loaded, before, {**inputs, name: other}, variant, slice(0, half))
+    if error is not None and not error <= TOLERANCE:
+        raise IdentityError(
+            f"Under the new kernel outputs change by {error:.1e} when later tokens change.",
+            "The kernel lets the future leak; attnlens gives no numbers for it. Please report it.",
+        )
+    return error
+
+
+def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | None:
+    """The same at real tokens, when a few tokens of padding behind each sequence change; None without a mask to say so.
+
+    Raises IdentityError above 1e-5.
+    """
+    name = "input_ids"
+    if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
+        return None
+    padding = min(PADDING, inputs[name].shape[1] // 2)
+    ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]].clone()
+    mask[:, -padding:] = 0
+    fills = (_random_ids(loaded, inputs[name][:, -padding:], seed + step) for step in (1, 2))
+    first, second = ({**inputs, name: torch.cat([ids, fill], 1), MASKS[name]: mask} for fill in fills)
+    error = _difference(loaded, first, second, variant)
+    if error is not None and not error <= TOLERANCE:
+        raise IdentityError(
+            f"Under the new kernel outputs change by {error:.1e} when the padding's content changes.",
+            "The kernel looks at padding; attnlens gives no numbers for it. Please report it.",
+        )
+    return error
+
+
+def _difference(
+    loaded: Loaded,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    variant: Variant,
+    positions: slice = slice(None),
+) -> float | None:
+    """The relative difference of the two inputs' outputs at these positions; padding is left out."""
+    with torch.no_grad(), variant():
+        results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in (first, second)]
+    own, new = (_sequence(result, first) for result in results)
+    if own is None or new is None:
+        return None
+    a, b = (_kept(part, first, positions).double() for part in (own, new))
+    # Equal where both diverged alike: a kernel that gives NaN leaks nothing, and its loss will say so.
+    same = torch.equal(a.nan_to_num(), b.nan_to_num())
+    return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))
+
+
+def _sequence(result: ModelOutput, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """The first output that has one row a token: the logits, or the last hidden states; a seq2seq model's decoder's."""
+    shape = next(inputs[name].shape for name in IDS if name in inputs)
+    tensors = (value for value in _tensors(result) if value.is_floating_point() and value.dim() > 2)
+    return next((value for value in tensors if value.shape[:2] == shape), None)
+
+
+def _tensors(result: ModelOutput) -> Iterator[Tensor]:
+    """The tensors of an output, those of its parts (CLIP's text side), and the last hidden states."""
+    for name, value in result.items():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, ModelOutput):
+            yield from _tensors(value)
+        elif name in ("decoder_hidden_states", "hidden_states"):
+            yield value[-1]
+
+
+def _kept(tensor: Tensor, inputs: Mapping[str, Tensor], positions: slice) -> Tensor:
+    name = next(name for name in IDS if name in inputs)
+    mask = inputs.get(MASKS[name])
+    part = tensor[:, positions]
+    return part if mask is None else part[mask[:, positions].bool()]
+
+
+def _random_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    known = loaded.model.config.get_text_config().vocab_size
+    return torch.randint(known, like.shape, generator=generator).to(like)

@@ -1,0 +1,238 @@
+"""How near can a swapped model come to the original? W_Q and W_K of its swapped heads are trained by distillation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens import hooks
+from attnlens.attention import Path
+from attnlens.errors import ModelError, TextError
+from attnlens.models import Loaded
+from attnlens.records import Healing, HealingStep, Site, Task
+from attnlens.run.tasks import asking, logits_of, states_of
+from attnlens.run.trainable import outputs_with, trainable
+from attnlens.texts import Batch, Batches
+
+LEARNING_RATE = 1e-3
+"""Largest learning rate of AdamW; it rises over WARM_UP steps and falls as a cosine."""
+WARM_UP = 20
+VALIDATION_SHARE = 0.125
+"""Share of the calibration text that is kept back from training, to choose the best step."""
+CHECKS = 10
+"""How often the validation distance is measured during a healing."""
+PATIENCE = 3
+"""Checks without an improvement after which it ends."""
+DRAWN = (0, 50, 200, 1000)
+"""Steps at which the loss on the evaluation text is measured for the picture."""
+
+Evaluate = Callable[[], float | None]
+"""The loss on the evaluation text of the model as it is."""
+
+
+@dataclass
+class Trained:
+    """A number that is trained: a part of a weight, or a kernel's parameter."""
+
+    start: Tensor
+    """Its value before."""
+    change: Tensor
+    """What is added to it, float32 and a leaf."""
+    mask: Tensor | None = None
+    """1 where a weight belongs to W_Q or W_K of the swapped heads; None: everywhere."""
+
+    @property
+    def value(self) -> Tensor:
+        """Its value now."""
+        added = self.change if self.mask is None else self.change * self.mask
+        return (self.start.float() + added).to(self.start.dtype)
+
+
+@dataclass
+class Healer:
+    """One healing: the original model teaches itself with another kernel."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]
+    swaps: dict[Site, hooks.Swap]
+    task: Task
+    path: Path
+    weights: dict[str, Trained] = field(default_factory=dict)
+    parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> None:
+        """Find the entries of weights that make queries and keys of swapped heads and nothing else."""
+        masks = trainable(self.loaded.model, self.sites, self.swaps, inputs)
+        if not masks:
+            raise ModelError("No weight of this model makes queries and keys alone.", "Swap without --heal.")
+        named = dict(self.loaded.model.named_parameters())
+        self.weights = {
+            name: Trained(named[name], torch.zeros_like(named[name], dtype=torch.float32, requires_grad=True), mask)
+            for name, mask in masks.items()
+        }
+        for site, swap in self.swaps.items():
+            self.parameters[site] = {
+                name: Trained(part.float(), torch.zeros_like(part, dtype=torch.float32, requires_grad=True))
+                for name, part in swap.kernel.fitted.items()
+                if name in swap.kernel.info.trainable
+            }
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Everything that the optimiser changes."""
+        every = [*self.weights.values(), *(part for found in self.parameters.values() for part in found.values())]
+        return [part.change for part in every]
+
+    @property
+    def count(self) -> int:
+        """How many numbers are trained."""
+        of_weights = sum(int(part.mask.sum()) for part in self.weights.values() if part.mask is not None)
+        return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
+
+    def healed_swaps(self) -> dict[Site, hooks.Swap]:
+        """The swaps with the kernels' parameters as trained so far."""
+        return {
+            site: hooks.Swap(
+                swap.kernel.with_fitted(
+                    dict(swap.kernel.fitted) | {name: part.value for name, part in self.parameters[site].items()}
+                ),
+                swap.heads,
+            )
+            for site, swap in self.swaps.items()
+        }
+
+    def distance(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Mean KL(original ‖ swapped) over real tokens in nats, or a headless model's mean 1 − cosine."""
+        with torch.no_grad():
+            own = self._outputs(hooks.forward(self.loaded.model, inputs, **asking(self.task)), inputs)
+        values = {name: part.value for name, part in self.weights.items()}
+        with hooks.replace(self.loaded.model, self.sites, self.healed_swaps(), self.path):
+            new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)
+        if self.task == "hidden":
+            return (1 - nn.functional.cosine_similarity(own, new, dim=-1)).mean()
+        own, new = own.log_softmax(-1), new.log_softmax(-1)
+        return (own.exp() * (own - new)).sum(-1).mean()
+
+    def _outputs(self, result: object, inputs: Mapping[str, Tensor]) -> Tensor:
+        if self.task == "classification":
+            return logits_of(result).float()
+        found = states_of(result) if self.task == "hidden" else logits_of(result)
+        return hooks.at_real_tokens(found, inputs).float()
+
+    def values(self) -> dict[str, Tensor]:
+        """The trained weights by name."""
+        return {name: part.value.detach() for name, part in self.weights.items()}
+
+
+@contextmanager
+def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block the model has these weights; its own are put back at the end."""
+    named = dict(model.named_parameters())
+    before = {name: named[name].detach().clone() for name in values}
+    try:
+        with torch.no_grad():
+            for name, value in values.items():
+                named[name].copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, own in before.items():
+                named[name].copy_(own)
+
+
+def heal(
+    healer: Healer, batches: Batches, steps: int, seed: int, evaluate: Evaluate, progress: Callable[[int], None]
+) -> Healing:
+    """Train for `steps` steps of AdamW on shuffled batches, keep the step with the least validation distance.
+
+    The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. Raises
+    TextError where there are fewer than two batches, and ModelError where the distance is not finite.
+    """
+    train, kept_back = _split(batches)
+    healer.prepare(train[0].inputs)
+    optimiser = torch.optim.AdamW(healer.leaves, lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
+    generator, order = torch.Generator().manual_seed(seed), list[int]()
+    best = _Best(healer, kept_back)
+    curve = [best.check(0).model_copy(update={"loss": _evaluated(healer, evaluate)})]
+    every = max(1, steps // CHECKS)
+    for step in range(1, steps + 1):
+        order = order or torch.randperm(len(train), generator=generator).tolist()
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            healer.distance(train[order.pop()].inputs).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(healer.leaves, 1.0)
+        optimiser.step()
+        schedule.step()
+        progress(1)
+        if step % every == 0 or step == steps or step in DRAWN:
+            drawn = _evaluated(healer, evaluate) if step in DRAWN or step == steps else None
+            curve.append(best.check(step).model_copy(update={"loss": drawn}))
+            if best.waited >= PATIENCE:
+                break
+    best.restore()
+    return Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=LEARNING_RATE, curve=curve)
+
+
+@dataclass
+class _Best:
+    """The step with the least validation distance so far."""
+
+    healer: Healer
+    batches: Sequence[Batch]
+    step: int = 0
+    distance: float = math.inf
+    waited: int = 0
+    kept: list[Tensor] = field(default_factory=list)
+
+    def check(self, step: int) -> HealingStep:
+        """Measure the distance and keep the weights where it is the least."""
+        with torch.no_grad():
+            found = [float(self.healer.distance(batch.inputs)) for batch in self.batches]
+        distance = sum(found) / len(found)
+        if step == 0 and not math.isfinite(distance):
+            raise ModelError(
+                "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
+            )
+        if distance < self.distance:
+            self.step, self.distance, self.waited = step, distance, 0
+            self.kept = [leaf.detach().clone() for leaf in self.healer.leaves]
+        else:
+            self.waited += 1
+        return HealingStep(step=step, validation=distance if math.isfinite(distance) else None)
+
+    def restore(self) -> None:
+        """Put the best step's numbers back."""
+        with torch.no_grad():
+            for leaf, kept in zip(self.healer.leaves, self.kept, strict=True):
+                leaf.copy_(kept)
+
+
+def _evaluated(healer: Healer, evaluate: Evaluate) -> float | None:
+    """The loss on the evaluation text with the numbers as trained so far."""
+    with (
+        changed_weights(healer.loaded.model, healer.values()),
+        hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
+    ):
+        return evaluate()
+
+
+def _split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
+    """Training batches and those kept back."""
+    if len(batches) < 2:
+        raise TextError(
+            "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
+            "Give a longer text with --calibration, or a smaller --batch-size.",
+        )
+    back = max(1, round(len(batches) * VALIDATION_SHARE))
+    return list(batches.batches[:-back]), list(batches.batches[-back:])
+
+
+def _rate(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / WARM_UP) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)

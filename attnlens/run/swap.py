@@ -1,0 +1,81 @@
+"""What does another kernel do to a model? Proven first, then measured against the model itself on the same text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from os import PathLike
+from typing import Unpack, cast
+
+from attnlens import models, texts
+from attnlens.records import Report, Settings
+from attnlens.run import arguments
+from attnlens.run.inspect import Progress, silent
+from attnlens.run.swapping import Swapping
+from attnlens.run.tasks import feed, task_of
+from attnlens.run.wishes import Wish, Wishes
+
+FITTING, HEALING = 32, 512
+"""Sequences of calibration text for a fit, and at most for a healing."""
+
+
+def swap_kernel(
+    model: str | PathLike[str] | models.Loaded = "demo",
+    kernels: arguments.Words = "rbf",
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    text: arguments.Words = (),
+    tokens: int | None = None,
+    sequences: int = 32,
+    batch_size: int = 8,
+    pack: bool = True,
+    seed: int = 0,
+    progress: Progress = silent,
+    **more: Unpack[Wishes],
+) -> Report:
+    """The loss, predictions and hidden states of a model under other kernels, against the model itself.
+
+    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared, each also in its
+    symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, calibration, save, allow_signed)
+    and of `load`. Raises UsageError, ModelError, TextError, OutputError, and IdentityError where something leaks.
+    """
+    start = time.perf_counter()
+    loading = cast("models.Loading", {name: more.get(name) for name in models.Loading.__annotations__ if name in more})
+    wish = Wish.of(kernels, more)
+    asked = arguments.settings(layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed)
+    arguments.whole("batch_size", batch_size, 1)
+    arguments.refuse_ignored(model, loading)
+    files = arguments.words("text", text)
+    content = texts.read_text(files)
+    other = texts.read_text(wish.calibration) if wish.calibration else content
+    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    arguments.refuse_text(loaded, files, tokens)
+    asked = arguments.of_model(asked, loaded).model_copy(update={"source": "tokens"})
+    work = _prepared(loaded, wish, asked, content, other, batch_size, progress)
+    swaps = work.run()
+    work.timings["all"] = time.perf_counter() - start
+    return work.report(swaps)
+
+
+def _prepared(
+    loaded: models.Loaded,
+    wish: Wish,
+    asked: Settings,
+    content: texts.Content,
+    other: texts.Content,
+    batch_size: int,
+    progress: Progress,
+) -> Swapping:
+    """The run with its texts cut: what is evaluated, and behind it, or elsewhere, what is calibrated on."""
+    cut = partial(texts.batches, loaded, tokens=asked.tokens, batch_size=batch_size, seed=asked.seed)
+    evaluated = cut(content, sequences=asked.sequences or 1, pack=asked.pack is not False)
+    calibrated = None
+    if wish.calibrates:
+        skip = evaluated.sequences if other.text == content.text else 0
+        calibrated = cut(other, sequences=HEALING if wish.heal else FITTING, skip=skip)
+        asked = asked.model_copy(update={"calibration": calibrated.text})
+    task = task_of(loaded.model)
+    fed = feed(loaded, evaluated, task, asked.seed)
+    return Swapping(loaded, wish, arguments.fed(asked, evaluated), task, fed, calibrated, progress)

@@ -1,0 +1,277 @@
+"""In which order is a swap proven, fitted, measured, swept, healed and saved?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from attnlens import hooks, models, texts
+from attnlens.errors import IdentityError, ModelError, UsageError
+from attnlens.kernels import Kernel
+from attnlens.records import Coverage, Healing, Pair, Report, Settings, Site, Stage, Summary, Swap, Task
+from attnlens.run.checks import check_numbers, refuse_initialised
+from attnlens.run.collect import environment, peak_memory, tool
+from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, tokens_in
+from attnlens.run.costs import enough_memory, peak_of, speed
+from attnlens.run.fit import fit
+from attnlens.run.gates import leaks
+from attnlens.run.heal import Healer, changed_weights, heal
+from attnlens.run.inspect import Progress
+from attnlens.run.local import Local, locally, mean_of
+from attnlens.run.saved import save_swapped
+from attnlens.run.sweep import sweep, units
+from attnlens.run.tasks import MEANINGS, Fed
+from attnlens.run.wishes import Wish
+
+Swaps = dict[Site, hooks.Swap]
+
+
+@dataclass
+class Candidate:
+    """One kernel and how far it has come."""
+
+    kernel: Kernel
+    """As asked for."""
+    stages: dict[str, Swaps]
+    """The swap at each stage: swapped, fitted, healed."""
+    found: dict[str, Comparison] = field(default_factory=dict)
+    """What was measured at each stage."""
+    healing: Healing | None = None
+    """How it was healed."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Healed weights by name."""
+
+    @property
+    def last(self) -> Swaps:
+        """The swap at the last stage."""
+        return list(self.stages.values())[-1]
+
+
+@dataclass
+class Swapping:
+    """One run of `swap_kernel`."""
+
+    loaded: models.Loaded
+    wish: Wish
+    settings: Settings
+    task: Task
+    fed: list[Fed]
+    calibrated: texts.Batches | None
+    progress: Progress
+    sites: tuple[Site, ...] = ()
+    heads_of: dict[Site, int] = field(default_factory=dict)
+    chosen: list[Site] = field(default_factory=list)
+    identity_error: float = 0.0
+    own_peak: int | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> list[Swap]:
+        """Gates, then every kernel: fit, comparison, sweep, healing."""
+        with self._timed("survey"):
+            self._survey()
+        candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
+        inputs = self.fed[0].inputs
+        with enough_memory(self.loaded.model, inputs, self._variant(candidates[0].last)):
+            self.own_peak = peak_of(self.loaded.model, self._pass)
+            return self._through(candidates)
+
+    def _through(self, candidates: list[Candidate]) -> list[Swap]:
+        with self._timed("fit"):
+            for candidate in candidates:
+                self._fit(candidate)
+        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
+        with self._timed("compare"):
+            self._compare(candidates)
+        if self.wish.heal and self.calibrated is not None:
+            with self._timed("heal"):
+                self._heal(candidates[0], self.calibrated)
+        with self._timed("sites"):
+            local = [locally(self.loaded, self.sites, c.last, probe, self.wish.path) for c in candidates]
+        swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
+        if self.wish.sweep:
+            with self._timed("sweep"):
+                swaps = [self._swept(*pair) for pair in zip(swaps, candidates, strict=True)]
+        if self.wish.save is not None:
+            with changed_weights(self.loaded.model, candidates[0].weights):
+                save_swapped(self.wish.save, self.loaded, self.sites, candidates[0].last)
+        return swaps
+
+    def _survey(self) -> None:
+        """Find the sites, prove the door, choose the sites."""
+        model, probe = self.loaded.model, {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        reached = hooks.survey(model, probe)
+        self.identity_error = hooks.identity_error(model, probe)
+        if not self.identity_error <= hooks.IDENTITY_TOLERANCE:
+            raise IdentityError(
+                f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {self.identity_error:.1e}.",
+                "attnlens does not read this model rightly, and swaps nothing; `attnlens doctor` shows where.",
+            )
+        refuse_initialised(self.loaded, reached)
+        self.sites = tuple(found.site for found in reached)
+        self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
+        wish, count = self.wish, len(self.sites)
+        check_numbers("layer", self.settings.layers, count)
+        check_numbers("head", self.settings.heads, max(self.heads_of.values()))
+        missed = hooks.unreached(model, reached)
+        if missed and self.settings.layers is None:
+            raise ModelError(
+                f"{missed[0]} can't be swapped: its attention is computed outside transformers' attention interface.",
+                f"Swap the {count} sites within reach: --layers 0-{count - 1}.",
+            )
+        self.chosen = [
+            site for site in self.sites if self.settings.layers is None or site.layer in self.settings.layers
+        ]
+        self.chosen = [site for site in self.chosen if wish.part in (None, site.part)]
+        # A site with fewer heads than the one that has most may have none of those asked for.
+        self.chosen = [site for site in self.chosen if self._heads_at(site) != ()]
+        if not self.chosen:
+            parts = ", ".join(sorted({site.part for site in self.sites}))
+            raise UsageError(
+                "No site is left to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
+            )
+
+    def _heads_at(self, site: Site) -> tuple[int, ...] | None:
+        """Which of the heads asked for this site has; None means all."""
+        heads = self.settings.heads
+        return None if heads is None else tuple(head for head in heads if head < self.heads_of[site])
+
+    def _kernels(self) -> list[Kernel]:
+        """Those asked for; where several are compared, each also in its symmetric form (Tsai et al. 2019, Table 2)."""
+        crossing = next((site for site in self.chosen if site.part == "cross"), None)
+        for kernel in self.wish.kernels:
+            modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
+            if crossing and modifier:
+                raise UsageError(
+                    f"{modifier} has no meaning in cross-attention ({crossing.name}).",
+                    "Choose --part encoder or --part decoder.",
+                )
+        if len(self.wish.kernels) == 1 or crossing:
+            return self.wish.kernels
+        both = [(kernel, replace(kernel, tie=kernel.tie or "symmetric")) for kernel in self.wish.kernels]
+        return list({one.spelling: one for pair in both for one in pair}.values())
+
+    def _swaps(self, kernel: Kernel) -> Swaps:
+        return {site: hooks.Swap(kernel, self._heads_at(site)) for site in self.chosen}
+
+    def _variant(self, swaps: Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
+        @contextmanager
+        def changed() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(changed_weights(self.loaded.model, weights or {}))
+                stack.enter_context(hooks.replace(self.loaded.model, self.sites, swaps, self.wish.path))
+                yield
+
+        return changed
+
+    def _fit(self, candidate: Candidate) -> None:
+        """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
+        info = candidate.kernel.info
+        if self.calibrated is None or info.fit is None or not (self.wish.fit or info.needs_fit):
+            return
+        tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
+        fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
+        candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
+
+    def _compare(self, candidates: list[Candidate]) -> None:
+        variants = {
+            (index, stage): self._variant(swaps)
+            for index, candidate in enumerate(candidates)
+            for stage, swaps in candidate.stages.items()
+        }
+        tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
+        for (index, stage), found in compare(self.loaded.model, self.fed, variants, self.task, tell).items():
+            candidates[index].found[stage] = found
+
+    def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
+        model = self.loaded.model
+        healer = Healer(self.loaded, self.sites, candidate.last, self.task, self.wish.path)
+        tell = self._teller("heal", self.wish.heal)
+        evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
+        candidate.healing = heal(healer, calibrated, self.wish.heal, self.settings.seed, evaluate, tell)
+        candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
+        variant = {"healed": self._variant(candidate.last, candidate.weights)}
+        tell = self._teller("compare", sum(map(tokens_in, self.fed)))
+        candidate.found |= compare(model, self.fed, variant, self.task, tell)
+
+    def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
+        outcomes = {stage: found.outcome(self.settings.seed) for stage, found in candidate.found.items()}
+        last, reasons = list(outcomes.values())[-1], dict(gates.pop("reasons"))
+        found = list(candidate.found.values())[-1]
+        variant = self._variant(candidate.last, candidate.weights)
+        with variant():
+            peak = peak_of(self.loaded.model, self._pass)
+        if peak is None:
+            reasons["peak_memory_bytes"] = "this platform does not tell it"
+        fitted = next(iter(candidate.last.values())).kernel.fitted
+        kernel = candidate.kernel
+        return Swap(
+            kernel=kernel.spelling,
+            formula=kernel.info.formula,
+            parameters=dict(kernel.parameters),
+            fitted=sorted(fitted),
+            task=self.task,
+            sites=local.sites,
+            identity_error=self.identity_error,
+            **gates,
+            **{name: value for name, value in last.items() if name != "reasons"},
+            off_simplex=mean_of(site.off_simplex for site in local.sites),
+            tokens_per_second=Pair(
+                before=speed(found.sizes, found.own_seconds), after=speed(found.sizes, found.seconds)
+            ),
+            peak_memory_bytes=Pair(before=self.own_peak, after=peak),
+            stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
+            healing=candidate.healing,
+            reasons=reasons | last["reasons"],
+            notes=[MEANINGS[self.task], *local.notes(kernel)],
+        )
+
+    def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
+        """The same record with the effect of each head or layer alone, of the stage before healing."""
+        stages = [swaps for stage, swaps in candidate.stages.items() if stage != "healed"]
+        chosen = units(stages[-1], str(self.wish.sweep), self.heads_of)
+        tell = self._teller(f"sweep {swap.kernel}", len(chosen) * len(self.fed))
+        work = (self.loaded, self.sites, stages[-1], chosen, self.fed, self.task)
+        return swap.model_copy(update={"sweep": sweep(*work, self.settings.seed, self.wish.path, tell)})
+
+    def report(self, swaps: list[Swap]) -> Report:
+        """The report of `swap-kernel`."""
+        heads = sum(len(site.heads) for site in swaps[0].sites)
+        return Report(
+            tool=tool(),
+            command="swap-kernel",
+            model=self.loaded.info,
+            settings=self.settings,
+            environment=environment(),
+            coverage=Coverage(sites=len(self.chosen), heads=heads, analysed=heads),
+            summary=Summary(identity_error=self.identity_error),
+            swap=swaps[0],
+            more_swaps=swaps[1:],
+            timings=self.timings,
+            peak_memory_bytes=peak_memory(),
+        )
+
+    def _pass(self) -> None:
+        run(self.loaded.model, self.fed[0], self.task)
+
+    def _teller(self, stage: str, total: int) -> Callable[[int], None]:
+        done = 0
+
+        def tell(more: int) -> None:
+            nonlocal done
+            done += more
+            self.progress(stage, done, total)
+
+        tell(0)
+        return tell
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.timings[stage] = time.perf_counter() - start

@@ -1,0 +1,133 @@
+"""What does a model predict, and which targets does a text give it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import TextError
+from attnlens.models import Loaded
+from attnlens.records import Task
+from attnlens.texts import Batches
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from transformers import PreTrainedModel
+
+NOTHING = -100
+"""The target where nothing is predicted."""
+MASKED_SHARE = 0.15
+"""Share of tokens that a masked language model has to guess (Devlin et al. 2019)."""
+MEANINGS: dict[Task, str] = {
+    "causal": "loss: the next token",
+    "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
+    "seq2seq": "loss: the decoder repeats the encoder's text",
+    "classification": "loss: the class that the original model chooses",
+    "hidden": "the model has no head that predicts anything: its hidden states are compared",
+}
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One forward pass and what it should predict."""
+
+    inputs: dict[str, Tensor]
+    """`model(**inputs)`."""
+    targets: Int[Tensor, "batch positions"] | None
+    """The right token at each position of the logits, −100 where nothing is predicted; None where the original model's
+    own choice is the target, or there is none."""
+
+
+def task_of(model: PreTrainedModel) -> Task:
+    """What the head of the model's class predicts; `hidden` where it has none."""
+    from transformers.models.auto import modeling_auto as auto
+
+    name = type(model).__name__
+    tasks: dict[Task, tuple[str, ...]] = {
+        # before the others: transformers lists BART among the masked models too
+        "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"),
+        "causal": ("CAUSAL_LM",),
+        "masked": ("MASKED_LM",),
+        "classification": (
+            "SEQUENCE_CLASSIFICATION",
+            "IMAGE_CLASSIFICATION",
+            "AUDIO_CLASSIFICATION",
+            "ZERO_SHOT_IMAGE_CLASSIFICATION",
+        ),
+    }
+    for task, mappings in tasks.items():
+        if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings):
+            return task
+    return "hidden"
+
+
+def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
+    """A model's predictions; of CLIP and its like, whose classes are the batch's texts, those of each image."""
+    found: Tensor = result.logits if "logits" in result else result.logits_per_image
+    return found
+
+
+def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
+    """The last hidden states of outputs that carry them: the decoder's where there is one."""
+    for name in ("decoder_hidden_states", "hidden_states"):
+        if getattr(result, name, None):
+            found: Tensor = getattr(result, name)[-1]
+            return found
+    return None
+
+
+def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
+    """What stands for a headless model's states: the last hidden ones, or its first output where it gives none."""
+    found = last_states(result)
+    first: Tensor = result[0]
+    return first if found is None else found
+
+
+def asking(task: Task) -> dict[str, bool]:
+    """What a forward pass is asked for beside its outputs, so that `states_of` finds hidden states."""
+    return {"output_hidden_states": True} if task == "hidden" else {}
+
+
+def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
+    """The batches with their targets; for a masked language model the tokens to guess are drawn from `seed`.
+
+    Raises TextError where a masked language model's tokenizer has no mask token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [_fed(loaded, batch.inputs, task, generator) for batch in batches]
+
+
+def _fed(loaded: Loaded, inputs: dict[str, Tensor], task: Task, generator: torch.Generator) -> Fed:
+    if task == "causal":
+        return Fed(inputs, _next(inputs["input_ids"], inputs.get("attention_mask")))
+    if task == "masked":
+        return _masked(loaded, inputs, generator)
+    if task == "seq2seq":
+        ids = inputs["decoder_input_ids"]
+        return Fed(inputs, _next(ids, inputs.get("decoder_attention_mask")))
+    return Fed(inputs, None)
+
+
+def _next(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """The token after each position; none after the last, and none that is padding."""
+    real = ids if mask is None else ids.masked_fill(mask == 0, NOTHING)
+    return torch.cat([real[:, 1:], torch.full_like(real[:, :1], NOTHING)], 1)
+
+
+def _masked(loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generator) -> Fed:
+    mask_id = getattr(loaded.tokenizer, "mask_token_id", None)
+    if loaded.tokenizer is None or mask_id is None:
+        raise TextError(
+            "This masked language model's tokenizer has no mask token.", "Put its whole tokenizer beside its weights."
+        )
+    ids = inputs["input_ids"]
+    special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
+    draws = torch.rand(ids.shape, generator=generator).to(ids.device).masked_fill(special, 2.0)
+    chosen = draws < MASKED_SHARE
+    # A short line may draw none; then its smallest draw is taken, unless there are special tokens only.
+    chosen |= (draws == draws.amin(1, keepdim=True)) & (draws < 1) & ~chosen.any(1, keepdim=True)
+    targets = ids.masked_fill(~chosen, NOTHING)
+    return Fed({**inputs, "input_ids": ids.masked_fill(chosen, mask_id)}, targets)

@@ -1,0 +1,246 @@
+"""Which sentences belong to a swap: what it did, what vouches for it, what it costs, what a reader must know?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from attnlens.records import Change, Healing, Outcome, Pair, Report, Stage, Swap
+from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
+
+UNITS = {
+    "causal": "nats per token",
+    "masked": "nats per masked token",
+    "seq2seq": "nats per token",
+    "classification": "nats per prediction",
+    "hidden": "nats",
+}
+"""What the loss counts in, by task."""
+
+WORDS = {
+    "kl": "KL",
+    "top1_agreement": "top-1",
+    "hidden_cosine": "hidden cosine",
+    "hidden_cka": "CKA",
+    "off_simplex": "off-simplex share",
+}
+"""Fields of a Swap whose name in words is not their own."""
+
+TRIFLE = 5e-4
+"""Share off the simplex below which a signed kernel is as good as positive."""
+
+
+def verdict(swap: Swap) -> str:
+    """What the swap, as it stands after its last stage, means in plain words."""
+    if diverged(swap):
+        return "The model diverges: with this kernel its predictions are no finite numbers."
+    if swap.loss is not None:
+        return _loss_sentence(swap.loss, UNITS[swap.task])
+    if swap.hidden_cosine is None:
+        return "Nothing could be compared; the reasons stand below."
+    cka = "" if swap.hidden_cka is None else f", their linear CKA is {swap.hidden_cka:.3f}"
+    return f"The last hidden states keep a mean cosine of {swap.hidden_cosine:.3f} to the original's{cka}."
+
+
+def diverged(outcome: Outcome) -> bool:
+    """Whether the changed model's predictions or hidden states were not finite."""
+    return any("diverged" in reason for reason in outcome.reasons.values())
+
+
+def ranking(swaps: Sequence[Swap]) -> str:
+    """Which kernels harm least and most, which not measurably, and which diverge; empty where there is no loss."""
+    losses = [(swap.loss, clean(swap.kernel)) for swap in swaps if swap.loss is not None]
+    ranked = sorted(losses, key=lambda found: found[0].delta)
+    told = []
+    if ranked:
+        decimals = loss_decimals([loss for loss, _ in ranked])
+        least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in (ranked[0], ranked[-1]))
+        told.append(f"The loss is lowest under {least}, highest under {most}.")
+    same = [name for loss, name in losses if _unchanged(loss)]
+    lost = [swap.kernel for swap in swaps if diverged(swap)]
+    told += [f"No measurable change: {listed(same, 8)}."] if same else []
+    told += [f"Diverged: {listed(lost, 8)}."] if lost else []
+    return " ".join(told)
+
+
+def stages_sentence(swap: Swap) -> str:
+    """How much of the rise fitting and healing take back; empty where there is one stage, or none to compare."""
+    losses = [(stage.name, stage.loss) for stage in swap.stages if stage.loss is not None]
+    if len(losses) < 2 or len(losses) < len(swap.stages):
+        return ""
+    worst = losses[0][1].delta
+    decimals = loss_decimals([loss for _, loss in losses])
+    steps = ", ".join(f"{written(loss.after, decimals)} {name}" for name, loss in losses)
+    sentence = f"From stage to stage: {written(losses[0][1].before, decimals)} original, {steps}"
+    last, loss = losses[-1]
+    if worst <= 0 or not loss.delta < worst:
+        return f"{sentence}."
+    return f"{sentence}; once {last}, {percent(min(1.0, 1 - loss.delta / worst))} of the swap's rise is taken back."
+
+
+def reach(report: Report) -> str:
+    """`4 of 4 sites, 32 of 32 heads`, the least over the kernels, and by which paths they were computed."""
+    coverage, every = report.coverage, report.swaps
+    sites = min(len(swap.sites) for swap in every)
+    heads = min(sum(len(site.heads) for site in swap.sites) for swap in every)
+    paths = dict.fromkeys(site.path for swap in every for site in swap.sites)
+    return (
+        f"{sites} of {counted(coverage.sites, 'site')}, {heads} of {counted(coverage.heads, 'head')} "
+        f"· path: {listed(paths)}"
+    )
+
+
+def kernel(swap: Swap) -> str:
+    """`rbf:gamma=0.5: log k = …`, and which parameters were fitted."""
+    fitted = f"; fitted per head: {listed(swap.fitted)}" if swap.fitted else ""
+    return f"{clean(swap.kernel)}: log k = {clean(swap.formula)}{fitted}"
+
+
+def proof(swaps: Sequence[Swap]) -> str:
+    """The errors that vouch for the numbers, the worst over the kernels."""
+    errors: dict[str, list[float | None]] = {
+        "identity": [swap.identity_error for swap in swaps],
+        "causality": [swap.causality_error for swap in swaps],
+        "mask": [swap.mask_error for swap in swaps],
+    }
+    found = ", ".join(f"{name} error {_worst(values)}" for name, values in errors.items())
+    return f"Proof: {found}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
+
+
+def cost(swap: Swap) -> str:
+    """Tokens per second and peak memory of the original and of the changed model."""
+    speed = _pair(swap.tokens_per_second, 1.0, "tokens per second")
+    memory = _pair(swap.peak_memory_bytes, 2.0**20, "MiB at most")
+    return f"Cost: {speed}; {memory}"
+
+
+def ratio(pair: Pair) -> float | None:
+    """After / before."""
+    return pair.after / pair.before if pair.before and pair.after is not None else None
+
+
+def off_simplex(swap: Swap) -> str:
+    """The share of attention that is negative; empty where there is none."""
+    if not swap.off_simplex:
+        return ""
+    share = percent(swap.off_simplex, 1) if swap.off_simplex >= TRIFLE else "Less than 0.1 %"
+    return f"{share} of the attention's mass is negative, outside the simplex."
+
+
+def site_errors(swap: Swap) -> str:
+    """How far the sites' outputs move, in one line; empty where that is unknown."""
+    known = sorted((site.output_error, site.layer) for site in swap.sites if site.output_error is not None)
+    if not known:
+        return ""
+    (least, first), (most, last) = known[0], known[-1]
+    if len(known) == 1:
+        return f"The site's output moves by {percent(least)} (layer {first})."
+    middle = (known[(len(known) - 1) // 2][0] + known[len(known) // 2][0]) / 2
+    return (
+        f"The sites' outputs move by {percent(middle)} of their norm (median), "
+        f"from {percent(least)} (layer {first}) to {percent(most)} (layer {last})."
+    )
+
+
+def healing(found: Healing, unit: str) -> list[str]:
+    """Steps, best step, trained numbers; the validation distance; the loss on the way."""
+    rate = f"{found.learning_rate:.0e}".replace("e-0", "e-")
+    lines = [
+        f"Healing: {found.steps} steps asked for, {found.curve[-1].step if found.curve else 0} done, "
+        f"step {found.best} kept; {found.parameters:,} numbers trained, learning rate {rate}"
+    ]
+    distances = {step.step: step.validation for step in found.curve if step.validation is not None}
+    if distances and found.best in distances:
+        first, best = distances[min(distances)], distances[found.best]
+        lines.append(f"Validation distance to the original: {figures(first)} at first, {figures(best)} at its best")
+    losses = [f"{figures(step.loss, 4)} at step {step.step}" for step in found.curve if step.loss is not None]
+    if losses:
+        lines.append(f"Loss on the evaluation text, in {unit}: {', '.join(losses)}")
+    return lines
+
+
+def notes(swaps: Sequence[Swap]) -> list[str]:
+    """What a reader must know, once; with the kernels that it is about where it is not about all."""
+    about: dict[str, list[str]] = {}
+    for swap in swaps:
+        for note in (*swap.notes, off_simplex(swap) if len(swaps) > 1 else ""):
+            if note:
+                about.setdefault(clean(note), []).append(swap.kernel)
+    return [note if len(kernels) == len(swaps) else f"{listed(kernels, 8)}: {note}" for note, kernels in about.items()]
+
+
+def without_value(swaps: Sequence[Swap]) -> list[str]:
+    """Which fields have no value, one line a reason, with kernels and stages where there are several."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for swap in swaps:
+        for place, reasons in _reasons(swap):
+            by_reason: dict[str, list[str]] = {}
+            for name, reason in reasons.items():
+                by_reason.setdefault(reason, []).append(WORDS.get(name, name.replace("_", " ")))
+            label = " ".join([swap.kernel] * (len(swaps) > 1) + [place] * bool(place))
+            for reason, names in by_reason.items():
+                groups.setdefault((listed(names, 8), reason), []).append(label)
+    return [_reason_line(names, reason, places) for (names, reason), places in groups.items()]
+
+
+def figures(number: float, count: int = 3) -> str:
+    """The number with that many figures."""
+    return written(number, decimals_for([number], count))
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    """`27.6 %`."""
+    return f"{written(100 * share, decimals)} %"
+
+
+def loss_decimals(changes: Sequence[Change]) -> int:
+    """Decimals for losses and their differences: what the middle one of the intervals bears, two to four."""
+    halves = [(change.ci95[1] - change.ci95[0]) / 2 for change in changes if change.ci95 is not None]
+    middle = median([half for half in halves if half > 0] or [0.02])
+    return min(4, max(2, decimals_for([middle], 2)))
+
+
+def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
+    """`0.49 to 0.65`."""
+    return NO_VALUE if bounds is None else f"{written(bounds[0], decimals)} to {written(bounds[1], decimals)}"
+
+
+def _loss_sentence(loss: Change, unit: str) -> str:
+    decimals = loss_decimals([loss])
+    before, after, delta = (written(number, decimals) for number in (loss.before, loss.after, loss.delta))
+    bounds = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
+    if _unchanged(loss):
+        return f"The loss does not change measurably: {before} {unit} before, {after} after (Δ {delta}{bounds})."
+    verb = "rises" if loss.delta > 0 else "falls"
+    return f"The loss {verb} from {before} to {after} {unit} (Δ {delta}{bounds})."
+
+
+def _unchanged(loss: Change) -> bool:
+    """Whether its interval holds 0."""
+    return loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1])
+
+
+def _worst(errors: Sequence[float | None]) -> str:
+    present = [error for error in errors if error is not None]
+    return NO_VALUE if not present else "0" if max(present) == 0 else f"{max(present):.1e}"
+
+
+def _pair(pair: Pair, size: float, unit: str) -> str:
+    both = [NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after)]
+    times = ratio(pair)
+    return f"{both[0]} → {both[1]} {unit}" + ("" if times is None else f" (× {written(times, 2)})")
+
+
+def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:
+    """Of each stage its own, then what the swap lacks beside them."""
+    several = len(swap.stages) > 1
+    of_stages: set[str] = set()
+    for stage in swap.stages:
+        yield stage.name if several else "", stage.reasons
+        of_stages |= set(Stage.model_fields)
+    yield "", {name: reason for name, reason in swap.reasons.items() if name not in of_stages}
+
+
+def _reason_line(names: str, reason: str, places: Sequence[str]) -> str:
+    where = listed([place for place in dict.fromkeys(places) if place], 8)
+    return f"{names}{f' ({where})' if where else ''}: {clean(reason)}"

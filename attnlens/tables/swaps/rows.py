@@ -1,0 +1,235 @@
+"""Which tables show a swap? Columns of finished text: its stages, several kernels, its sites, its sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from attnlens.records import Change, Effect, Outcome, Swap
+from attnlens.tables.swaps.facts import diverged, figures, interval, loss_decimals, percent, ratio
+from attnlens.tables.swaps.pairs import Compared
+from attnlens.tables.terminal import Column
+from attnlens.wording import NO_VALUE, clean, decimals_for, written
+
+DIVERGED = "diverged"
+GAP = "…"
+"""What stands in a row for units that are left out."""
+MARK = "*"
+"""What stands beside a significant effect."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table: the columns that name its rows, and the others."""
+
+    names: tuple[Column, ...]
+    """Always shown."""
+    columns: tuple[Column, ...]
+    """The most important first."""
+
+
+def stage_rows(swap: Swap) -> Rows:
+    """The original, then a row a stage; a column for what any stage has."""
+    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
+    decimals = loss_decimals(losses)
+    before = losses[0] if losses else None
+    powers = [stage.perplexity for stage in swap.stages if stage.perplexity is not None]
+    found: list[tuple[str, str, Callable[[Outcome], str]]] = [
+        ("loss", "" if before is None else written(before.before, decimals), lambda o: _after(o.loss, decimals)),
+        ("Δ", "", lambda o: _delta(o.loss, decimals)),
+        ("95 % interval", "", lambda o: _interval(o.loss, decimals)),
+        ("perplexity", figures(powers[0].before) if powers else "", lambda o: _figures(o.perplexity)),
+        ("KL", "", lambda o: _number(o.kl)),
+        ("top-1", "", lambda o: _share(o.top1_agreement)),
+        ("hidden cosine", "", lambda o: written(o.hidden_cosine, 3)),
+        ("CKA", "", lambda o: written(o.hidden_cka, 3)),
+    ]
+    columns = []
+    for title, original, tell in found:
+        cells = [tell(stage) for stage in swap.stages]
+        if set(cells) != {NO_VALUE}:
+            columns.append(Column("", title, (original, *cells)))
+    if any(map(diverged, swap.stages)):
+        cells = [DIVERGED if diverged(stage) else "" for stage in swap.stages]
+        columns.insert(0, Column("", "outcome", ("", *cells), words=True))
+    names = Column("", "stage", ("original", *(stage.name for stage in swap.stages)), words=True)
+    return Rows((names,), tuple(columns))
+
+
+def kernel_rows(rows: Sequence[Compared]) -> Rows:
+    """A row a kernel with its symmetric form beside it, the original first; as Tsai et al. 2019, Table 2."""
+    every = [swap for row in rows for swap in row.swaps]
+    losses = [swap.loss for swap in every if swap.loss is not None]
+    decimals = loss_decimals(losses)
+    plain = [row.asymmetric for row in rows]
+    tied = [row.symmetric for row in rows]
+    if losses:
+        original = written(losses[0].before, decimals)
+        bounds = _column("asymmetric", "95 % interval", plain, lambda swap: _interval(swap.loss, decimals))
+        columns = [*_loss_columns("asymmetric", plain, decimals, original), bounds]
+        columns += _closeness(plain, predicting=True)
+        columns += _loss_columns("symmetric", tied, decimals, "") if any(tied) else []
+    else:
+        columns = [*_closeness(plain, predicting=False)]
+        columns += [_column("symmetric", title, tied, tell) for title, tell in HIDDEN] if any(tied) else []
+    names = Column("", "kernel", ("original", *(clean(row.name) for row in rows)), words=True)
+    return Rows((names,), tuple(columns))
+
+
+def site_rows(swap: Swap) -> Rows:
+    """Every exchanged site: where it is, how it was computed, how far its output moves."""
+    sites = swap.sites
+    columns = [
+        Column("", "heads", tuple(spans(site.heads) for site in sites)),
+        Column("", "output error", tuple(_number(site.output_error) for site in sites)),
+        Column("", "path", tuple(clean(site.path) for site in sites), words=True),
+        Column("", "site", tuple(clean(site.site) for site in sites), words=True),
+    ]
+    if any(site.off_simplex for site in sites):
+        columns.insert(2, Column("", "off simplex", tuple(_share(site.off_simplex) for site in sites)))
+    names = [
+        Column("", "layer", tuple(str(site.layer) for site in sites)),
+        Column("", "part", tuple(site.part for site in sites), words=True),
+    ]
+    return Rows(tuple(names), tuple(columns))
+
+
+def sweep_rows(effects: Sequence[Effect], most: int) -> Rows:
+    """The `most` most and least harmful units, all where there are no more than both."""
+    shown: list[Effect | None] = list(effects)
+    if len(effects) > 2 * most:
+        shown = [*effects[:most], None, *effects[-most:]]
+    decimals = _decimals(effects)
+    names = [_units("layer", shown, lambda effect: str(effect.layer))]
+    if any(effect.head is not None for effect in effects):
+        names.append(_units("head", shown, lambda effect: "all" if effect.head is None else str(effect.head)))
+    if len({effect.part for effect in effects}) > 1:
+        names.append(_units("part", shown, lambda effect: effect.part, words=True))
+    columns = [
+        _units("Δ", shown, lambda effect: DIVERGED if effect.delta is None else written(effect.delta, decimals)),
+        _units("95 % interval", shown, lambda effect: interval(effect.ci95, decimals)),
+    ]
+    if tested(effects):
+        columns.append(_units("p", shown, lambda effect: _p_value(effect.p_value)))
+        columns.append(_units("FDR 5 %", shown, lambda effect: MARK if effect.significant else "", words=True))
+    return Rows(tuple(names), tuple(columns))
+
+
+def tested(effects: Sequence[Effect]) -> bool:
+    """Whether the effects have p-values; a headless model's are distances, which are never negative."""
+    return any(effect.p_value is not None for effect in effects)
+
+
+def sweeps_rows(swaps: Sequence[Swap]) -> Rows:
+    """A row a kernel: how many units matter, which harm most and least."""
+    decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
+    columns = []
+    if any(tested(swap.sweep) for swap in swaps):
+        counts = [sum(effect.significant for effect in swap.sweep) for swap in swaps]
+        cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
+        columns.append(Column("", "FDR 5 %", cells))
+    for group, index in (("most harmful", 0), ("least harmful", -1)):
+        found = [swap.sweep[index] for swap in swaps]
+        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in found)
+        columns += [
+            Column(group, "where", tuple(map(place, found)), words=True),
+            Column(group, "Δ", tuple(deltas)),
+        ]
+        if index == 0:
+            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in found)))
+    return Rows((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
+
+
+def place(effect: Effect) -> str:
+    """`layer 3 head 7`."""
+    return f"layer {effect.layer}" + ("" if effect.head is None else f" head {effect.head}")
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`0–7`, `0, 3–5`: neighbours as a range."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
+HIDDEN: tuple[tuple[str, Callable[[Swap], str]], ...] = (
+    ("hidden cosine", lambda swap: DIVERGED if diverged(swap) else written(swap.hidden_cosine, 3)),
+    ("CKA", lambda swap: written(swap.hidden_cka, 3)),
+)
+
+
+def _loss_columns(group: str, swaps: Sequence[Swap | None], decimals: int, original: str) -> list[Column]:
+    return [
+        _column(
+            group,
+            "loss",
+            swaps,
+            lambda swap: DIVERGED if diverged(swap) else _after(swap.loss, decimals),
+            original,
+        ),
+        _column(group, "Δ", swaps, lambda swap: _delta(swap.loss, decimals)),
+    ]
+
+
+def _closeness(swaps: Sequence[Swap | None], *, predicting: bool) -> list[Column]:
+    """How near predictions or states remain, and how the speed changes, of the asymmetric kernels."""
+    near = HIDDEN
+    if predicting:
+        near = (("KL", lambda swap: _number(swap.kl)), ("top-1", lambda swap: _share(swap.top1_agreement)))
+    columns = [_column("asymmetric", title, swaps, tell) for title, tell in near]
+    return [*columns, _column("asymmetric", "speed", swaps, _speed)]
+
+
+def _column(
+    group: str, title: str, swaps: Sequence[Swap | None], tell: Callable[[Swap], str], original: str = ""
+) -> Column:
+    return Column(group, title, (original, *(NO_VALUE if swap is None else tell(swap) for swap in swaps)))
+
+
+def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
+    return Column("", title, tuple(GAP if effect is None else tell(effect) for effect in shown), words=words)
+
+
+def _decimals(effects: Sequence[Effect]) -> int:
+    """What two figures of the middle effect take, two to six."""
+    sizes = [abs(effect.delta) for effect in effects if effect.delta]
+    middle = median(sizes) if sizes else 1.0
+    return 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
+
+
+def _after(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else written(change.after, decimals)
+
+
+def _delta(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else written(change.delta, decimals)
+
+
+def _interval(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else interval(change.ci95, decimals)
+
+
+def _figures(change: Change | None) -> str:
+    return NO_VALUE if change is None else figures(change.after)
+
+
+def _number(number: float | None) -> str:
+    return NO_VALUE if number is None else figures(number)
+
+
+def _share(number: float | None) -> str:
+    return NO_VALUE if number is None else percent(number, 1)
+
+
+def _speed(swap: Swap) -> str:
+    times = ratio(swap.tokens_per_second)
+    return NO_VALUE if times is None else f"× {written(times, 2)}"
+
+
+def _p_value(number: float | None) -> str:
+    return NO_VALUE if number is None else "<0.0001" if number < 1e-4 else f"{number:.2g}"

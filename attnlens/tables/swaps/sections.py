@@ -1,0 +1,148 @@
+"""In which order is a swap told? Sections of sentences and tables, the same in terminal, markdown and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnlens.records import Effect, Report, Swap
+from attnlens.tables.swaps import facts
+from attnlens.tables.swaps.pairs import compared
+from attnlens.tables.swaps.rows import (
+    MARK,
+    Rows,
+    kernel_rows,
+    place,
+    site_rows,
+    stage_rows,
+    sweep_rows,
+    sweeps_rows,
+    tested,
+)
+from attnlens.wording import clean, counted, listed
+
+MOST = 10
+"""Most and least harmful units that are shown of one kernel."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of what is told."""
+
+    title: str
+    """Its heading; empty for the first."""
+    lines: tuple[str, ...] = ()
+    """Sentences, above the table."""
+    rows: Rows | None = None
+    """The table."""
+    below: tuple[str, ...] = ()
+    """What one must know to read the table."""
+    items: bool = False
+    """Whether the lines are a list."""
+
+
+def sections(report: Report) -> Iterator[Section]:
+    """All that a summary of `swap-kernel` says below the model and its coverage."""
+    if report.swap is None:
+        return
+    yield from _several(report) if report.more_swaps else _one(report, report.swap)
+    swept = [swap for swap in report.swaps if swap.sweep]
+    if swept:
+        yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0])
+    for title, lines in (
+        ("Notes", facts.notes(report.swaps)),
+        ("No value", facts.without_value(report.swaps)),
+    ):
+        if lines:
+            yield Section(title, tuple(lines), items=True)
+
+
+def site_sections(report: Report) -> Iterator[Section]:
+    """Every exchanged site of every kernel."""
+    for swap in report.swaps:
+        of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
+        below = (
+            "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values."
+        )
+        yield Section(f"Sites{of}", rows=site_rows(swap), below=(below,))
+
+
+def _one(report: Report, swap: Swap) -> Iterator[Section]:
+    unit = facts.UNITS[swap.task]
+    known = (facts.kernel(swap), facts.reach(report), _calibration(report))
+    yield Section("", tuple(line for line in known if line))
+    sentences = (facts.verdict(swap), facts.stages_sentence(swap))
+    help_ = (_reading_help(unit, swap),) if swap.loss or swap.hidden_cosine is not None else ()
+    yield Section("What it does", tuple(line for line in sentences if line), stage_rows(swap), help_)
+    more = (facts.proof([swap]), facts.cost(swap), facts.off_simplex(swap), facts.site_errors(swap))
+    yield Section("What vouches for it, and what it costs", tuple(line for line in more if line), items=True)
+    if swap.healing is not None:
+        yield Section("Healing", tuple(facts.healing(swap.healing, unit)), items=True)
+
+
+def _several(report: Report) -> Iterator[Section]:
+    rows = compared(report)
+    first = rows[0].asymmetric or report.swaps[0]
+    yield Section("", (facts.reach(report), *filter(None, [_calibration(report)])))
+    help_ = _reading_help(facts.UNITS[first.task], first)
+    if any(row.symmetric for row in rows):
+        help_ += " symmetric: the mean of log k and its transpose."
+    lines = filter(None, [facts.ranking(report.swaps) or facts.verdict(first)])
+    yield Section("What they do", tuple(lines), kernel_rows(rows), (help_,))
+    formulas = dict.fromkeys(facts.kernel(row.asymmetric) for row in rows if row.asymmetric is not None)
+    yield Section("Kernels", tuple(formulas), items=True)
+    yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
+
+
+def _calibration(report: Report) -> str:
+    text = report.settings.calibration
+    if text is None:
+        return ""
+    same = report.settings.text is not None and text.name == report.settings.text.name
+    where = f"what follows in {text.name}" if same else text.name
+    return f"calibration text: {clean(where)}, no part of what was evaluated"
+
+
+def _reading_help(unit: str, swap: Swap) -> str:
+    if swap.loss is None and not any(stage.loss for stage in swap.stages):
+        return "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
+    return (
+        f"loss and KL in {unit}; Δ with a paired bootstrap interval over sequences; KL(original ‖ changed); "
+        "top-1: share of the same first choice."
+    )
+
+
+def _sweep(swap: Swap) -> Section:
+    effects, noun = swap.sweep, _noun(swap)
+    cut = f" Shown are the {MOST} most and the {MOST} least harmful." if len(effects) > 2 * MOST else ""
+    if not tested(effects):
+        below = f"{_effect_help(swap)}, a distance: it is never negative, and nothing is tested.{cut}"
+        return Section(f"Each {noun} alone", (), sweep_rows(effects, MOST), (below,))
+    below = f"{_effect_help(swap)}; {MARK} significant at a false discovery rate of 5 %.{cut}"
+    return Section(f"Each {noun} alone", (_significant(effects, noun),), sweep_rows(effects, MOST), (below,))
+
+
+def _sweeps(swaps: list[Swap]) -> Section:
+    below = f"{_effect_help(swaps[0])}; FDR 5 %: how many matter at a false discovery rate of 5 %."
+    return Section(f"Each {_noun(swaps[0])} alone", (), sweeps_rows(swaps), (below,))
+
+
+def _noun(swap: Swap) -> str:
+    return "head" if any(effect.head is not None for effect in swap.sweep) else "layer"
+
+
+def _effect_help(swap: Swap) -> str:
+    what = "1 − cosine of the last hidden states" if swap.task == "hidden" else f"loss in {facts.UNITS[swap.task]}"
+    return f"Δ of the {what}"
+
+
+def _significant(effects: list[Effect], noun: str) -> str:
+    """How many matter, in which direction; which diverge."""
+    found = [effect for effect in effects if effect.significant and effect.delta is not None]
+    harm = sum(effect.delta > 0 for effect in found if effect.delta is not None)
+    help_ = len(found) - harm
+    verb = "matters" if len(found) == 1 else "matter"
+    verdict = f"{len(found)} of {counted(len(effects), noun)} {verb} at a false discovery rate of 5 %"
+    split = f": {harm} harm, {help_} help" if found else ""
+    lost = [place(effect) for effect in effects if effect.delta is None]
+    return f"{verdict}{split}.{f' Diverged: {listed(lost, 8)}.' if lost else ''}"

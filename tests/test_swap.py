@@ -1,0 +1,684 @@
+"""Are a swap's numbers those of a naive computation, and does each option do exactly what it says?"""
+
+import json
+import math
+from dataclasses import replace
+
+import families
+import pytest
+import tiny
+import torch
+import transformers as tf
+from loaded import SMALL, apart, family, loaded, outputs, sites_of
+from program import SMALL as WORDS
+from program import attnlens as program
+from program import refused
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+import attnlens
+from attnlens import hooks, texts
+from attnlens.attention import attend, weights
+from attnlens.errors import IdentityError, ModelError, OutputError, TextError, UsageError
+from attnlens.kernels import parsed
+from attnlens.records import read_report
+from attnlens.registry import _KERNELS, kernel
+from attnlens.run import compare, gates
+from attnlens.run.swap import swap_kernel
+from attnlens.run.tasks import NOTHING, feed, task_of
+
+READ = {"sequences": 4, "tokens": 24, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return attnlens.load("demo")
+
+
+@pytest.fixture
+def broken():
+    """A kernel whose logarithm is not a number, for the time of one test."""
+
+    @kernel("nan", formula="NaN", source="nobody", positive=True, symmetric=True, features="none", form="score")
+    def nan(score):
+        """Never finite."""
+        return score * math.nan
+
+    yield "nan"
+    del _KERNELS["nan"]
+
+
+def batches(model, *, pack=True, text=(), **more):
+    given = {name: number for name, number in (READ | more).items() if name != "batch_size"}
+    return texts.batches(model, texts.read_text(text), batch_size=2, pack=pack, **given)
+
+
+def under(model, inputs, words, **which):
+    """Inside it the model has another kernel, by hand: the named heads of the named layers, written out densely."""
+    sites = sites_of(model, inputs)
+    layers, heads = which.get("layers", range(len(sites))), which.get("heads")
+
+    def answer(call):
+        found = attend(call, hooks.OWN, "eager").clone()
+        layer = next(calls) % len(sites)
+        if layer in layers:
+            new = attend(call, parsed(words), "eager")
+            for head in range(new.shape[2]) if heads is None else heads:
+                found[:, :, head] = new[:, :, head]
+        return found
+
+    calls = iter(range(10**6))
+    return hooks.opened(model, answer)
+
+
+def logits(model, inputs):
+    with torch.no_grad():
+        return hooks.forward(model, inputs).logits.double()
+
+
+# --- the same kernel, and one known to hurt ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "bart"])
+def test_the_own_kernel_changes_no_number(name):
+    swap = swap_kernel(family(name), "exponential", **SMALL).swap
+    assert abs(swap.loss.delta) < 1e-5
+    low, high = swap.loss.ci95
+    assert low <= 0 <= high
+    assert abs(swap.kl) < 1e-6
+    assert swap.top1_agreement == 1
+    assert swap.hidden_cosine == pytest.approx(1, abs=1e-6)
+    assert swap.hidden_cka == pytest.approx(1, abs=1e-6)
+    assert swap.off_simplex == 0
+    assert swap.perplexity.delta == pytest.approx(0, abs=1e-3 * swap.perplexity.before)
+    assert max(site.output_error for site in swap.sites) < 1e-5
+
+
+@pytest.mark.parametrize("words", ["hard", "linear", "rbf"])
+def test_a_kernel_that_a_trained_model_never_saw_costs_it_nats(demo, words):
+    swap = swap_kernel(demo, words, sequences=8, tokens=32).swap
+    assert swap.loss.delta > 0.1
+    assert swap.loss.ci95[0] > 0
+    assert swap.kl > 0.1
+    assert swap.top1_agreement < 1
+    assert swap.hidden_cosine < 0.99
+    assert swap.hidden_cka < 0.99
+
+
+def planted():
+    """A hand-built GPT-2 of one layer and one head: each token looks at the first one and says that it comes next.
+
+    Tokens and positions are one-hot; every query asks for position 0, with a score of about 57 (see the two lines).
+    """
+    vocabulary, positions, width = 257, 16, 320
+    config = tf.GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=1, n_head=1, n_positions=positions, n_inner=4)
+    model = tf.GPT2LMHeadModel(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
+    block = model.transformer.h[0]
+    for norm in (block.ln_1, block.ln_2, model.transformer.ln_f):
+        norm.weight.fill_(1)
+    model.transformer.wte.weight[:, :vocabulary] = torch.eye(vocabulary)
+    model.transformer.wpe.weight[:, vocabulary : vocabulary + positions] = torch.eye(positions)
+    attention = block.attn
+    attention.c_attn.bias[0] = 40.0  # every query
+    attention.c_attn.weight[vocabulary, width] = 2.0  # the key of position 0
+    attention.c_attn.weight[:vocabulary, 2 * width : 2 * width + vocabulary] = torch.eye(vocabulary)
+    attention.c_proj.weight[:vocabulary, :vocabulary] = 3 * torch.eye(vocabulary)
+    return loaded(model, tiny.tokenizer("gpt2"))
+
+
+def test_a_planted_head_is_missed_when_it_can_no_longer_look_at_the_first_token(tmp_path):
+    """In abacada the first letter comes after every other; a head that sees itself alone says b, c, d instead."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(first + first.join("mnopqr") for first in "abcdefgh"))
+    read = {"text": str(text), "sequences": 8, "tokens": 12, "pack": False}
+    for words in ("sink-window:1,1", "hard"):
+        fine = swap_kernel(planted(), words, **read).swap
+        assert fine.loss.delta == pytest.approx(0, abs=1e-4), "the head needs no more than the first token"
+    lost = swap_kernel(planted(), "window:1", **read).swap
+    assert lost.loss.delta > 3
+    assert lost.loss.ci95[0] > 3
+    assert lost.top1_agreement < 0.7
+
+
+# --- the numbers, naively ---------------------------------------------------------------------------------------------
+
+
+def naive(model, fed, words):
+    """Loss before and after, KL, agreement, cosine, CKA, token by token in plain loops."""
+    losses, kl, agree, states = ([], []), [], [], ([], [])
+    for one in fed:
+        for row in range(one.targets.shape[0]):
+            inputs = {name: tensor[row : row + 1] for name, tensor in one.inputs.items()}
+            with torch.no_grad():
+                own = hooks.forward(model, inputs, output_hidden_states=True)
+                with under(model, inputs, words):
+                    new = hooks.forward(model, inputs, output_hidden_states=True)
+            for place, target in enumerate(one.targets[row].tolist()):
+                if target != NOTHING:
+                    p, q = (found.logits[0, place].double().log_softmax(-1) for found in (own, new))
+                    losses[0].append(float(-p[target]))
+                    losses[1].append(float(-q[target]))
+                    kl.append(float((p.exp() * (p - q)).sum()))
+                    agree.append(float(p.argmax() == q.argmax()))
+            decoder = "decoder_hidden_states" in own
+            mask = inputs["decoder_attention_mask" if decoder else "attention_mask"][0].bool()
+            for store, found in zip(states, (own, new), strict=True):
+                last = (found.decoder_hidden_states if decoder else found.hidden_states)[-1]
+                store.append(last[0, mask].double())
+    x, y = (torch.cat(found) for found in states)
+    cosine = float(cosine_similarity(x, y, dim=-1).mean())
+    x, y = x - x.mean(0), y - y.mean(0)
+    cka = float((x.mT @ y).norm() ** 2 / ((x.mT @ x).norm() * (y.mT @ y).norm()))
+    mean = lambda numbers: sum(numbers) / len(numbers)  # noqa: E731  # one expression
+    return [*map(mean, losses), mean(kl), mean(agree), cosine, cka]
+
+
+LINES = ["in the beginning god created", "the heaven", "and the earth was without form and void", "and darkness"]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "lines.txt"
+    path.write_text("\n".join(LINES) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "albert", "t5", "bart"])
+@pytest.mark.parametrize("words", ["rbf", "polynomial"])
+def test_every_number_is_that_of_plain_loops(name, pack, words, lines):
+    model = family(name)
+    text = () if pack else (lines,)
+    swap = swap_kernel(model, words, text=text, pack=pack, **READ).swap
+    fed = feed(model, batches(model, pack=pack, text=text), task_of(model.model), 0)
+    if not pack:
+        assert any(int(one.inputs["attention_mask"].min()) == 0 for one in fed), "some line is padded"
+    before, after, kl, agree, cosine, cka = naive(model.model, fed, words)
+    assert swap.loss.before == pytest.approx(before, rel=1e-5)
+    assert swap.loss.after == pytest.approx(after, rel=1e-5)
+    assert swap.loss.delta == pytest.approx(after - before, abs=2e-5)
+    assert swap.loss.ci95[0] <= swap.loss.delta <= swap.loss.ci95[1]
+    assert swap.kl == pytest.approx(kl, rel=1e-4)
+    assert swap.kl > 1e-3
+    assert swap.top1_agreement == pytest.approx(agree)
+    assert swap.hidden_cosine == pytest.approx(cosine, abs=1e-5)
+    assert swap.hidden_cka == pytest.approx(cka, abs=1e-5)
+    assert swap.perplexity.before == pytest.approx(math.exp(before), rel=1e-4)
+    assert swap.perplexity.after == pytest.approx(math.exp(after), rel=1e-4)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_loss_before_is_the_models_own(demo, pack):
+    swap = swap_kernel(demo, "rbf", pack=pack, **READ).swap
+    sums, count = 0.0, 0
+    for batch in batches(demo, pack=pack):
+        labels = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, -100)
+        predicted = int((labels[:, 1:] != -100).sum())
+        sums += float(demo.model(**batch.inputs, labels=labels).loss) * predicted
+        count += predicted
+    assert swap.loss.before == pytest.approx(sums / count, rel=1e-5)
+
+
+def test_a_seq2seq_loss_is_the_models_own_without_its_last_token():
+    model = family("t5")
+    swap = swap_kernel(model, "rbf", **READ).swap
+    sums, count = 0.0, 0
+    for batch in batches(model):
+        labels = batch.inputs["input_ids"].clone()
+        labels[:, -1] = -100
+        given = {name: batch.inputs[name] for name in ("input_ids", "attention_mask", "decoder_attention_mask")}
+        sums += float(model.model(**given, labels=labels).loss) * int((labels != -100).sum())
+        count += int((labels != -100).sum())
+    assert swap.loss.before == pytest.approx(sums / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_masked_tokens_follow_the_seed_and_are_never_special(pack, lines):
+    model = family("bert")
+    fed = batches(model, pack=pack, text=(lines,), tokens=12)
+    first, again, other = (feed(model, fed, "masked", seed) for seed in (0, 0, 1))
+    chosen = [torch.cat([one.targets.flatten() for one in found]) for found in (first, again, other)]
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
+    special = set(model.tokenizer.all_special_ids)
+    for one, batch in zip(first, fed, strict=True):
+        picked = one.targets != NOTHING
+        ids = batch.inputs["input_ids"]
+        assert picked.any(1).all(), "every sequence has something to guess"
+        assert not special & set(ids[picked].tolist())
+        assert torch.equal(one.targets[picked], ids[picked])
+        assert (one.inputs["input_ids"][picked] == model.tokenizer.mask_token_id).all()
+        assert torch.equal(one.inputs["input_ids"][~picked], ids[~picked])
+
+
+def test_a_line_of_one_word_has_that_word_to_guess(tmp_path):
+    """Whatever is drawn, never the tokens around it, and never the padding behind it."""
+    text = tmp_path / "words.txt"
+    text.write_text("a\nb c d\n")
+    model = family("bert")
+    fed = batches(model, text=(str(text),), pack=False, sequences=2)
+    for seed in range(20):
+        targets = feed(model, fed, "masked", seed)[0].targets
+        assert (targets[0] != NOTHING).tolist() == [False, True, False, False, False]
+        assert not (targets[1, [0, -1]] != NOTHING).any()
+        assert (targets[1] != NOTHING).any()
+
+
+def test_about_fifteen_percent_are_masked():
+    model = family("bert")
+    fed = feed(model, batches(model, sequences=64, tokens=60), "masked", 0)
+    picked, real = (sum(int(part.sum()) for part in parts) for parts in zip(*map(_counts(model), fed), strict=True))
+    assert 0.12 < picked / real < 0.18
+
+
+def _counts(model):
+    special = torch.tensor(model.tokenizer.all_special_ids)
+
+    def of(one):
+        picked = one.targets != NOTHING
+        ids = torch.where(picked, one.targets, one.inputs["input_ids"])
+        return picked, ~torch.isin(ids, special)
+
+    return of
+
+
+def test_a_masked_model_without_a_mask_token_is_refused():
+    with pytest.raises(TextError, match="no mask token"):
+        swap_kernel(loaded(families.build("bert"), tiny.tokenizer("llama")), "rbf", **READ)
+
+
+def classifier(name):
+    classes = {"bert": (tf.BertForSequenceClassification, tf.BertConfig, families.ENCODER)}
+    model_class, config, sizes = classes[name]
+    torch.manual_seed(0)
+    model = model_class(config(**sizes, num_labels=5)).eval().requires_grad_(False)
+    source = families.build(name)
+    model.bert.load_state_dict(source.bert.state_dict(), strict=False)
+    model.classifier.weight.normal_(std=0.4)
+    return loaded(model)
+
+
+def test_a_classifier_is_measured_against_its_own_choice():
+    model = classifier("bert")
+    swap = swap_kernel(model, "rbf", **READ).swap
+    assert swap.task == "classification"
+    own, new = [], []
+    for batch in batches(model):
+        own.append(logits(model.model, batch.inputs))
+        with under(model.model, batch.inputs, "rbf"):
+            new.append(logits(model.model, batch.inputs))
+    own, new = torch.cat(own), torch.cat(new)
+    choice = own.argmax(-1)
+    assert swap.loss.before == pytest.approx(float(cross_entropy(own, choice)), rel=1e-5)
+    assert swap.loss.after == pytest.approx(float(cross_entropy(new, choice)), rel=1e-5)
+    assert swap.top1_agreement == pytest.approx(float((new.argmax(-1) == choice).double().mean()))
+
+
+def test_a_headless_model_is_measured_by_its_hidden_states_alone():
+    torch.manual_seed(0)
+    model = loaded(families.build("bert").bert)
+    swap = swap_kernel(model, "rbf", **READ).swap
+    assert swap.task == "hidden"
+    for name in ("loss", "perplexity", "kl", "top1_agreement"):
+        assert getattr(swap, name) is None
+        assert "no head" in swap.reasons[name]
+    assert 0 < swap.hidden_cosine < 0.999
+    assert 0 < swap.hidden_cka < 0.999
+    assert any("no head" in note for note in swap.notes)
+
+
+# --- what stands beside them ------------------------------------------------------------------------------------------
+
+
+def test_site_errors_and_mass_outside_the_simplex_are_those_of_the_matrices(demo):
+    swap = swap_kernel(demo, "linear", **READ).swap
+    inputs = {name: tensor[:2] for name, tensor in batches(demo).batches[0].inputs.items()}
+    calls = [found.call for found in hooks.survey(demo.model, inputs)]
+    for site, call in zip(swap.sites, calls, strict=True):
+        scores = (call.query.double() @ call.key.double().mT * call.scale).tril()
+        mass = scores / scores.sum(-1, keepdim=True)
+        share = (-mass).clamp(min=0).sum(-1) / mass.abs().sum(-1)
+        assert site.off_simplex == pytest.approx(float(share.mean()), rel=1e-4)
+        assert site.off_simplex > 0.01
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        full = call.query.double() @ call.key.double().mT * call.scale
+        own = full.masked_fill(~causal, -torch.inf).softmax(-1) @ call.value.double()
+        new = mass @ call.value.double()
+        assert site.output_error == pytest.approx(float((new - own).norm() / own.norm()), rel=1e-3)
+    assert swap.off_simplex == pytest.approx(sum(site.off_simplex for site in swap.sites) / len(swap.sites))
+    assert any("no probabilities" in note for note in swap.notes)
+
+
+def test_padding_enters_no_sites_number(lines):
+    model = family("bert")
+    read = {"text": (lines,), "pack": False, "sequences": 2, "tokens": 40}
+    fed = feed(model, batches(model, **read), "masked", 0)[0]
+    call = hooks.survey(model.model, fed.inputs)[0].call
+    real = fed.inputs["attention_mask"].bool()
+    assert not real.all()
+    own, new = (attend(call, one, "eager").double() for one in (hooks.OWN, parsed("rbf")))
+    expected, padded = (float((new[rows] - own[rows]).norm() / own[rows].norm()) for rows in (real, ...))
+    found = swap_kernel(model, "rbf", batch_size=2, **read).swap.sites[0].output_error
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found != pytest.approx(padded, rel=1e-2)
+    rows = weights(call, parsed("linear")).double().transpose(1, 2)
+    share = (-rows).clamp(min=0).sum(-1) / rows.abs().sum(-1)
+    found = swap_kernel(model, "linear", batch_size=2, **read).swap.sites[0].off_simplex
+    assert found == pytest.approx(float(share[real].mean()), rel=1e-4)
+    assert found != pytest.approx(float(share.mean()), rel=1e-3)
+
+
+def test_a_leak_stops_everything(demo):
+    """The controls of the gates: a kernel that looks ahead, and one that looks at padding."""
+    fed = batches(demo).batches[0].inputs
+    ahead = lambda: hooks.opened(demo.model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))  # noqa: E731  # one expression
+    with pytest.raises(IdentityError, match="later tokens"):
+        gates.causality_error(demo, fed, ahead, 0)
+    bert = family("bert")
+    fed = batches(bert).batches[0].inputs
+    everything = lambda: hooks.opened(bert.model, lambda call: attend(replace(call, allowed=None), hooks.OWN))  # noqa: E731  # one expression
+    with pytest.raises(IdentityError, match="padding"):
+        gates.mask_error(bert, fed, everything, 0)
+
+
+def test_gates_that_compare_nothing_say_so():
+    model = classifier("bert")
+    swap = swap_kernel(model, "rbf", **READ).swap
+    assert swap.mask_error is not None, "its hidden states have a row a token"
+    assert swap.causality_error is None
+    assert "every other" in swap.reasons["causality_error"]
+
+
+def test_a_door_that_reads_wrongly_swaps_nothing(demo, monkeypatch):
+    monkeypatch.setattr(hooks, "identity_error", lambda *_: 3e-4)
+    with pytest.raises(IdentityError, match=r"3\.0e-04"):
+        swap_kernel(demo, "rbf", **READ)
+    monkeypatch.setattr(hooks, "identity_error", lambda *_: math.nan)
+    with pytest.raises(IdentityError):
+        swap_kernel(demo, "rbf", **READ)
+
+
+def test_a_diverged_model_gets_reasons_and_no_numbers(demo, broken):
+    report = swap_kernel(demo, broken, sweep="layers", **READ)
+    swap = report.swap
+    for name in ("loss", "perplexity", "kl", "top1_agreement", "hidden_cosine", "hidden_cka"):
+        assert getattr(swap, name) is None
+        assert "diverged" in swap.reasons[name]
+    assert all(site.output_error is None for site in swap.sites)
+    assert all(effect.delta is None and not effect.significant for effect in swap.sweep)
+    assert "NaN" not in report.model_dump_json(exclude={"swap": {"formula"}})
+
+
+def test_a_diverged_model_is_not_healed(demo, broken):
+    with pytest.raises(ModelError, match="diverges"):
+        swap_kernel(demo, broken, heal=2, **READ)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory: x")])
+def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
+    honest = compare.run
+
+    def greedy(model, fed, task):
+        if len(fed.inputs["input_ids"]) > 3:
+            raise error
+        return honest(model, fed, task)
+
+    tried, forward = [], hooks.forward
+
+    def small(model, inputs, **more):
+        tried.append(len(inputs["input_ids"]))
+        if tried[-1] > 3:
+            raise error
+        return forward(model, inputs, **more)
+
+    monkeypatch.setattr("attnlens.run.swapping.run", greedy)
+    monkeypatch.setattr(hooks, "forward", small)
+    with pytest.raises(ModelError) as refusal:
+        swap_kernel(demo, "rbf", sequences=8, tokens=16, batch_size=8)
+    assert refusal.value.problem == "Not enough memory for 8 sequences at once."
+    assert refusal.value.remedy == "Use --batch-size 2, which fits."
+    assert "\n" not in refusal.value.problem + refusal.value.remedy
+
+
+def test_other_errors_are_not_called_memory(demo, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("sizes do not match")
+
+    monkeypatch.setattr("attnlens.run.swapping.run", failing)
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        swap_kernel(demo, "rbf", **READ)
+
+
+# --- which heads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads"),
+    [("gpt2", [1], None), ("gpt2", None, [0, 3]), ("llama", [0], [1, 4]), ("bert", [1], [2]), ("albert", [1], [0])],
+)
+def test_exactly_the_chosen_heads_are_swapped(name, layers, heads):
+    model = family(name)
+    report = swap_kernel(model, "rbf", layers=layers, heads=heads, **READ)
+    swap, count = report.swap, len(sites_of(model.model, batches(model).batches[0].inputs))
+    assert [site.layer for site in swap.sites] == (layers or list(range(count)))
+    assert all(site.heads == (heads or list(range(4))) for site in swap.sites)
+    assert report.coverage.heads == sum(len(site.heads) for site in swap.sites)
+    which = {} if layers is None else {"layers": layers}
+    kl = []
+    for one in feed(model, batches(model), task_of(model.model), 0):
+        there = one.targets != NOTHING
+        own = logits(model.model, one.inputs)[there].log_softmax(-1)
+        with under(model.model, one.inputs, "rbf", heads=heads, **which):
+            new = logits(model.model, one.inputs)[there].log_softmax(-1)
+        kl.append((own.exp() * (own - new)).sum(-1))
+    assert swap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
+    assert swap.kl < swap_kernel(model, "rbf", **READ).swap.kl or layers is None
+
+
+@pytest.mark.parametrize("heads", [(0,), (1, 4), (5, 2)])
+def test_other_heads_outputs_are_untouched(heads):
+    model = families.build("llama")
+    inputs = families.inputs("llama", model, padded=True)
+    call = hooks.survey(model, inputs)[0].call
+    found = hooks.swapped(call, hooks.Swap(parsed("rbf"), heads))
+    own, new = attend(call, hooks.OWN), attend(call, parsed("rbf"))
+    for head in range(6):
+        torch.testing.assert_close(found[:, :, head], (new if head in heads else own)[:, :, head])
+        assert not torch.allclose(new[:, :, head], own[:, :, head], atol=1e-2)
+
+
+@pytest.mark.parametrize(("part", "layers"), [("encoder", [0, 1]), ("decoder", [2, 4]), ("cross", [3, 5])])
+def test_only_the_chosen_part_is_swapped(part, layers):
+    swap = swap_kernel(family("bart"), "rbf", part=part, **READ).swap
+    assert [site.layer for site in swap.sites] == layers
+    assert {site.part for site in swap.sites} == {part}
+
+
+def test_a_site_without_the_chosen_head_is_left_alone():
+    torch.manual_seed(0)
+    config = tf.CLIPConfig(
+        text_config=families.ENCODER | {"num_attention_heads": 8, "projection_dim": 16},
+        vision_config=families.PIXELS | {"projection_dim": 16},
+        projection_dim=16,
+    )
+    model = loaded(tf.CLIPModel(config).eval().requires_grad_(False))
+    swap = swap_kernel(model, "rbf", heads=[6], **READ).swap
+    assert len(swap.sites) == 2
+    assert all(site.heads == [6] and site.part == "decoder" for site in swap.sites)
+
+
+REFUSALS = {
+    "layer": ({"layers": [7]}, "There is no layer 7.", "layers 0 to 3"),
+    "head": ({"heads": [0, 8]}, "There is no head 8.", "heads 0 to 7"),
+    "part": ({"part": "cross"}, "No site is left", "decoder"),
+    "part's name": ({"part": "decodr"}, "no part 'decodr'", "Did you mean 'decoder'"),
+    "path's name": ({"path": "fast"}, "no path 'fast'", "auto"),
+    "sweep's name": ({"sweep": "head"}, "no sweep 'head'", "heads"),
+    "heal": ({"heal": -1}, "heal=-1", "at least 0"),
+    "option": ({"sweeps": "heads"}, "no option 'sweeps'", "Did you mean 'sweep'"),
+    "calibration": ({"calibration": "a.txt"}, "nothing reads it", "--fit"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_does_not_exist_is_refused(demo, what):
+    given, problem, remedy = REFUSALS[what]
+    with pytest.raises(UsageError) as refusal:
+        swap_kernel(demo, "rbf", **READ, **given)
+    assert problem in refusal.value.problem
+    assert remedy in refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("rbff", "no kernel 'rbff'"),
+        ("polynomial:degree=3", "odd degree"),
+        ("rbf:gamma=x", "must be a number"),
+        ("rbf:gamma=-1", "must be finite and above 0"),
+        ([], "No kernel is named"),
+    ],
+)
+def test_kernels_that_make_no_sense_are_refused_before_a_model_is_loaded(words, problem):
+    with pytest.raises(UsageError, match=problem):
+        swap_kernel("no/such/model", words)
+
+
+def test_an_odd_power_is_allowed_when_asked_for(demo):
+    swap = swap_kernel(demo, "polynomial:degree=3", allow_signed=True, **READ).swap
+    assert swap.off_simplex > 0
+
+
+@pytest.mark.parametrize("words", ["symmetric", "rbf+symmetric", "window:4", "rbf+tied-key"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_ties_and_filters_in_cross_attention_are_refused_and_possible_elsewhere(name, words):
+    with pytest.raises(UsageError, match="no meaning in cross-attention") as refusal:
+        swap_kernel(family(name), words, **READ)
+    assert "--part encoder or --part decoder" in refusal.value.remedy
+    for part in ("encoder", "decoder"):
+        assert swap_kernel(family(name), words, part=part, **READ).swap.kl > 0
+
+
+def test_attention_outside_the_interface_is_named_unless_layers_leave_it_out():
+    model = family("bert")
+
+    class HandWrittenAttention(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    model.model.bert.extra = HandWrittenAttention()
+    with pytest.raises(ModelError, match=r"bert\.extra can't be swapped") as refusal:
+        swap_kernel(model, "rbf", **READ)
+    assert "--layers 0-1" in refusal.value.remedy
+    assert len(swap_kernel(model, "rbf", layers=[0, 1], **READ).swap.sites) == 2
+
+
+def test_a_swap_that_reaches_fewer_sites_than_asked_is_an_error():
+    """A layer that the first three passes use (survey and identity), and no later one."""
+    model, passes = family("gpt2"), iter(range(10**6))
+    block = model.model.transformer.h[1]
+    honest = block.forward
+    block.forward = lambda states, *rest, **more: honest(states, *rest, **more) if next(passes) < 3 else states
+    with pytest.raises(ModelError, match="never reached 1 of 2 sites") as refusal:
+        swap_kernel(model, "rbf", **READ)
+    assert "transformer.h.1.attn" in refusal.value.problem
+    assert "--layers" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("more", [{}, {"sweep": "heads"}, {"fit": True}])
+def test_kernels_that_ask_for_another_wish_are_refused_together(demo, more):
+    with pytest.raises(UsageError, match="--heal takes one kernel"):
+        swap_kernel(demo, ["rbf", "cosine"], heal=2, **READ, **more)
+
+
+def test_a_path_that_cannot_be_forced_is_refused(demo):
+    with pytest.raises(UsageError, match="no fused path here"):
+        swap_kernel(demo, "laplacian", path="fused", **READ)
+    fused, eager = (swap_kernel(demo, "rbf", path=path, **READ).swap for path in ("fused", "eager"))
+    assert {site.path for site in fused.sites} == {"sdpa"}
+    assert {site.path for site in eager.sites} == {"row tiles"}
+    assert fused.loss.after == pytest.approx(eager.loss.after, rel=1e-5)
+
+
+def test_several_kernels_are_compared_each_with_its_symmetric_form(demo):
+    report = swap_kernel(demo, ["exponential", "rbf", "linear"], **READ)
+    swaps = [report.swap, *report.more_swaps]
+    bases = ["exponential", "rbf:gamma=0.5", "linear"]
+    spelled = ["exponential", "symmetric", "rbf:gamma=0.5", "rbf:gamma=0.5+symmetric", "linear", "linear+symmetric"]
+    assert [swap.kernel for swap in swaps] == spelled
+    for words in (*bases, "rbf:gamma=0.5+symmetric"):
+        alone = swap_kernel(demo, words, **READ).swap
+        assert swaps[spelled.index(words)].loss == alone.loss
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+FIELDS = (
+    "kernel",
+    "parameters",
+    "sites",
+    "identity_error",
+    "causality_error",
+    "loss",
+    "perplexity",
+    "kl",
+    "top1_agreement",
+    "hidden_cosine",
+    "hidden_cka",
+    "off_simplex",
+    "tokens_per_second",
+    "peak_memory_bytes",
+)
+
+
+def without_what_may_differ(report):
+    """The report's bytes but for timings, environment, memory and speed."""
+    found = json.loads(report.model_dump_json(exclude={"timings", "environment", "peak_memory_bytes"}))
+    for swap in (found["swap"], *found["more_swaps"]):
+        del swap["tokens_per_second"], swap["peak_memory_bytes"]
+    return json.dumps(found)
+
+
+@pytest.mark.slow
+def test_the_report_has_what_the_contract_says(demo, tmp_path):
+    path = tmp_path / "report.json"
+    done = program("swap-kernel", "--kernel", "rbf", *WORDS, "--json", path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["command"] == "swap-kernel"
+    assert all(name in found["swap"] for name in FIELDS)
+    assert sorted(found["swap"]["loss"]) == ["after", "before", "ci95", "delta"]
+    for name, value in found["swap"].items():
+        assert value is not None or name in found["swap"]["reasons"] or name == "healing", name
+    called = swap_kernel(demo, "rbf", sequences=4, tokens=32)
+    assert without_what_may_differ(read_report(path)) == without_what_may_differ(called)
+
+
+@pytest.mark.parametrize("more", [{}, {"sweep": "heads"}, {"fit": True}, {"heal": 2}])
+def test_the_same_inputs_and_seed_give_the_same_bytes(demo, more):
+    first, second = (swap_kernel(demo, "rbf", seed=5, **READ, **more) for _ in range(2))
+    assert without_what_may_differ(first) == without_what_may_differ(second)
+    assert without_what_may_differ(first) != without_what_may_differ(swap_kernel(demo, "rbf", seed=6, **READ, **more))
+
+
+@pytest.mark.slow
+def test_the_program_refuses_in_two_lines(tmp_path):
+    refused(program("swap-kernel", "--kernel", "rbff", *WORDS), "Did you mean 'rbf'")
+    refused(program("swap-kernel", "--heads", "9", *WORDS), "There is no head 9")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("x")
+    refused(program("swap-kernel", "--save", tmp_path / "full", *WORDS), "not an empty folder")
+
+
+def test_nothing_is_left_behind_in_the_model(demo):
+    before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
+    inputs = batches(demo).batches[0].inputs
+    own = outputs(demo.model, inputs)
+    swap_kernel(demo, "rbf", sweep="layers", heal=2, **READ)
+    assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
+    assert apart(own, outputs(demo.model, inputs)) == 0
+    assert not any(parameter.requires_grad for parameter in demo.model.parameters())
+    with pytest.raises(OutputError):
+        swap_kernel(demo, "rbf", save="/dev/null/model", **READ)

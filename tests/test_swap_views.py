@@ -1,0 +1,357 @@
+"""Is what a swap did told truly, in tables, pictures, pages and rows, and does the program refuse what it must?"""
+
+from __future__ import annotations
+
+import csv as standard
+import io
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from program import attnlens, refused, without_torch
+from rich.console import Console, RenderableType
+from swap_reports import DIVERGED, HEADLESS, healing, outcome, several, swap_report, swapped
+from test_plots_layout import overlapping
+
+from attnlens import html, tables
+from attnlens.plots import house_style, save_all
+from attnlens.plots.style import new_figure
+from attnlens.plots.swaps import panel_figure, pictures, swap_overview
+from attnlens.plots.swaps.kernels import draw_kernels
+from attnlens.plots.swaps.stages import draw_stages
+from attnlens.plots.swaps.sweeps import draw_sweep, limit
+from attnlens.records import Effect, Pair, Part, Report
+from attnlens.tables.swaps import compared, facts
+
+HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
+STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+SHAPES = [(4, 8), (30, 9), (12, 12)]
+
+
+def printed(renderable: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def flowing(report: Report) -> str:
+    """The summary without line breaks, as one sentence may take two lines."""
+    return " ".join(printed(tables.summary(report), 110).split())
+
+
+def row(text: str, first: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [first])
+
+
+def whole() -> Report:
+    return swap_report(swapped(deltas=(3.28, 1.12, 0.09), healed=True, sweep="heads"))
+
+
+def hostile() -> Report:
+    """Strangers' strings wherever a swap has strings."""
+    names = {"kernel": HOSTILE, "formula": HOSTILE, "fitted": [HOSTILE], "notes": [HOSTILE]}
+    swap = swapped(sweep="layers", **names)
+    sites = [site.model_copy(update={"site": HOSTILE, "path": HOSTILE}) for site in swap.sites]
+    stages = [stage.model_copy(update={"reasons": {HOSTILE: HOSTILE}}) for stage in swap.stages]
+    return swap_report(swap.model_copy(update={"sites": sites, "stages": stages, "reasons": {HOSTILE: HOSTILE}}))
+
+
+def test_one_kernel_is_told_with_its_numbers_stage_by_stage() -> None:
+    text = printed(tables.summary(whole()), 110)
+    assert row(text, "original")[1:] == ["2.430", "11.4"]
+    assert row(text, "swapped")[1:6] == ["5.710", "3.280", "3.096", "to", "3.464"]
+    assert row(text, "healed")[1:3] == ["2.520", "0.090"]
+    said = flowing(whole())
+    assert "The loss rises from 2.430 to 2.520 nats per token (Δ 0.090, 95 % interval 0.065 to 0.115)." in said
+    assert f"once healed, {1 - 0.09 / 3.28:.0%}".replace("%", " %") in said
+    assert "4 of 4 sites, 32 of 32 heads · path: sdpa" in said
+    assert "identity error 3.2e-07, causality error 0, mask error –" in said
+    assert "mask error: the sequences have no padding" in said
+    assert "15,134 → 12,043 tokens per second (× 0.80); 440 → 457 MiB at most (× 1.04)" in said
+
+
+@pytest.mark.parametrize(
+    ("delta", "words"),
+    [
+        (3.28, "The loss rises from 2.43 to 5.71"),
+        (-1.0, "The loss falls from 2.430 to 1.430"),
+        (0.0, "does not change"),
+    ],
+)
+def test_the_verdict_says_in_which_direction_the_loss_goes(delta: float, words: str) -> None:
+    assert words in facts.verdict(swapped(deltas=(delta,)))
+
+
+def test_an_interval_around_0_is_no_change() -> None:
+    assert "does not change measurably" in facts.verdict(swapped(deltas=(0.01,)))
+    assert "rises" in facts.verdict(swapped(deltas=(0.03,)))  # the control: its interval begins above 0
+
+
+def test_diverged_is_a_finding_and_no_number() -> None:
+    said = flowing(swap_report(swapped(deltas=(None,))))
+    assert "The model diverges" in said
+    assert "swapped diverged" in said
+    assert f"loss, perplexity, KL, top-1, hidden cosine, CKA: {DIVERGED}" in said
+    assert "nan" not in said.lower().replace("finance", "")
+    assert "diverge" not in flowing(swap_report())  # the control
+
+
+def test_a_model_without_a_head_is_told_by_its_hidden_states() -> None:
+    said = flowing(swap_report(swapped(headless=True)))
+    assert f"mean cosine of {1 / 4.28:.3f}" in said
+    assert f"loss, perplexity, KL, top-1: {HEADLESS}" in said
+    assert "perplexity KL" not in said.split("No value")[0]
+
+
+def test_off_simplex_mass_is_told_where_there_is_some() -> None:
+    assert "21.0 % of the attention's mass is negative" in flowing(swap_report(swapped(off_simplex=0.21)))
+    assert "negative" not in flowing(swap_report())
+
+
+def test_several_kernels_stand_beside_their_symmetric_forms() -> None:
+    text = printed(tables.summary(several()), 110)
+    rbf = row(text, "rbf:gamma=0.5")
+    assert rbf[1:6] == ["5.71", "3.28", "3.10", "to", "3.46"]
+    assert rbf[-2:] == ["5.33", "2.90"]
+    assert row(text, "exponential")[-2:] == ["4.33", "1.90"]
+    assert row(text, "linear")[-2:] == ["diverged", "–"]
+    assert "highest under linear (Δ 7.70)" in flowing(several())
+    assert max(map(len, printed(tables.summary(several())).splitlines())) <= 100
+
+
+def test_forms_are_paired_whatever_else_a_kernel_is_made_of() -> None:
+    names = ["window:64", "symmetric+window:64", "taylor:order=4", "rbf:gamma=1e+06+symmetric", "rbf:gamma=1e+06"]
+    found = compared(swap_report(*(swapped(kernel=name) for name in names)))
+    assert [each.name for each in found] == ["window:64", "taylor:order=4", "rbf:gamma=1e+06"]
+    assert [each.symmetric is not None for each in found] == [True, False, True]
+    assert all(each.asymmetric is not None for each in found)
+
+
+def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters() -> None:
+    report = whole()
+    swap = report.swaps[0]
+    text = printed(tables.summary(report), 110)
+    assert f"{sum(effect.significant for effect in swap.sweep)} of 32 heads matter" in text
+    table = text[text.index("layer  head") :].splitlines()[2:23]
+    assert [line.split()[:2] for line in table[:10]] == [[str(e.layer), str(e.head)] for e in swap.sweep[:10]]
+    assert set(table[10].split()) == {"…"}
+    assert [line.split()[:2] for line in table[11:]] == [[str(e.layer), str(e.head)] for e in swap.sweep[-10:]]
+    assert [line.rstrip().endswith("*") for line in table[:10]] == [e.significant for e in swap.sweep[:10]]
+
+
+def test_a_unit_that_diverged_alone_is_named() -> None:
+    swap = swapped(sweep="layers")
+    lost = Effect(layer=9, head=None, part="decoder", delta=None)
+    said = flowing(swap_report(swap.model_copy(update={"sweep": [lost, *swap.sweep]})))
+    assert "Diverged: layer 9." in said
+    assert "9 diverged –" in said
+
+
+def test_healing_is_told_from_first_to_best() -> None:
+    said = flowing(whole())
+    curve = healing().curve
+    assert "1000 steps asked for, 1000 done, step 700 kept; 7,077,888 numbers trained, learning rate 1e-3" in said
+    best = next(step.validation for step in curve if step.step == 700)
+    assert f"{curve[0].validation:.2f} at first, {best:.3f} at its best" in said
+    assert "3.550 at step 0, 3.174 at step 50" in said
+
+
+def test_details_list_every_site() -> None:
+    text = printed(tables.details(swap_report(swapped(layers=5))), 110)
+    assert all(f"model.layers.{layer}.attn" in text for layer in range(5))
+
+
+@pytest.mark.parametrize("report", [swap_report(), several(), several(sweep="heads"), whole(), hostile()])
+def test_reports_survive_json_and_look_the_same_after(report: Report) -> None:
+    again = Report.model_validate_json(report.to_json())
+    assert again.to_json() == report.to_json()
+    assert printed(tables.summary(again)) == printed(tables.summary(report))
+
+
+def test_csv_has_a_row_a_stage_or_a_row_a_unit() -> None:
+    rows = list(standard.DictReader(io.StringIO(tables.csv(swap_report(swapped(deltas=(3.28, None)))))))
+    assert [(found["stage"], found["loss.delta"]) for found in rows] == [("swapped", "3.28"), ("fitted", "")]
+    units = list(standard.DictReader(io.StringIO(tables.csv(whole()))))
+    assert len(units) == 32
+    assert {found["significant"] for found in units} == {"true", "false"}
+
+
+def test_missing_costs_are_dashes() -> None:
+    swap = swapped(peak_memory_bytes=Pair(before=None, after=None))
+    assert "– → – MiB" in facts.cost(swap)
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+
+def test_strangers_strings_are_nothing_but_text() -> None:
+    report = hostile()
+    page, text, marks = html.page(report), printed(tables.summary(report), 200), tables.markdown(report)
+    for written in (page, text, marks, tables.csv(report)):
+        assert STEERING.search(written.replace("&#8203;", "")) is None
+    assert "script" not in Tags(page).tags
+    assert "<" not in marks.replace("<0.0001", "")
+    assert "[red]b[/red]" in text
+    assert "'=x" in tables.csv(report)
+
+
+def test_the_page_and_markdown_hold_the_table() -> None:
+    page, marks = html.page(whole()), tables.markdown(several())
+    assert "<td>5.710</td>" in page
+    assert "Every head" not in page
+    assert "| linear | 10.13 | 7.70 |" in marks
+
+
+def settle(figure: Figure) -> None:
+    """Lay the figure out, and forget the ticks that it does not draw."""
+    figure.draw_without_rendering()
+    for place in (place for axes in figure.axes for place in (axes, *axes.child_axes)):
+        for axis in (place.xaxis, place.yaxis):
+            del axis.majorTicks[len(axis.get_majorticklocs()) :]
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.majorTicks:
+                tick.label1.set_visible(low - 1e-9 <= tick.get_loc() <= high + 1e-9 and tick.label1.get_visible())
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("kind", ["heads", "layers", "several"])
+def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str) -> None:
+    if kind == "several":
+        report = several(*size, sweep="layers")
+    else:
+        report = swap_report(swapped(*size, deltas=(3.28, 1.12, 0.09), healed=True, sweep=kind))  # type: ignore[arg-type]
+    with house_style():
+        figures = [swap_overview(report), *(panel_figure(report, panel) for panel in pictures(report)[:3])]
+        for figure in figures:
+            settle(figure)
+            assert overlapping(figure) == []
+
+
+@pytest.mark.parametrize("parts", [None, ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]])
+def test_pages_of_any_kind_can_be_drawn(parts: list[Part] | None) -> None:
+    for found in (swapped(6, deltas=(None,), parts=parts), swapped(6, headless=True, parts=parts, sweep="layers")):
+        with house_style():
+            swap_overview(swap_report(found)).draw_without_rendering()
+
+
+def drawn(draw: object, *words: object) -> Figure:
+    with house_style():
+        figure = new_figure(5, 4)
+        draw(figure.add_subplot(), *words)  # type: ignore[operator]
+        figure.draw_without_rendering()
+    return figure
+
+
+def test_stages_stand_at_their_losses() -> None:
+    axes = drawn(draw_stages, swapped(deltas=(3.28, 1.12))).axes[0]
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [(2.43, 0), (pytest.approx(5.71), 1), (pytest.approx(3.55), 2)]
+    texts = [text.get_text() for text in drawn(draw_stages, swapped(deltas=(3.28, None))).axes[0].texts]
+    assert "diverged" in texts
+
+
+def test_the_map_of_heads_is_centred_and_marks_what_is_not_significant() -> None:
+    swap = swapped(3, 4, sweep="heads")
+    lost = Effect(layer=2, head=3, part="decoder", delta=None)
+    sweep = [lost, *(e for e in swap.sweep if (e.layer, e.head) != (2, 3))]
+    axes = drawn(draw_sweep, swap.model_copy(update={"sweep": sweep})).axes[0]
+    image = axes.images[0]
+    assert image.norm.vmin == -image.norm.vmax
+    values = np.ma.getdata(image.get_array())
+    assert values[sweep[1].layer, sweep[1].head] == sweep[1].delta
+    assert np.ma.getmaskarray(image.get_array())[2, 3]
+    dots = {(int(y), int(x)) for x, y in axes.collections[0].get_offsets()}
+    assert dots == {(e.layer, e.head) for e in sweep if e.delta is not None and not e.significant}
+
+
+def test_one_giant_head_does_not_bleach_the_others() -> None:
+    values = np.full((4, 8), 0.1)
+    assert limit(values) == (0.1, "neither")
+    values[1, 1] = 50.0
+    assert limit(values) == (0.1, "max")
+
+
+def test_effects_of_different_size_are_drawn_on_a_logarithmic_axis() -> None:
+    near = [swapped(kernel=name, deltas=(delta,)) for name, delta in (("rbf", 2.0), ("cosine", 3.0))]
+    far = [swapped(kernel=name, deltas=(delta,)) for name, delta in (("rbf", 0.01), ("cosine", 30.0))]
+    scales = [drawn(draw_kernels, compared(swap_report(*found))).axes[0].get_xscale() for found in (near, far)]
+    assert scales == ["linear", "symlog"]
+
+
+def test_a_folder_gets_the_pictures_that_there_are_and_they_are_the_same_every_time(tmp_path) -> None:
+    assert [path.name for path in save_all(swap_report(), tmp_path / "a")] == ["overview.png", "sites.png"]
+    names = {path.name for path in save_all(whole(), tmp_path / "b")}
+    assert names == {"overview.png", "sites.png", "sweep.png", "healing.png"}
+    names = {path.name for path in save_all(several(2, 2, sweep="heads"), tmp_path / "c")}
+    assert {"kernels.png", "sweep-linear_symmetric.png", "sweep-rbf_gamma_0.5.png"} <= names
+    assert len(names) == 3 + 8
+    first, second = (save_all(whole(), tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
+    assert first == second
+
+
+def test_outcomes_of_the_synthetic_reports_are_records() -> None:
+    assert outcome(None)["reasons"]["loss"] == DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--part", "decder"), ("no part 'decder'", "Did you mean 'decoder'?")),
+        (("--path", "fussed"), ("no path 'fussed'", "Did you mean 'fused'?")),
+        (("--sweep", "head"), ("no sweep 'head'", "Did you mean 'heads'?")),
+        (("--save", ""), ("--save names no folder",)),
+        (("--layers", "3-1"), ("runs backwards",)),
+        (("--text", "-", "--calibration", "-"), ("both read stdin",)),
+    ],
+)
+def test_words_that_make_no_sense_are_refused_before_torch_is_loaded(words, said) -> None:
+    refused(without_torch("swap-kernel", "demo", *words), *said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--kernel", "rfb"), ("no kernel 'rfb'", "Did you mean 'rbf'?")),
+        (("--kernel", "polynomial:degree=3"), ("odd degree", "--allow-signed")),
+        (("--kernel", "rbf:gamma=x"), ("gamma must be a number",)),
+        (("--kernel", "rbf", "--kernel", "cosine", "--heal", "5"), ("--heal takes one kernel, not 2",)),
+    ],
+)
+def test_kernels_that_make_no_sense_are_refused(words, said) -> None:
+    refused(attnlens("swap-kernel", "demo", *words), *said)
+
+
+def test_help_and_the_list_of_kernels_load_no_torch() -> None:
+    helped = without_torch("swap-kernel", "--help")
+    assert helped.returncode == 0, helped.stderr
+    for option in ("--kernel", "--part", "--sweep", "--fit", "--heal", "--calibration", "--save", "--allow-signed"):
+        assert option in helped.stdout
+    listed = without_torch("list", "kernels")
+    assert listed.returncode == 0, listed.stderr
+    assert "rbf" in listed.stdout
+    assert "sink-window" in listed.stdout
+    assert "tokens.entropy" not in listed.stdout
+
+
+def test_the_program_swaps_the_demo_and_writes_what_was_asked_for(tmp_path) -> None:
+    small = ("--sequences", "4", "--tokens", "32", "--no-progress")
+    files = ("--json", "r.json", "--png", "r.png", "--html", "r.html", "--markdown", "r.md", "--csv", "r.csv")
+    result = attnlens("swap-kernel", "--kernel", "rbf", *small, *files, "-v", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "using demo" in result.stderr
+    assert "COMPLETE: 32 of 32 heads" in result.stdout
+    assert "nats per token" in result.stdout
+    assert "Sites" in result.stdout
+    report = Report.model_validate_json((tmp_path / "r.json").read_text())
+    assert report.swap is not None
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "rbf" in (tmp_path / "r.html").read_text()
