@@ -184,7 +184,8 @@ class Fit(Protocol):
         """The fitted parameters, each (heads, …), by the keyword under which the kernel's function takes them."""
 
 
-_KERNELS: dict[str, KernelInfo] = {}
+KERNELS: dict[str, KernelInfo] = {}
+"""Every kernel that was entered so far; attnlens.kernels enters its own."""
 
 
 def kernel(name: str, **facts: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -192,18 +193,10 @@ def kernel(name: str, **facts: Any) -> Callable[[Callable[..., Tensor]], Callabl
 
     def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         meaning = (function.__doc__ or name).splitlines()[0]
-        _KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
+        KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
         return function
 
     return enter
-
-
-def kernels() -> dict[str, KernelInfo]:
-    """Every kernel by name, in the order of entry."""
-    import_module("attnlens.kernels")
-    for entry in metadata.entry_points(group="attnlens.kernels"):
-        entry.load()
-    return dict(_KERNELS)
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnlens import attention
 from attnlens.attention import attend, positions, route, rows, scores, weights
 from attnlens.errors import UsageError
-from attnlens.kernels import Kernel, parsed
+from attnlens.kernels import Kernel, kernels, parsed
 from attnlens.records import Call
-from attnlens.registry import kernels
 
 HEADS, DIM = 4, 8
 

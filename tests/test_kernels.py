@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlens.errors import UsageError
-from attnlens.kernels import FILTERS, TIES, Kernel, parsed
+from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
 from attnlens.kernels.features import _draws
-from attnlens.registry import Fit, kernels
+from attnlens.registry import Fit
 
 SCALE = 0.4
 NAMES = list(kernels())
@@ -643,5 +643,5 @@ def test_facts_are_complete_and_need_no_torch():
         assert info.source
         assert info.meaning.endswith(".")
         assert all(parameter.meaning for parameter in info.parameters)
-    script = "import sys; from attnlens.registry import kernels; kernels(); assert 'torch' not in sys.modules"
+    script = "import sys; from attnlens.kernels import kernels; kernels(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

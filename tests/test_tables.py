@@ -16,9 +16,9 @@ from reports import CROSS, synthetic_report
 from rich.console import Console, RenderableType
 
 from attnlens import tables
-from attnlens.kernels import FILTERS, TIES
+from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.records import Report
-from attnlens.registry import Analyzer, KernelInfo, MeasureInfo, kernels
+from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
 from attnlens.tables.markdown import escaped
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"

@@ -213,7 +213,7 @@ def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
     with product():
         if kind in (None, "kernels"):
             shown.print(
-                tables.kernels_table(registry.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
+                tables.kernels_table(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
             )
         if kind in (None, "analyzers"):
             shown.print(tables.analyzers_table(registry.analyzers()))

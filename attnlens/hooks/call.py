@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlens.kernels import Kernel
+from attnlens.kernels import Kernel, kernels
 from attnlens.records import Call
-from attnlens.registry import kernels
 
 OWN = Kernel(kernels()["exponential"])
 """The models' own kernel."""

@@ -1,16 +1,15 @@
-"""What does `rbf:gamma=1+window:64` mean? A Kernel: a registered kernel with its parameters, tie and filter."""
+"""What is a kernel in use? A Kernel: a registered one with its parameters, tie and filter, ready to be computed."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import FILTERS, TIES, Filter
-from attnlens.registry import KernelInfo, Parameter, checked_name, kernels
+from attnlens.kernels.modifiers import Filter
+from attnlens.registry import KernelInfo
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -138,101 +137,7 @@ def log_magnitude(value: Tensor) -> Tensor:
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
 
-def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
-    """The kernel that `words` spell: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
-
-    Values may be typed without their names, in the order of the parameters (`rank:8`, `sink-window:4,64`); a tie or
-    filter alone goes with the exponential kernel.
-    Raises UsageError for an unknown name (did you mean), a parameter that does not exist or has the wrong type or
-    range, two kernels, ties or filters, and an odd power where signed kernels are not allowed.
-    """
-    known = kernels()
-    base, tie, filtered = [], [], []
-    # The plus of 1e+06 joins nothing.
-    for part in re.split(r"(?<!\d[eE])\+", words):
-        name, _, numbers = part.strip().partition(":")
-        checked_name("kernel", name, [*known, *TIES, *FILTERS])
-        if name in TIES:
-            _numbers(name, numbers, ())
-            tie.append(name)
-        elif name in FILTERS:
-            values = _numbers(name, numbers, FILTERS[name].parameters)
-            filtered.append(Filter(FILTERS[name], {key: int(value) for key, value in values.items()}))
-        else:
-            base.append(Kernel(known[name], _numbers(name, numbers, known[name].parameters)))
-    for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered)):
-        if len(parts) > 1:
-            raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
-    chosen = base[0] if base else Kernel(known["exponential"])
-    kernel = replace(chosen, tie=tie[0] if tie else None, filter=filtered[0] if filtered else None)
-    _refuse_signed(kernel, allow_signed)
-    return kernel
-
-
-def _numbers(name: str, words: str, parameters: Sequence[Parameter]) -> dict[str, float]:
-    """`gamma=1,…` or bare values in order, checked, with defaults."""
-    values: dict[str, float] = {}
-    for index, word in enumerate(filter(None, words.split(","))):
-        key, equals, value = word.partition("=")
-        if not equals:
-            if index >= len(parameters):
-                raise UsageError(f"{name} takes {_how_many(parameters)}, not {word!r}.", _help(name, parameters))
-            key, value = parameters[index].name, word
-        wanted = next((p for p in parameters if p.name == key.strip()), None)
-        if wanted is None:
-            raise UsageError(f"{name} has no parameter {key.strip()!r}.", _help(name, parameters))
-        if wanted.name in values:
-            raise UsageError(f"{name}: {wanted.name} is given twice.", _help(name, parameters))
-        values[wanted.name] = _number(name, wanted, value.strip())
-    for parameter in parameters:
-        if parameter.name not in values:
-            if parameter.default is None:
-                raise UsageError(f"{name} needs {parameter.name}: {parameter.meaning}.", _help(name, parameters))
-            values[parameter.name] = parameter.default
-    return {p.name: values[p.name] for p in parameters}
-
-
-def _number(name: str, parameter: Parameter, word: str) -> float:
-    try:
-        value = parameter.kind(word)
-    except ValueError:
-        what = "a whole number" if parameter.kind is int else "a number"
-        raise UsageError(f"{name}: {parameter.name} must be {what}, not {word!r}.", _help(name, [parameter])) from None
-    low = parameter.low is not None and value < parameter.low
-    if (
-        low
-        or (parameter.above is not None and value <= parameter.above)
-        or value != value
-        or abs(value) == float("inf")
-    ):
-        above = "" if parameter.above is None else f" and above {parameter.above:g}"
-        border = f"at least {parameter.low:g}" if low else f"finite{above}"
-        raise UsageError(f"{name}: {parameter.name} must be {border}, not {word}.", _help(name, [parameter]))
-    return value
-
-
-def _refuse_signed(kernel: Kernel, allowed: bool) -> None:
-    odd = [p.name for p in kernel.info.parameters if p.even and kernel.parameters[p.name] % 2]
-    if odd and not allowed:
-        raise UsageError(
-            f"{kernel.info.name} with an odd {odd[0]} is negative somewhere, so that its rows are no probabilities.",
-            f"Choose an even {odd[0]}, or add --allow-signed.",
-        )
-
-
 def _spelled(name: str, parameters: Mapping[str, float], named: bool = True) -> str:
     shown = {key: repr(value).removesuffix(".0") for key, value in parameters.items()}
     numbers = ",".join(f"{key}={value}" if named else value for key, value in shown.items())
     return f"{name}:{numbers}" if numbers else name
-
-
-def _how_many(parameters: Iterable[Parameter]) -> str:
-    count = len(list(parameters))
-    return "no parameter" if count == 0 else "one parameter" if count == 1 else f"{count} parameters"
-
-
-def _help(name: str, parameters: Sequence[Parameter]) -> str:
-    if not parameters:
-        return f"Write it as {name}."
-    shown = ",".join(f"{p.name}={p.default:g}" if p.default is not None else f"{p.name}=…" for p in parameters)
-    return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."
