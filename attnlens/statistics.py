@@ -157,6 +157,7 @@ def paired_bootstrap(
     before: Float[Tensor, " n"],
     after: Float[Tensor, " n"],
     weights: Float[Tensor, " n"] | None = None,
+    of: Callable[[Tensor], Tensor] | None = None,
     draws: int = 2000,
     level: float = 0.95,
     seed: int = 0,
@@ -164,18 +165,24 @@ def paired_bootstrap(
     """Mean of after − before over sequences, and the ends of its percentile interval (Efron 1979).
 
     `weights` are the sequences' numbers of tokens: the mean is then that over tokens, and sequences are still what is
-    drawn. Pairs with a NaN don't count; all three are NaN where no pair is left.
+    drawn. `of` is applied to both means before they are subtracted (exp: perplexity). Pairs with a NaN don't count; all
+    three are NaN where no pair is left.
     """
-    difference = (after - before).double()
-    weight = torch.ones_like(difference) if weights is None else weights.double()
-    weight, difference = weight[~difference.isnan()], difference[~difference.isnan()]
-    if not len(difference):
+    there = ~(after - before).isnan()
+    before, after = before[there].double(), after[there].double()
+    weight = torch.ones_like(before) if weights is None else weights[there].double()
+    if not len(before):
         return torch.nan, torch.nan, torch.nan
+
+    def difference(picks: Tensor | slice) -> Tensor:
+        first, second = ((weight * part)[picks].sum(-1) / weight[picks].sum(-1) for part in (before, after))
+        return second - first if of is None else of(second) - of(first)
+
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(difference), (draws, len(difference)), generator=generator).to(difference.device)
-    means = (weight * difference)[picks].sum(-1) / weight[picks].sum(-1)
-    low, high = means.quantile(means.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
-    return float((weight * difference).sum() / weight.sum()), low, high
+    picks = torch.randint(len(before), (draws, len(before)), generator=generator).to(before.device)
+    drawn = difference(picks)
+    low, high = drawn.quantile(drawn.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    return float(difference(slice(None))), low, high
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    Score = Float[Tensor, "batch heads queries keys"]
+    Score = Float[Tensor, "*scores"]
 
 A_DECADE = 16
 """Offsets tried from c to 10c."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Name = TypeVar("Name")
 Variant = Callable[[], AbstractContextManager[object]]
 """Makes a changed model of the original one, inside `with`."""
+LARGEST_LOSS = 700.0
+"""Loss whose exponential is still a number."""
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 
 
@@ -77,15 +79,10 @@ class Comparison:
     def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None) -> None:
         if targets is None:
             targets = own.argmax(-1, keepdim=True)
-        right = targets[targets != NOTHING]
-        of_sequence = (targets != NOTHING).nonzero()[:, 0]
-        counts = (targets != NOTHING).sum(1).double().cpu()
-        kept = counts > 0
         for logits, losses in ((own, self.before), (new, self.after)):
-            each = torch.nn.functional.cross_entropy(logits, right, reduction="none").double().cpu()
-            sums = torch.zeros_like(counts).index_add(0, of_sequence.cpu(), each)
-            losses.append((sums / counts.clamp(min=1))[kept])
-        self.counts.append(counts[kept])
+            means, counts = sequence_losses(logits, targets)
+            losses.append(means)
+        self.counts.append(counts)
         self.kl += float(_divergence(own, new).double().sum())
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
@@ -107,9 +104,11 @@ class Comparison:
         else:
             predicted = float(torch.cat(self.counts).sum())
             found |= {"loss": self.loss(seed), "kl": self.kl / predicted, "top1_agreement": self.agreeing / predicted}
-            found["perplexity"] = _exponential(found["loss"])
+            found["perplexity"] = self.perplexity(seed)
             if found["perplexity"] is None:
                 found["reasons"]["perplexity"] = "it is too large for a number"
+            if found["loss"].ci95 is None:
+                found["reasons"] |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), "one sequence has no spread")
         if self.likeness is None:
             found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), "the model hands out no hidden states")
         elif not math.isfinite(self.cosine):
@@ -120,10 +119,18 @@ class Comparison:
 
     def loss(self, seed: int) -> Change:
         """Mean loss per predicted token of both, and their difference with its interval over sequences."""
+        return self._change(seed, lambda mean: mean)
+
+    def perplexity(self, seed: int) -> Change | None:
+        """exp(loss) of both, its interval from the same draws; None where it is too large for a number."""
+        return self._change(seed, torch.exp) if self.loss(seed).after < LARGEST_LOSS else None
+
+    def _change(self, seed: int, of: Callable[[Tensor], Tensor]) -> Change:
+        """A function of the mean loss: before, after, and its difference with an interval over sequences."""
         before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
-        delta, low, high = paired_bootstrap(before, after, weights=counts, seed=seed)
-        means = [float((part * counts).sum() / counts.sum()) for part in (before, after)]
-        return Change(before=means[0], after=means[1], delta=delta, ci95=(low, high))
+        delta, low, high = paired_bootstrap(before, after, weights=counts, of=of, seed=seed)
+        first, second = (float(of((part * counts).sum() / counts.sum())) for part in (before, after))
+        return Change(before=first, after=second, delta=delta, ci95=(low, high) if len(counts) > 1 else None)
 
 
 class Likeness:
@@ -175,15 +182,23 @@ def compare(
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
     """Nats per predicted token of the model as it is; None where the text gives no targets, or it diverges."""
-    total, count = 0.0, 0
+    total, count = 0.0, 0.0
     for fed in batches:
         logits = run(model, fed, task).logits
         if logits is None or fed.targets is None:
             return None
-        right = fed.targets[fed.targets != NOTHING]
-        total += float(torch.nn.functional.cross_entropy(logits, right, reduction="sum"))
-        count += len(right)
+        means, counts = sequence_losses(logits, fed.targets)
+        total, count = total + float((means * counts).sum()), count + float(counts.sum())
     return total / count if math.isfinite(total) else None
+
+
+def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
+    there = targets != NOTHING
+    each = torch.nn.functional.cross_entropy(logits, targets[there], reduction="none").double().cpu()
+    counts = there.sum(1).double().cpu()
+    sums = torch.zeros_like(counts).index_add(0, there.nonzero()[:, 0].cpu(), each)
+    return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
 
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
@@ -223,14 +238,6 @@ def _divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """KL(own ‖ new) of each prediction, in nats."""
     own, new = own.log_softmax(-1), new.log_softmax(-1)
     return (own.exp() * (own - new)).sum(-1)
-
-
-def _exponential(loss: Change) -> Change | None:
-    if loss.after > 700:
-        return None
-    before, after = math.exp(loss.before), math.exp(loss.after)
-    # The interval of a difference of exponentials doesn't follow from that of the losses.
-    return Change(before=before, after=after, delta=after - before)
 
 
 def _wait(model: PreTrainedModel) -> None:

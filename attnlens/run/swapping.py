@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, models, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
-from attnlens.kernels import Kernel
+from attnlens.kernels import TIES, Kernel
 from attnlens.records import Coverage, Healing, Pair, Report, Settings, Site, Stage, Summary, Swap, Task
 from attnlens.run.checks import check_numbers, refuse_initialised
 from attnlens.run.collect import environment, peak_memory, tool
@@ -29,6 +29,8 @@ from attnlens.run.tasks import MEANINGS, Fed
 from attnlens.run.wishes import Wish
 
 Swaps = dict[Site, hooks.Swap]
+FEW = 8
+"""Sequences below which a percentile bootstrap covers too little."""
 
 
 @dataclass
@@ -212,7 +214,7 @@ class Swapping:
         kernel = candidate.kernel
         return Swap(
             kernel=kernel.spelling,
-            formula=kernel.info.formula,
+            formula=_formula(kernel),
             parameters=dict(kernel.parameters),
             fitted=sorted(fitted),
             task=self.task,
@@ -228,8 +230,17 @@ class Swapping:
             stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
             healing=candidate.healing,
             reasons=reasons | last["reasons"],
-            notes=[MEANINGS[self.task], *local.notes(kernel)],
+            notes=self._notes(local.notes(kernel)),
         )
+
+    def _notes(self, of_kernel: list[str]) -> list[str]:
+        """What a reader must know, a sentence each."""
+        notes = [MEANINGS[self.task], *of_kernel]
+        if 1 < (self.settings.sequences or 0) < FEW:
+            notes.append(f"Intervals over fewer than {FEW} sequences are too narrow: give more --sequences.")
+        if self.wish.sweep and self.wish.heal:
+            notes.append("The sweep shows the heads and layers as they are before healing.")
+        return notes
 
     def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
         """The same record with the effect of each head or layer alone, of the stage before healing."""
@@ -275,3 +286,13 @@ class Swapping:
         start = time.perf_counter()
         yield
         self.timings[stage] = time.perf_counter() - start
+
+
+def _formula(kernel: Kernel) -> str:
+    """log k, with what its tie and filter make of it."""
+    parts = [kernel.info.formula]
+    if kernel.tie is not None:
+        parts.append(f"{kernel.tie}: {TIES[kernel.tie].formula}")
+    if kernel.filter is not None:
+        parts.append(f"{kernel.filter.modifier.name}: {kernel.filter.modifier.formula}")
+    return "; ".join(parts)

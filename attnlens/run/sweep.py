@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from attnlens import hooks
 from attnlens.attention import Path
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
-from attnlens.run.compare import predictions
+from attnlens.run.compare import predictions, sequence_losses
 from attnlens.run.tasks import NOTHING, Fed, asking, states_of
 from attnlens.statistics import false_discovery, paired_bootstrap
 
@@ -93,12 +91,7 @@ def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
         mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
         mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
         return ((apart * mask).sum(1) / mask.sum(1)).cpu()
-    targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
-    there = targets != NOTHING
-    each = torch.nn.functional.cross_entropy(new, targets[there], reduction="none").double().cpu()
-    counts = there.sum(1).double().cpu()
-    sums = torch.zeros_like(counts).index_add(0, there.nonzero()[:, 0].cpu(), each)
-    return (sums / counts.clamp(min=1))[counts > 0]
+    return sequence_losses(new, own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets)[0]
 
 
 def _sizes(fed: Fed, task: Task) -> Tensor:
@@ -121,13 +114,16 @@ def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, seed: int,
         head=head,
         part=site.part,
         delta=delta,
-        ci95=(low, high),
-        p_value=None if task == "hidden" else _p_value((after - before).numpy()),
+        ci95=(low, high) if len(sizes) > 1 else None,
+        p_value=None if task == "hidden" else _p_value(after - before, sizes),
     )
 
 
-def _p_value(differences: NDArray[np.float64]) -> float | None:
-    """Two-sided, of a mean of 0 (paired t-test); None where there are too few differences, or all are the same."""
-    if len(differences) < 2 or differences.std() == 0:
-        return None
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+def _p_value(differences: Tensor, sizes: Tensor) -> float | None:
+    """Two-sided, of a mean of 0 over tokens: t = m/se with n − 1 degrees of freedom, sequences weighted by their sizes
+    (Cochran 1977, ratio estimate); None where there are too few differences, or all are the same.
+    """
+    count = len(differences)
+    mean = (differences * sizes).sum() / sizes.sum()
+    error = ((sizes * (differences - mean)).square().sum() * count / max(count - 1, 1)).sqrt() / sizes.sum()
+    return float(2 * stats.t.sf(float((mean / error).abs()), count - 1)) if count > 1 and error > 0 else None

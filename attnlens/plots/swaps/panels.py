@@ -99,7 +99,7 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     heads = of_heads(swap)
     what = "1 − cosine of the last hidden states" if swap.task == "hidden" else f"loss, {UNITS[swap.task]}"
     quiet = "grey dot" if heads else "hollow"
-    tested = any(effect.p_value is not None for effect in swap.sweep)
+    tested = swap.task != "hidden"
     note = f"Δ {'of 1 − cosine' if swap.task == 'hidden' else 'loss'}"
     note += f"; {quiet}: not significant at FDR 5 %" * tested
     lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""

@@ -30,9 +30,12 @@ class Compared:
 
 def compared(report: Report) -> list[Compared]:
     """A row a kernel, in the order of the report."""
+    known = {swap.kernel for swap in report.swaps}
     names: dict[str, dict[bool, Swap]] = {}
     for swap in report.swaps:
         name, tied = _without_tie(swap.kernel)
+        if tied and name not in known:  # asked for in this form alone, it is a kernel of its own
+            name, tied = swap.kernel, False
         names.setdefault(name, {})[tied] = swap
     return [Compared(name, forms.get(False), forms.get(True)) for name, forms in names.items()]
 

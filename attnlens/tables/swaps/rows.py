@@ -73,8 +73,13 @@ def kernel_rows(rows: Sequence[Compared]) -> Rows:
     else:
         columns = [*_closeness(plain, predicting=False)]
         columns += [_column("symmetric", title, tied, tell) for title, tell in HIDDEN] if any(tied) else []
-    names = Column("", "kernel", ("original", *(clean(row.name) for row in rows)), words=True)
+    names = Column("", "kernel", ("original", *map(_named, rows)), words=True)
     return Rows((names,), tuple(columns))
+
+
+def _named(row: Compared) -> str:
+    """The kernel's spelling, and whether its parameters are fitted."""
+    return clean(row.name) + (" (fitted)" if any(swap.fitted for swap in row.swaps) else "")
 
 
 def site_rows(swap: Swap) -> Rows:
@@ -95,8 +100,9 @@ def site_rows(swap: Swap) -> Rows:
     return Rows(tuple(names), tuple(columns))
 
 
-def sweep_rows(effects: Sequence[Effect], most: int) -> Rows:
+def sweep_rows(swap: Swap, most: int) -> Rows:
     """The `most` most and least harmful units, all where there are no more than both."""
+    effects = swap.sweep
     shown: list[Effect | None] = list(effects)
     if len(effects) > 2 * most:
         shown = [*effects[:most], None, *effects[-most:]]
@@ -110,22 +116,22 @@ def sweep_rows(effects: Sequence[Effect], most: int) -> Rows:
         _units("Δ", shown, lambda effect: DIVERGED if effect.delta is None else written(effect.delta, decimals)),
         _units("95 % interval", shown, lambda effect: interval(effect.ci95, decimals)),
     ]
-    if tested(effects):
+    if tested(swap):
         columns.append(_units("p", shown, lambda effect: _p_value(effect.p_value)))
         columns.append(_units("FDR 5 %", shown, lambda effect: MARK if effect.significant else "", words=True))
     return Rows(tuple(names), tuple(columns))
 
 
-def tested(effects: Sequence[Effect]) -> bool:
-    """Whether the effects have p-values; a headless model's are distances, which are never negative."""
-    return any(effect.p_value is not None for effect in effects)
+def tested(swap: Swap) -> bool:
+    """Whether its effects are differences that can be tested; a headless model's are distances, never negative."""
+    return swap.task != "hidden"
 
 
 def sweeps_rows(swaps: Sequence[Swap]) -> Rows:
     """A row a kernel: how many units matter, which harm most and least."""
     decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
     columns = []
-    if any(tested(swap.sweep) for swap in swaps):
+    if any(map(tested, swaps)):
         counts = [sum(effect.significant for effect in swap.sweep) for swap in swaps]
         cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
         columns.append(Column("", "FDR 5 %", cells))

@@ -89,7 +89,7 @@ def _several(report: Report) -> Iterator[Section]:
         help_ += " symmetric: the mean of log k and its transpose."
     lines = filter(None, [facts.ranking(report.swaps) or facts.verdict(first)])
     yield Section("What they do", tuple(lines), kernel_rows(rows), (help_,))
-    formulas = dict.fromkeys(facts.kernel(row.asymmetric) for row in rows if row.asymmetric is not None)
+    formulas = dict.fromkeys(facts.kernel(row.asymmetric or swap) for row in rows for swap in row.swaps)
     yield Section("Kernels", tuple(formulas), items=True)
     yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
 
@@ -115,11 +115,11 @@ def _reading_help(unit: str, swap: Swap) -> str:
 def _sweep(swap: Swap) -> Section:
     effects, noun = swap.sweep, _noun(swap)
     cut = f" Shown are the {MOST} most and the {MOST} least harmful." if len(effects) > 2 * MOST else ""
-    if not tested(effects):
+    if not tested(swap):
         below = f"{_effect_help(swap)}, a distance: it is never negative, and nothing is tested.{cut}"
-        return Section(f"Each {noun} alone", (), sweep_rows(effects, MOST), (below,))
+        return Section(f"Each {noun} alone", (), sweep_rows(swap, MOST), (below,))
     below = f"{_effect_help(swap)}; {MARK} significant at a false discovery rate of 5 %.{cut}"
-    return Section(f"Each {noun} alone", (_significant(effects, noun),), sweep_rows(effects, MOST), (below,))
+    return Section(f"Each {noun} alone", (_significant(effects, noun),), sweep_rows(swap, MOST), (below,))
 
 
 def _sweeps(swaps: list[Swap]) -> Section:
@@ -138,6 +138,8 @@ def _effect_help(swap: Swap) -> str:
 
 def _significant(effects: list[Effect], noun: str) -> str:
     """How many matter, in which direction; which diverge."""
+    if all(effect.ci95 is None for effect in effects if effect.delta is not None):
+        return "One sequence has no spread: nothing is tested."
     found = [effect for effect in effects if effect.significant and effect.delta is not None]
     harm = sum(effect.delta > 0 for effect in found if effect.delta is not None)
     help_ = len(found) - harm
