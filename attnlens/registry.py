@@ -118,6 +118,8 @@ class Parameter:
     """Least value allowed."""
     above: float | None = None
     """It must exceed this."""
+    high: float | None = None
+    """Greatest value allowed: more is a slip, and would fill the memory or never end."""
     even: bool = False
     """Whether an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
 

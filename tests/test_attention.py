@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -381,6 +382,63 @@ def test_a_sink_may_win_over_every_key_of_the_hard_kernel() -> None:
     assert 0 < float(found[:, 2].sum(-1).mean()) < 1
 
 
+@pytest.mark.parametrize("words", ["rbf", "rbf+symmetric"])
+def test_beside_sinks_a_fitted_rbf_is_the_whole_distance_from_its_origin(words: str) -> None:
+    """Sinks are measured against log k itself, so that its query-only terms count."""
+    found = call(30, sinks=torch.linspace(-30, 6, HEADS).double())
+    found = replace(found, query=0.5 * found.query, key=0.5 * found.key)
+    kernel = fitted(parsed("rbf"))
+    kernel = replace(kernel, tie="symmetric") if "symmetric" in words else kernel
+    origin = kernel.fitted["origin"]
+
+    def expected(query: Tensor) -> Tensor:
+        log_k = -0.5 * found.scale * (query[..., None, :] - found.key[..., None, :, :]).square().sum(-1)
+        log_k = (log_k + log_k.mT) / 2 if kernel.tie else log_k
+        mass, sink = log_k.exp(), found.sinks.exp()[:, None, None]
+        return (mass / (mass.sum(-1, keepdim=True) + sink) @ found.value).transpose(1, 2)
+
+    result = attend(found, kernel)
+    assert apart(result, expected(found.query + origin[:, None])) <= 1e-12
+    assert apart(result, expected(found.query)) > 0.05
+
+
+@pytest.mark.parametrize("case", ["all", "causal", "left padding, causal", "right padding", "decoding", "cross"])
+@pytest.mark.parametrize("words", ["random-features", "elu", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_running_sums_that_underflow_are_the_row_tiles(case: str, words: str, dtype: torch.dtype) -> None:
+    found, kernel = CASES[case](dtype=dtype), parsed(words)
+    size = 6.0 if dtype == torch.float32 else 30.0
+    found = replace(found, query=-size * found.query.abs(), key=-size * found.key.abs())
+    if words == "random-features":
+        phi = [kernel.info.function(x, found.scale, "", **kernel.parameters) for x in (found.query, found.key)]
+        blank = float(((phi[0] @ phi[1].mT) == 0).double().mean())
+        assert blank > 0.5
+    assert route(found, kernel) == "running sums"
+    visible = found.visible()
+    seen = torch.ones(1, dtype=torch.bool) if visible is None else visible.any(-1).any(1)[..., None, None]
+    fused, eager = (attend(found, kernel, path) for path in ("fused", "eager"))
+    assert apart(torch.where(seen, fused, 0.0), torch.where(seen, eager, 0.0).double()) <= 2e-5
+    assert float(eager.norm()) > 0.1
+
+
+@pytest.mark.parametrize("case", ["all", "causal", "left padding, causal", "right padding", "decoding"])
+@pytest.mark.parametrize("words", ["linear", "random-features"])
+def test_a_query_without_features_attends_evenly_on_every_path(case: str, words: str) -> None:
+    found, kernel = CASES[case](dtype=torch.float32), parsed(words)
+    query = found.query.clone()
+    query[:, :, -1] = 0.0 if words == "linear" else 200.0
+    found = replace(found, query=query.requires_grad_())
+    visible = found.visible()
+    seen = torch.ones(2, 1, found.key.shape[2]) if visible is None else visible[..., -1, :].expand(2, 1, -1).float()
+    even = (seen[:, :, None] @ found.paired_value / seen.sum(-1)[..., None, None])[:, :, 0]
+    assert float(even.norm()) > 0.1
+    for path in ("fused", "eager"):
+        result = attend(found, kernel, path)
+        assert apart(result[:, -1].detach(), even.double()) <= 1e-5
+        (gradient,) = torch.autograd.grad((result[:, -1] * 10).square().sum(), query)
+        assert bool(gradient.isfinite().all())
+
+
 ROUTES = [
     ("causal", "exponential", "sdpa"),
     ("bias", "rbf", "sdpa"),
@@ -470,8 +528,33 @@ def test_decoding_with_either_cache_is_the_row_of_the_whole(words: str, padded: 
         assert apart(attend(last, kernel), expected[:, 59:]) <= 1e-12
 
 
+def test_what_counts_from_the_start_is_refused_where_a_sliding_window_hides_it() -> None:
+    """A cache of the last 21 keys, or a mask that hides the others; padding and full layers hide no start."""
+    whole, kernel = call(60, batch=1), parsed("sink-window:3,9")
+    mask = sliding(60)
+    expected = attend(replace(whole, allowed=mask), kernel)
+    chunk = replace(whole, query=whole.query[:, :, 40:55], key=whole.key[:, :, :55], value=whole.value[:, :, :55])
+    one = replace(whole, query=whole.query[:, :, 54:55], key=whole.key[:, :, 34:55], value=whole.value[:, :, 34:55])
+    own, of_config, full = torch.nn.Module(), torch.nn.Module(), torch.nn.Module()
+    own.sliding_window = 20  # type: ignore[assignment]
+    of_config.config = full.config = SimpleNamespace(sliding_window=20)  # type: ignore[assignment]
+    full.sliding_window = None  # type: ignore[assignment]
+    hidden = [replace(chunk, allowed=mask[..., 40:55, :55]), *(replace(one, module=m) for m in (own, of_config))]
+    for found in hidden:
+        for path in ("auto", "eager"):
+            with pytest.raises(UsageError, match="own sliding window hides where the text begins"):
+                attend(found, kernel, path)
+            for words in ("window:9", "strided:8"):
+                same = attend(replace(whole, allowed=mask), parsed(words))[:, 55 - found.query.shape[2] : 55]
+                assert apart(attend(found, parsed(words), path), same) <= 1e-12
+    for module in (own, of_config, full):
+        assert torch.equal(attend(replace(whole, allowed=mask, module=module), kernel), expected)
+    plain = replace(chunk, allowed=tril(60, 60)[..., 40:55, :55], module=full)
+    assert apart(attend(plain, kernel), attend(replace(whole, causal=True), kernel)[:, 40:55]) <= 1e-12
+
+
 def test_places_in_bidirectional_attention_are_the_indices() -> None:
-    where = positions.positions(call(allowed=right_padded(150)))
+    where = positions.positions(call(allowed=right_padded(150)), parsed("sink-window:3,9").filter)
     assert torch.equal(where.own[0], torch.arange(150))
     assert not bool(where.first.any())
 

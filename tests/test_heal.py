@@ -6,17 +6,21 @@ import families
 import pytest
 import tiny
 import torch
-from loaded import family, loaded, outputs, sites_of
+from loaded import apart, family, loaded, outputs, sites_of
 from test_inspect import package
+from typer.testing import CliRunner
 
 import attnlens
 from attnlens import hooks, texts
 from attnlens.attention import attend
+from attnlens.cli import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.records import read_report
 from attnlens.run import heal as room
 from attnlens.run import swap as entry
-from attnlens.run.fit import fit
+from attnlens.run.fit import SHARES, Search, fit
+from attnlens.run.inspect import Interrupted
 from attnlens.run.swap import swap_kernel
 from attnlens.run.trainable import trainable
 
@@ -51,6 +55,61 @@ def test_calibration_text_never_overlaps_the_evaluated_text(demo, monkeypatch, m
     both = [tuple(row.tolist()) for batch in running for row in batch.inputs["input_ids"]]
     assert [*evaluated, *calibrated[:8]] == both, "the calibration text begins where the evaluated one ends"
     assert report.settings.calibration is not None
+
+
+def watched(monkeypatch):
+    """The evaluated and the calibration batches of the next run."""
+    cut, honest = [], texts.batches
+    monkeypatch.setattr(entry.texts, "batches", lambda *args, **given: cut.append(honest(*args, **given)) or cut[-1])
+    return cut
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize(("name", "input_name"), [("vit", "pixel_values"), ("whisper", "input_features")])
+def test_calibration_noise_is_never_the_evaluated_noise(name, input_name, other, tmp_path, monkeypatch):
+    text = tmp_path / "other.txt"
+    text.write_text("And it came to pass in those days, that there went out a decree. " * 40)
+    given = {"calibration": str(text)} if other else {}
+    read = READ if name == "whisper" else {"sequences": 4, "batch_size": 4}
+    cut = watched(monkeypatch)
+    swap_kernel(family(name), "rbf", part="encoder", fit=True, **read, **given)
+    rows = [torch.cat([batch.inputs[input_name] for batch in found]).flatten(1) for found in cut]
+    assert len(rows[0]) == 4
+    assert len(rows[1]) > 4
+    assert not (rows[0][:, None] == rows[1][None]).any(), "not one number is the same"
+
+
+@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
+def test_calibration_text_begins_behind_the_last_evaluated_line_and_its_cut_off_end(demo, tmp_path, monkeypatch, more):
+    text = tmp_path / "long.txt"
+    evaluated = [f"In the beginning {word} created " + f"the {word} " * 60 for word in ("abba", "zadok", "esau")]
+    text.write_text("\r\n\n".join(evaluated) + "\n" + "And the earth was without form, and void. " * 40)
+    cut = watched(monkeypatch)
+    report = swap_kernel(demo, "rbf", text=str(text), pack=False, sequences=3, tokens=16, batch_size=2, **more)
+    assert [batch.lengths for batch in cut[0]] == [(16, 16), (16,)]
+    said = demo.tokenizer.decode([id_ for row in cut[1].ids for id_ in row])
+    assert said.strip().startswith("And the earth")
+    assert not any(word in said for word in ("abba", "zadok", "esau"))
+    assert report.settings.calibration.sha256 == report.settings.text.sha256
+
+
+def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
+    text = tmp_path / "lines.txt"
+    text.write_text("In the beginning God created the heaven\n" * 3)
+    read = {"text": str(text), "pack": False, "sequences": 3, "tokens": 8}
+    assert swap_kernel(demo, "rbf", **read).swap.loss is not None
+    with pytest.raises(TextError, match="nothing left"):
+        swap_kernel(demo, "rbf", fit=True, **read)
+
+
+def test_another_file_with_the_evaluated_passages_is_refused(demo, tmp_path):
+    own = texts.read_text(()).text
+    for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000])):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(TextError, match="4 of the evaluated sequences") as refusal:
+        swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "longer.txt"), **READ)
+    assert "--calibration" in refusal.value.remedy
+    swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "new.txt"), **READ)
 
 
 def test_text_given_for_calibration_is_read_from_its_beginning(demo, tmp_path, monkeypatch):
@@ -147,6 +206,58 @@ def test_a_full_rank_is_the_model_itself_and_a_low_one_is_not(demo):
 def test_a_kernel_without_free_parameters_is_not_fitted(demo):
     with pytest.raises(UsageError, match="no free parameter"):
         swap_kernel(demo, "linear", fit=True, **READ)
+
+
+@pytest.mark.parametrize("words", ["rbf+symmetric", "cosine+tied-key", ["rbf", "cosine+tied-query"]])
+def test_a_tied_kernel_is_not_fitted(words):
+    with pytest.raises(UsageError, match="can't be fitted") as refusal:
+        swap_kernel("no/such/model", words, fit=True)
+    assert "Leave out --fit" in refusal.value.remedy
+
+
+def test_the_symmetric_forms_of_a_comparison_are_not_fitted(demo):
+    report = swap_kernel(demo, ["rbf", "cosine"], fit=True, **READ)
+    stages = {swap.kernel: len(swap.stages) for swap in (report.swap, *report.more_swaps)}
+    assert sorted(stages) == ["cosine:beta=8", "cosine:beta=8+symmetric", "rbf:gamma=0.5", "rbf:gamma=0.5+symmetric"]
+    assert all(count == (1 if "symmetric" in name else 2) for name, count in stages.items())
+
+
+def test_a_fit_sees_the_heads_own_queries_and_keys_whatever_the_tie(demo):
+    fed = texts.batches(demo, texts.read_text(()), tokens=16, sequences=4)
+    sites = sites_of(demo.model, fed.batches[0].inputs)
+    plain, tied = (
+        fit(demo, sites, dict.fromkeys(sites, hooks.Swap(parsed(words))), fed, lambda _: None)
+        for words in ("rank:6", "rank:6+tied-query")
+    )
+    for site in sites:
+        for name, part in plain[site].kernel.fitted.items():
+            assert torch.equal(part, tied[site].kernel.fitted[name])
+
+
+def test_the_divergence_of_a_fit_counts_what_a_sink_takes():
+    """Against KL over keys and sink, naively; the sum over keys alone is another number, and can be negative."""
+    model = families.build("gpt_oss")
+    call = hooks.survey(model, families.inputs("gpt_oss", model))[0].call
+    assert call.sinks is not None
+    search = Search(parsed("cosine"), {"beta_of_head": 8.0}, {"beta_of_head": torch.full((6,), 2.0)})
+    search.update(call)
+
+    def rows(beta):
+        query, key = call.query.double(), call.paired_key.double()
+        logits = query @ key.mT * call.scale
+        if beta is not None:
+            logits = beta * torch.nn.functional.normalize(query, dim=-1) @ torch.nn.functional.normalize(key, dim=-1).mT
+        logits = logits.masked_fill(~call.visible(), -torch.inf)
+        sink = call.sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, sink], -1).softmax(-1)
+
+    own = rows(None)
+    for index, share in enumerate(SHARES):
+        new = rows(8.0 + share * (2.0 - 8.0))
+        kl = torch.where(own > 0, own * (own.clamp_min(1e-300).log() - new.clamp_min(1e-300).log()), 0.0)
+        torch.testing.assert_close(search.divergence[index], kl.sum((0, 2, 3)), rtol=1e-4, atol=1e-5)
+        keys_alone = kl[..., :-1].sum((0, 2, 3))
+        assert not torch.allclose(search.divergence[index], keys_alone, rtol=0.05)
 
 
 # --- which numbers are trained ----------------------------------------------------------------------------------------
@@ -272,7 +383,7 @@ def test_the_curve_of_a_healing_falls_and_begins_with_the_swapped_model(healed):
     assert best.validation == min(step.validation for step in curve)
     assert curve[0].loss == pytest.approx(healed.stages[0].loss.after, rel=1e-5)
     assert healed.healing.steps == 60
-    assert healed.healing.parameters == 4 * 128 * 2 * 128
+    assert healed.healing.parameters == 4 * (128 * 2 * 128 + 8 * 16), "W_Q, W_K and an origin for each head"
 
 
 def healer(model, words, heads=None, **more):
@@ -309,6 +420,75 @@ def test_a_fitted_origin_is_trained_with_the_weights(demo):
         assert swap.kernel.fitted["origin"].shape == start.shape
         assert not torch.equal(swap.kernel.fitted["origin"], start.float())
     assert found.parameters == 4 * (128 * 256 + 8 * 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "typed"),
+    [("rbf", "origin", 0.0), ("cosine:beta=5", "beta_of_head", 5.0), ("polynomial:offset=2", "offset_of_head", 2.0)],
+)
+@pytest.mark.parametrize("heads", [None, (0, 5)])
+def test_what_was_not_fitted_is_trained_from_its_typed_value(demo, words, name, typed, heads):
+    made, found = healer(demo, words, heads, steps=24)
+    count = len(heads or range(8))
+    for site, swap in made.healed_swaps().items():
+        start = made.swaps[site].kernel.fitted[name]
+        assert start.shape == ((count, 16) if name == "origin" else (count,))
+        assert (start == typed).all()
+        assert not torch.equal(swap.kernel.fitted[name], start.float())
+    assert found.parameters == 4 * (count * 2 * 16 * 128 + start.numel())
+    plain = dict.fromkeys(made.sites, hooks.Swap(parsed(words), heads))
+    fed = texts.batches(demo, texts.read_text(()), tokens=16, sequences=2).batches[0].inputs
+    unhealed = []
+    for swaps in (plain, made.swaps):
+        with hooks.replace(demo.model, made.sites, swaps):
+            unhealed.append(outputs(demo.model, fed))
+    assert apart(*unhealed) < 1e-5, "written out, the typed value is the same kernel"
+
+
+def test_a_kernel_without_a_gradient_is_refused_before_the_work():
+    with pytest.raises(UsageError, match="no gradient") as refusal:
+        swap_kernel("no/such/model", "hard", heal=2)
+    assert "--heal" in refusal.value.remedy
+
+
+def stopping(monkeypatch, at):
+    """Ctrl-C at that training step."""
+    honest, passes = room.Healer.distance, iter(range(10**6))
+
+    def distance(self, inputs):
+        if torch.is_grad_enabled() and next(passes) == at:
+            raise KeyboardInterrupt
+        return honest(self, inputs)
+
+    monkeypatch.setattr(room.Healer, "distance", distance)
+
+
+def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path):
+    stopping(monkeypatch, 12)
+    before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
+    with pytest.raises(Interrupted) as stop:
+        swap_kernel(demo, "rbf", heal=20, save=tmp_path / "model", **READ)
+    swap = stop.value.report.swap
+    assert 2 <= swap.healing.best <= 12
+    assert swap.healing.curve[-1].step == 12
+    assert swap.stages[-1].kl < swap.stages[0].kl
+    assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
+    attnlens.load_swapped(tmp_path / "model").close()
+
+
+def test_the_program_shows_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
+    stopping(monkeypatch, 12)
+    words = ("--heal", "20", "--sequences", "4", "--tokens", "24", "--batch-size", "4", "--no-progress")
+    done = CliRunner().invoke(app, ["swap-kernel", *words, "--json", str(tmp_path / "r.json")])
+    assert done.exit_code == 130
+    assert read_report(tmp_path / "r.json").swap.healing.curve[-1].step == 12
+
+
+def test_a_healing_interrupted_before_its_first_check_has_nothing_to_show(demo, monkeypatch):
+    stopping(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        swap_kernel(demo, "rbf", heal=20, **READ)
+    assert not isinstance(stop.value, Interrupted)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])

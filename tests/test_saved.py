@@ -92,6 +92,16 @@ def test_the_folder_is_a_plain_model_without_pickles(demo, inputs, healed):
     assert [site["heads"] for site in facts["sites"]] == [[1, 4]] * 4
 
 
+@pytest.mark.parametrize("file", ["", "model.safetensors"])
+def test_it_is_read_by_load_swapped_alone(healed, file):
+    """As an ordinary model its weights would run under a kernel that they were not made for."""
+    for way in (attnlens.load, attnlens.inspect, attnlens.doctor, swap_kernel):
+        with pytest.raises(ModelError, match="with another kernel") as refusal:
+            way(str(healed[0] / file))
+        assert "attnlens.load_swapped" in refusal.value.remedy
+        assert "\n" not in refusal.value.problem + refusal.value.remedy
+
+
 def test_it_can_be_closed_unused_and_by_a_model_that_failed(healed):
     load_swapped(healed[0]).close()
     back = load_swapped(healed[0])

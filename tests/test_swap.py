@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import families
@@ -21,8 +22,8 @@ from attnlens.attention import attend, weights
 from attnlens.errors import IdentityError, ModelError, OutputError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import read_report
-from attnlens.registry import _KERNELS, kernel
-from attnlens.run import compare, gates
+from attnlens.registry import KERNELS, kernel
+from attnlens.run import compare, costs, gates
 from attnlens.run.swap import swap_kernel
 from attnlens.run.tasks import NOTHING, feed, task_of
 
@@ -44,7 +45,7 @@ def broken():
         return score * math.nan
 
     yield "nan"
-    del _KERNELS["nan"]
+    del KERNELS["nan"]
 
 
 def batches(model, *, pack=True, text=(), **more):
@@ -379,7 +380,50 @@ def test_a_leak_stops_everything(demo):
     fed = batches(bert).batches[0].inputs
     everything = lambda: hooks.opened(bert.model, lambda call: attend(replace(call, allowed=None), hooks.OWN))  # noqa: E731  # one expression
     with pytest.raises(IdentityError, match="padding"):
-        gates.mask_error(bert, fed, everything, 0)
+        gates.mask_error(bert, fed, everything, 0, left=False)
+
+
+@pytest.mark.parametrize("name", ["demo", "llama", "gpt2", "opt"])
+def test_a_causal_kernel_that_drops_the_padding_mask_is_found_out(name):
+    """Behind a causal sequence nothing could be seen: the padding stands before it."""
+    model = attnlens.load("demo") if name == "demo" else family(name)
+    fed = batches(model).batches[0].inputs
+    causal = lambda call: replace(call, allowed=None, causal=True)  # noqa: E731  # one expression
+    unmasked = lambda: hooks.opened(model.model, lambda call: attend(causal(call), parsed("rbf")))  # noqa: E731
+    sites = sites_of(model.model, fed)
+    assert gates.causality_error(model, fed, unmasked, 0) < 1e-5, "the future stays hidden"
+    with pytest.raises(IdentityError, match="padding"):
+        gates.leaks(model, sites, fed, unmasked, 0)
+    assert gates.mask_error(model, fed, unmasked, 0, left=False) < 1e-5, "the control: on the right it can't be seen"
+    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))  # noqa: E731
+    assert gates.leaks(model, sites, fed, masked, 0)["mask_error"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_that_drops_the_padding_mask_is_found_out(name):
+    model = family(name)
+    fed = batches(model).batches[0].inputs
+    sites = sites_of(model.model, fed)
+    part = lambda call: replace(call, allowed=None, causal=False) if not call.module.is_causal else call  # noqa: E731
+    unmasked = lambda: hooks.opened(model.model, lambda call: attend(part(call), hooks.OWN))  # noqa: E731
+    with pytest.raises(IdentityError, match="padding"):
+        gates.mask_error(model, fed, unmasked, 0, left=False)
+    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))  # noqa: E731
+    assert gates.leaks(model, sites, fed, masked, 0)["mask_error"] < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_gates_padding_leaves_real_tokens_their_positions(demo, side, lines):
+    """What the model says of real tokens is what it says of them alone."""
+    fed = batches(demo, pack=False, text=(lines,), tokens=20).batches[0].inputs
+    padded = gates._padded(demo, fed, 1, left=side == "left")
+    assert padded["input_ids"].shape == fed["input_ids"].shape
+    kept = fed["attention_mask"][:, : -gates.PADDING].bool()
+    assert torch.equal(padded["input_ids"][padded["attention_mask"].bool()], fed["input_ids"][:, : kept.shape[1]][kept])
+    alone, found = logits(demo.model, fed), logits(demo.model, padded)
+    torch.testing.assert_close(
+        found[padded["attention_mask"].bool()], alone[:, : kept.shape[1]][kept], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_gates_that_compare_nothing_say_so():
@@ -439,6 +483,37 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
     assert refusal.value.problem == "Not enough memory for 8 sequences at once."
     assert refusal.value.remedy == "Use --batch-size 2, which fits."
     assert "\n" not in refusal.value.problem + refusal.value.remedy
+
+
+def really_failing():
+    torch.empty(2**58)
+
+
+def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
+    fed = batches(demo).batches[0].inputs
+    with (
+        pytest.raises(ModelError, match="Not enough memory for 2 sequences"),
+        costs.enough_memory(demo.model, fed, nullcontext),
+    ):
+        really_failing()
+    monkeypatch.setattr("attnlens.run.swapping.run", lambda *_: really_failing())
+    with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
+        swap_kernel(demo, "rbf", **READ)
+    assert refusal.value.remedy == "Use --batch-size 1, which fits."
+
+
+def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
+    monkeypatch.setattr(hooks, "identity_error", lambda *_: really_failing())
+    with pytest.raises(ModelError, match="Not enough memory for 2 sequences"):
+        swap_kernel(demo, "rbf", **READ)
+
+
+def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
+    """A forward pass that fits says nothing of one that trains."""
+    monkeypatch.setattr("attnlens.run.swapping.heal", lambda *_: really_failing())
+    with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
+        swap_kernel(demo, "rbf", heal=2, **READ)
+    assert refusal.value.remedy == "Use a smaller --batch-size."
 
 
 def test_other_errors_are_not_called_memory(demo, monkeypatch):
@@ -506,6 +581,19 @@ def test_a_site_without_the_chosen_head_is_left_alone():
     swap = swap_kernel(model, "rbf", heads=[6], **READ).swap
     assert len(swap.sites) == 2
     assert all(site.heads == [6] and site.part == "decoder" for site in swap.sites)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_one_length_are_noted_in_every_type(dtype):
+    torch.manual_seed(0)
+    model = families.build("qwen3")
+    for path, parameter in model.named_parameters():
+        if path.endswith("k_norm.weight"):
+            parameter.fill_(1.0)
+    report = swap_kernel(loaded(model.to(dtype)), "rbf", **READ)
+    assert any("All keys of a head have one length at 2 of 2 sites" in note for note in report.swap.notes)
+    other = swap_kernel(loaded(families.build("llama").to(dtype)), "rbf", **READ)
+    assert not any("one length" in note for note in other.swap.notes)
 
 
 REFUSALS = {

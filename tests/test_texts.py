@@ -194,6 +194,17 @@ def test_lines_without_a_pair_are_left_out() -> None:
     assert "No line" in error.problem
 
 
+def test_a_text_can_be_read_from_where_the_last_line_ended() -> None:
+    whole = texts.batches(reading("gpt2"), content(LINES), pack=False).ids
+    first = texts.batches(reading("gpt2"), content(LINES), pack=False, sequences=2, tokens=6)
+    rest = texts.batches(reading("gpt2"), content(LINES), pack=False, start=first.end)
+    assert LINES[: first.end].endswith("the door")
+    assert [*first.ids, *rest.ids] == [whole[0], whole[1][:6], *whole[2:]]
+    assert rest.text == first.text
+    assert first.end < rest.end == len(LINES) - 1
+    assert texts.batches(reading("gpt2"), content(PROSE)).end == 0
+
+
 def test_only_as_many_lines_as_asked_for() -> None:
     assert texts.batches(reading("gpt2"), content(LINES), pack=False, sequences=2).sequences == 2
 
@@ -287,6 +298,13 @@ def test_pixels_are_seeded_noise_and_need_no_text() -> None:
     assert again.text == found.text
     assert other.text != found.text
     model.model(**found.batches[0].inputs)
+
+
+def test_a_draw_of_noise_depends_on_its_number_alone() -> None:
+    model = loaded("vit")
+    whole = texts.batches(model, content(""), sequences=7, batch_size=7).batches[0].inputs["pixel_values"]
+    behind = texts.batches(model, content(""), sequences=3, skip_noise=4).batches[0].inputs["pixel_values"]
+    assert torch.equal(whole[4:], behind)
 
 
 def test_clip_reads_pixels_and_text() -> None:

@@ -36,18 +36,24 @@ class Positions:
         return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
 
 
-def positions(call: Call) -> Positions:
+def positions(call: Call, found: Filter) -> Positions:
     """The place of every query among the keys, and of the sequence's start.
 
     Without a key-value cache query i is key i. With one there are more keys than queries, and a query's own key is the
-    last that it may see. A sequence starts at the first key that any of its queries may see; under a model's own
-    sliding window with a cache that is the window's start, the only start that is left.
-    Raises UsageError for cross-attention, and where nothing says which keys are the queries' own.
+    last that it may see. A sequence starts at the first key that any of its queries may see.
+    Raises UsageError for cross-attention, where nothing says which keys are the queries' own, and where a filter counts
+    from the start of the text, which a model's own sliding window hides once there is a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
         raise unplaced("this site attends to another sequence")
     seen = None if call.allowed is None else call.allowed.any(dim=1)
+    if found.modifier.from_start and queries != keys and _windowed(call, seen):
+        raise UsageError(
+            f"{found.modifier.name} counts from the start of the text, but with a key-value cache "
+            "this model's own sliding window hides where the text begins.",
+            "Run without a key-value cache, leave out such layers with --layers, or filter with window or strided.",
+        )
     first = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
     if seen is not None:
         first = seen.any(dim=1).int().argmax(-1, keepdim=True)
@@ -62,6 +68,19 @@ def positions(call: Call) -> Positions:
         if queries > 1 and bool((own == own[:, :1]).all()):
             raise unplaced(f"all of the {queries} queries see the same last key")
     return Positions(own, first)
+
+
+def _windowed(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
+    """Whether the module says that it has a sliding window, or its mask shows that it slides."""
+    config = getattr(call.module, "config", None)
+    # a layer's own word first: None in a layer of full attention beside others that slide
+    if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
+        return True
+    if seen is None:
+        return False
+    starts = seen.int().argmax(-1)
+    some = seen.any(-1)
+    return bool((some & (starts != starts[:, -1:]) & some[:, -1:]).any())
 
 
 def unplaced(reason: str) -> UsageError:

@@ -28,7 +28,9 @@ CAPPED = "the model caps its scores (softcap)"
 def attend(call: Call, kernel: Kernel, path: Path = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
     """softmax(log k(q, k) + bias, over the keys allowed) v, for signed kernels Σ k v / Σ k; laid out as models want.
 
-    All paths are exact: they differ in time, memory and rounding. Raises UsageError where no path can serve: see route.
+    All paths are exact: each computes this sum over the same keys, cuts nothing off, and differs from the others by the
+    rounding of its numbers' type (half precision: where it rounds to it). Rows that may see nothing are no such sum:
+    uniform in row tiles and bands, zero elsewhere. Raises UsageError where no path can serve: see route.
     """
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 

@@ -28,7 +28,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     transformers' eager attention. Raises UsageError for a tie or a filter where queries have no place among the keys.
     """
     rows = slice(*rows.indices(call.query.shape[2]))
-    where = positions(call) if kernel.filter is not None else None
+    where = positions(call, kernel.filter) if kernel.filter is not None else None
     return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
 
 
@@ -39,7 +39,7 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     O(T · tile) there, too.
     """
     key, value = call.paired_key, call.paired_value
-    where = positions(call) if kernel.filter is not None else None
+    where = positions(call, kernel.filter) if kernel.filter is not None else None
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
 
     def output(rows: slice) -> Tensor:

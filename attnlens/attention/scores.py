@@ -102,7 +102,7 @@ def _kept(call: Call, kernel: Kernel) -> list[Mod]:
     found = kernel.filter
     if found is None or found.modifier.keeps is None:
         return []
-    keeps, numbers, where = found.modifier.keeps, dict(found.parameters), positions(call)
+    keeps, numbers, where = found.modifier.keeps, dict(found.parameters), positions(call, found)
     batch_size, queries = call.query.shape[0], call.query.shape[2]
     own, first = where.own.expand(batch_size, queries), where.first[:, 0].expand(batch_size)
 

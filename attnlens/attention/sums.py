@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnlens.kernels.spec import Kernel
+from attnlens.kernels.spec import Kernel, least
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ class Reach:
 def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
     """φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the keys allowed (Katharopoulos et al. 2020, Eq. 5, 9 and 10).
 
-    Sums in float32 or better. A query that may see nothing gets zero; one whose sum is zero gets no finite number.
+    Sums in float32 or better, with `least` added to every φ(q_i)φ(k_j) as in Kernel.log, so that a query whose features
+    underflow attends evenly to the keys allowed; with signed features one does whose sums are all zero. A query that
+    may see nothing gets zero, and one whose signed denominators cancel to zero no finite number.
     """
     found, phi_of = reach(call), kernel.info.feature_map
     assert found is not None  # noqa: S101  # route has seen to both
@@ -50,13 +52,18 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
         return phi.masked_fill(~found.kept[..., rows, None], 0.0)
 
     sums = (_causal if found.causal else _everything)(query, key, value, side)
-    top, bottom = sums[..., :-1], sums[..., -1:]
+    even = _even(value, found)
+    # added to a signed sum that cancels, the least number would hide it
+    sums = torch.where((sums == 0).all(-1, keepdim=True), even, sums) if kernel.signed else sums + least(exact) * even
+    blind = even[..., -1:] == 0
+    return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
+
+
+def _even(value: Tensor, found: Reach) -> Tensor:
+    """Row i: Σ_j v_j over the keys allowed; one row for all where all see the same."""
     if found.kept is not None:
-        seen = found.kept.cummax(-1).values if found.causal else found.kept.any(-1, keepdim=True)
-        bottom = bottom.masked_fill(~seen[..., None], 1.0)
-    # A query without features (a zero vector of padding) gets a row of zeros: NaN there would spread to real tokens.
-    nothing = (bottom == 0) & (top == 0).all(-1, keepdim=True)
-    return (top / bottom.masked_fill(nothing, 1.0)).to(call.query.dtype)
+        value = value.masked_fill(~found.kept[..., None], 0.0)
+    return value.cumsum(-2) if found.causal else value.sum(-2, keepdim=True)
 
 
 Side = Callable[["Tensor", str, slice], "Tensor"]

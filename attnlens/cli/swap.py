@@ -10,7 +10,7 @@ import typer
 
 from attnlens.cli import options as opt
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import console, guarded
+from attnlens.cli.show import INTERRUPTED, console, guarded
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
@@ -115,13 +115,19 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
     outputs.check()
     settings = opt.asked(given) | opt.loading(given) | asked(given)
     name = named_model(model, quiet=outputs.quiet)
-    from attnlens.run.swap import swap_kernel as run
+    from attnlens import run
 
+    stopped = False
     with working(outputs) as tell:
-        report = run(name, progress=tell, **settings)
+        try:
+            report = run.swap_kernel(name, progress=tell, **settings)
+        except run.Interrupted as stop:
+            report, stopped = stop.report, True
     outputs.deliver(report)
     if given["save"] is not None and not outputs.quiet:
         console(stderr=True).print(f"Saved the changed model to {given['save']}", soft_wrap=True, markup=False)
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
     if given["strict"] and not report.coverage.complete:
         raise typer.Exit(PARTLY)
 

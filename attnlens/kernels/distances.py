@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OriginFit:
-    """the origin b of each head, from which distances are measured: least squares of s⟨q, k⟩ − log k, row-centred.
+    """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
 
     Pairs are weighted half by attention, half evenly. That is linear in b: with γ as typed, the regression of
     ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot take −γs‖k‖² back, so that the kernel
@@ -63,7 +63,7 @@ def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q‖²; in half precision the last entry is split into high + low."""
+    """2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; in half precision the last entry is two, high + low."""
     import torch
 
     term = _key_term(key, origin)[..., None]
@@ -77,7 +77,7 @@ def _rbf_dot(
 
 @kernel(
     "rbf",
-    formula="−γ·s‖q − k‖²",
+    formula="−γ·s‖q + b − k‖², b = 0 unless fitted",
     source="Tsai et al. 2019, T. 2 (γ = 1); Wright & Gonzalez 2021",
     positive=True,
     symmetric=True,
@@ -92,8 +92,14 @@ def _rbf_dot(
 def rbf(
     query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
 ) -> Log:
-    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, and the same where all ‖k‖ are equal."""
-    query, length = wide(query), wide(query).square().sum(-1)[..., None] / 2
+    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, and the same where all ‖k‖ are equal.
+
+    −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
+    query's −γs‖q + b‖² counts where rows are mixed or measured against a sink.
+    """
+    query = wide(query)
+    shifted = query if origin is None else query + origin.to(query)[:, None]
+    length = shifted.square().sum(-1)[..., None] / 2
     return 2 * gamma * scale * (query @ wide(key).mT - length + _key_term(key, origin)[..., None, :])
 
 

@@ -45,7 +45,7 @@ def some_rows(
     key: Float[Tensor, "batch heads keys head_dim"],
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], Float[Tensor, "#batch #heads rows keys"]]:
-    """Evenly spaced queries, at most 128 of a sequence, the last one among them, in float64, and what they see."""
+    """Evenly spaced queries, at most MOST_ROWS of a sequence, its last among them, in float64, and what they see."""
     step = -(-query.shape[-2] // MOST_ROWS)
     first = (query.shape[-2] - 1) % step
     query = query[..., first::step, :].double()

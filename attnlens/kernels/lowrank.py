@@ -81,7 +81,7 @@ def _rank_dot(
     symmetric=False,
     features="infinite",
     form="pair",
-    parameters=(Parameter("rank", "how many dimensions r are kept of head_dim", int, low=1),),
+    parameters=(Parameter("rank", "how many dimensions r are kept of head_dim", int, low=1, high=65536),),
     dot=_rank_dot,
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,

@@ -31,6 +31,8 @@ class Modifier:
     """Filters: (query positions, key positions, **parameters) → which keys are kept, by broadcasting."""
     reach: Callable[..., int | None] | None = None
     """Filters: how far |i − j| a kept key may be from its query; None: any distance."""
+    from_start: bool = False
+    """Filters: whether places count from the start of the text, and not from each other alone."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Filter:
 
 
 def _count(name: str, meaning: str) -> Parameter:
-    return Parameter(name, meaning, int, low=1)
+    return Parameter(name, meaning, int, low=1, high=2**31)
 
 
 TIES = {
@@ -88,7 +90,7 @@ FILTERS = {
             "Xiao et al. 2024",
             (_count("sinks", "first tokens that all see"), _count("width", "tokens on each side, itself included")),
             lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
-            None,
+            from_start=True,
         ),
         Modifier(
             "strided",

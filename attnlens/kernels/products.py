@@ -107,7 +107,7 @@ def _polynomial_sign(
     features="finite",
     form="score",
     parameters=(
-        Parameter("degree", "the power p", int, default=2, low=1, even=True),
+        Parameter("degree", "the power p", int, default=2, low=1, high=64, even=True),
         Parameter("offset", "the constant c beside the score", float, default=0.0),
     ),
     sign=_polynomial_sign,
@@ -139,7 +139,7 @@ def _partial_exponential(score: Score, order: int) -> Score:
     symmetric=True,
     features="finite",
     form="score",
-    parameters=(Parameter("order", "the last power N", int, default=4, low=1, even=True),),
+    parameters=(Parameter("order", "the last power N", int, default=4, low=1, high=64, even=True),),
     sign=lambda score, order: _odd_sign(_partial_exponential(score, order)).to(wide(score)),
     fused="FlexAttention; row tiles on a CPU",
 )

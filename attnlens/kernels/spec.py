@@ -13,7 +13,7 @@ from attnlens.registry import KernelInfo
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 ALL = slice(None)
 
@@ -115,7 +115,8 @@ class Kernel:
         if self.info.form == "pair":
             return self.info.function(query, key, scale, **numbers)
         sides = (self.info.function(x, scale, side, **numbers) for x, side in ((query, "query"), (key, "key")))
-        return log_magnitude(next(sides) @ next(sides).mT)
+        product = next(sides) @ next(sides).mT
+        return log_magnitude(product + least(product.dtype))
 
 
 def score(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -135,6 +136,16 @@ def log_magnitude(value: Tensor) -> Tensor:
 
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
+
+
+def least(of: dtype) -> float:
+    """What every ⟨φ(q), φ(k)⟩ gets added, so that a query without features attends evenly: 1e-31 in float32.
+
+    The smallest normal number over eps: what is as small is a sum of normal numbers still, and 1/k has a gradient.
+    """
+    import torch
+
+    return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
 def _spelled(name: str, parameters: Mapping[str, float], named: bool = True) -> str:

@@ -73,17 +73,23 @@ def _number(name: str, parameter: Parameter, word: str) -> float:
     except ValueError:
         what = "a whole number" if parameter.kind is int else "a number"
         raise UsageError(f"{name}: {parameter.name} must be {what}, not {word!r}.", _help(name, [parameter])) from None
-    low = parameter.low is not None and value < parameter.low
-    if (
-        low
-        or (parameter.above is not None and value <= parameter.above)
-        or value != value
-        or abs(value) == float("inf")
-    ):
-        above = "" if parameter.above is None else f" and above {parameter.above:g}"
-        border = f"at least {parameter.low:g}" if low else f"finite{above}"
+    border = _crossed(parameter, value)
+    if border:
         raise UsageError(f"{name}: {parameter.name} must be {border}, not {word}.", _help(name, [parameter]))
     return value
+
+
+def _crossed(parameter: Parameter, value: float) -> str | None:
+    """The border of its range that `value` is beyond, in words."""
+    above = parameter.above is not None and value <= parameter.above
+    # math.isfinite takes no whole number beyond the largest float
+    if above or value != value or abs(value) == float("inf"):
+        return "finite" if parameter.above is None else f"finite and above {parameter.above:g}"
+    if parameter.low is not None and value < parameter.low:
+        return f"at least {parameter.low:g}"
+    if parameter.high is not None and value > parameter.high:
+        return f"at most {parameter.high}"
+    return None
 
 
 def _refuse_signed(kernel: Kernel, allowed: bool) -> None:

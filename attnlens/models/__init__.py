@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Kind", "Loaded", "Loading", "first_line", "load", "nonfinite_tensors"]
+__all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfinite_tensors"]
+
+SWAPPED = "attnlens.json"
+"""What lies beside weights that were saved with another kernel."""
 
 
 class Loading(TypedDict, total=False):
@@ -66,6 +69,7 @@ def load(
     offline: bool = False,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    swapped: bool = False,
 ) -> Loaded:
     """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
@@ -73,14 +77,17 @@ def load(
     precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
     `device="auto"` is the first of cuda, mps, cpu that is there.
     `offline` looks into the local cache and never at the network; without it, a hub that does not answer within two
-    seconds is left alone in the same way. Nothing asks a question on stdin.
+    seconds is left alone in the same way. Nothing asks a question on stdin. `swapped` reads the weights that
+    `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
 
     Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
-    its weights don't fit its config, or there is no such device.
+    its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
+    if not swapped:
+        _refuse_swapped(place)
     check_config(place)
     if not trust_remote_code:
         refuse_own_code(place.config, place.id)
@@ -92,6 +99,14 @@ def load(
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
     return Loaded(model, tokenizer, problem, _info(place, model), kind_of(model), missing, unused)
+
+
+def _refuse_swapped(place: Place) -> None:
+    if (place.folder / SWAPPED).is_file():
+        raise ModelError(
+            f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
+            "Use attnlens.load_swapped in Python.",
+        )
 
 
 def _written(name: object) -> str:

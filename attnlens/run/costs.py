@@ -15,6 +15,8 @@ from attnlens import hooks
 from attnlens.errors import ModelError
 from attnlens.run.compare import Variant
 
+REFUSALS = ("not enough memory", "can't allocate memory")
+"""What torch's CPU allocator says on Windows and macOS, and on Linux."""
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -41,14 +43,22 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
 
 
 @contextmanager
-def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant) -> Iterator[None]:
-    """Turn running out of memory into a ModelError that says which batch size would fit, by trying it."""
+def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant | None) -> Iterator[None]:
+    """Turn running out of memory into a ModelError that says which batch size would fit, by trying it.
+
+    `variant` is None where a forward pass takes less than what ran out: then nothing is tried.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _is_memory(error):
             raise
         size = next(iter(inputs.values())).shape[0]
+        if variant is None:
+            raise ModelError(
+                f"Not enough memory to train on {size} sequences at once.",
+                "Use a smaller --batch-size." if size > 1 else "Use a smaller --tokens.",
+            ) from None
         fits = next((fewer for fewer in _halves(size) if _runs(model, inputs, fewer, variant)), None)
         raise ModelError(
             f"Not enough memory for {size} sequences at once.",
@@ -75,4 +85,5 @@ def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant:
 
 def _is_memory(error: BaseException) -> bool:
     """The CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)
+    said = any(words in str(error) for words in REFUSALS)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or said

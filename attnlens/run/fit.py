@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
 from attnlens.registry import Fit
-from attnlens.texts import Batches
+from attnlens.texts import Batch, Batches
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way from the typed to the fitted parameters that are tried."""
@@ -23,12 +23,17 @@ TINIEST = 1e-30
 """Weight below which a kernel forbids a key: its logarithm stays finite."""
 
 
-def check_fit(kernel: Kernel, wanted: bool) -> None:
-    """Raise UsageError where a fit is wanted of a kernel that has nothing to fit."""
-    if wanted and kernel.info.fit is None:
+def check_fit(kernel: Kernel, *, alone: bool) -> None:
+    """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
+    if alone and kernel.info.fit is None:
         raise UsageError(
             f"{kernel.info.name} has no free parameter that could be fitted.",
             "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+        )
+    if kernel.tie is not None:
+        raise UsageError(
+            f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's own.",
+            f"Leave out --fit, or {kernel.tie}.",
         )
 
 
@@ -37,7 +42,7 @@ class Search:
     """How far a head's parameters go towards the fitted ones: as far as its attention comes nearer to the own.
 
     Least squares weighs every score alike, softmax mostly the large ones: a fit that is nearest in the first sense may
-    be further in the second, which is KL(own ‖ new) of the attention's rows.
+    be further in the second, which is KL(own ‖ new) of the attention's rows, the share of a sink included.
     """
 
     kernel: Kernel
@@ -51,10 +56,10 @@ class Search:
 
     def update(self, call: Call) -> None:
         """Take in a batch."""
-        own = weights(call, hooks.OWN).double()
+        own = _with_sink(call, weights(call, hooks.OWN))
         found = []
         for share in SHARES:
-            new = weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))).double()
+            new = _with_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
             rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
             found.append(rows.sum((0, 2)).cpu())
         self.divergence = self.divergence + torch.stack(found)
@@ -71,6 +76,12 @@ class Search:
         return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
 
 
+def _with_sink(call: Call, rows: Tensor) -> Tensor:
+    """Rows of attention in float64, what a sink takes of them standing as one more outcome."""
+    rows = rows.double()
+    return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
+
+
 def fit(
     loaded: Loaded,
     sites: tuple[Site, ...],
@@ -82,16 +93,7 @@ def fit(
 
     Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
     """
-    fits: dict[Site, Fit] = {}
-    for site, swap in swaps.items():
-        if swap.kernel.info.fit is not None:
-            fits[site] = swap.kernel.info.fit(**swap.kernel.parameters)
-
-    def add(site: Site, part: Call) -> None:
-        query, key = swaps[site].kernel.tied(part.query, part.paired_key)
-        fits[site].update(query, key, part.scale, part.visible())
-
-    _each(loaded, sites, swaps, batches, add, progress)
+    fits = _solvable(loaded, sites, swaps, batches, progress)
     solved = {site: found.solve() for site, found in fits.items()}
     searches = {
         site: Search(swaps[site].kernel, fits[site].typed, fitted)
@@ -105,11 +107,51 @@ def fit(
     return {site: hooks.Swap(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
 
 
+def unfitted(
+    loaded: Loaded, sites: tuple[Site, ...], swaps: Mapping[Site, hooks.Swap], batches: Iterable[Batch]
+) -> dict[Site, hooks.Swap]:
+    """The same swaps with the free parameters that can be trained written out per head, at their typed values.
+
+    A fit knows their shapes; it needs some text to tell them.
+    """
+    bare = {s: swap for s, swap in swaps.items() if swap.kernel.info.trainable and not swap.kernel.fitted}
+    found = dict(swaps)
+    for site, fitting in _solvable(loaded, sites, bare, batches, lambda _: None).items() if bare else ():
+        kernel = bare[site].kernel
+        start = {
+            name: torch.full_like(part, fitting.typed[name])
+            for name, part in fitting.solve().items()
+            if name in kernel.info.trainable
+        }
+        found[site] = hooks.Swap(kernel.with_fitted(start), bare[site].heads)
+    return found
+
+
+def _solvable(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    batches: Iterable[Batch],
+    progress: Callable[[int], None],
+) -> dict[Site, Fit]:
+    """The fit of every swapped site, which has seen the head's own queries and keys."""
+    fits: dict[Site, Fit] = {}
+    for site, swap in swaps.items():
+        if swap.kernel.info.fit is not None:
+            fits[site] = swap.kernel.info.fit(**swap.kernel.parameters)
+
+    def add(site: Site, part: Call) -> None:
+        fits[site].update(part.query, part.paired_key, part.scale, part.visible())
+
+    _each(loaded, sites, swaps, batches, add, progress)
+    return fits
+
+
 def _each(
     loaded: Loaded,
     sites: tuple[Site, ...],
     swaps: Mapping[Site, hooks.Swap],
-    batches: Batches,
+    batches: Iterable[Batch],
     visit: Callable[[Site, Call], None],
     progress: Callable[[int], None],
 ) -> None:

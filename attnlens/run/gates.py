@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,14 +32,16 @@ def leaks(
     Raises IdentityError where one exceeds 1e-5.
     """
     reasons = {}
-    causal = None
-    if any(site.part == "decoder" for site in sites) and any(name in inputs for name in IDS):
+    causal, decodes = None, any(site.part == "decoder" for site in sites)
+    if decodes and any(name in inputs for name in IDS):
         causal = causality_error(loaded, inputs, variant, seed)
         if causal is None:
             reasons["causality_error"] = NO_ROWS
     else:
         reasons["causality_error"] = "every token of this model may see every other"
-    padding = mask_error(loaded, inputs, variant, seed)
+    # Padding on the right of a causal sequence is hidden by causality alone.
+    left = decodes and "decoder_input_ids" not in inputs
+    padding = mask_error(loaded, inputs, variant, seed, left=left)
     if padding is None:
         reasons["mask_error"] = NO_ROWS if MASKS["input_ids"] in inputs else "the model takes no padding"
     return {"causality_error": causal, "mask_error": padding, "reasons": reasons}
@@ -64,19 +67,19 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
     return error
 
 
-def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | None:
-    """The same at real tokens, when a few tokens of padding behind each sequence change; None without a mask to say so.
+def mask_error(
+    loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool
+) -> float | None:
+    """The same at real tokens, when a few tokens of padding before (`left`) or behind each sequence change.
+
+    None where the model takes no mask that says what is padding.
 
     Raises IdentityError above 1e-5.
     """
     name = "input_ids"
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
         return None
-    padding = min(PADDING, inputs[name].shape[1] // 2)
-    ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]].clone()
-    mask[:, -padding:] = 0
-    fills = (_random_ids(loaded, inputs[name][:, -padding:], seed + step) for step in (1, 2))
-    first, second = ({**inputs, name: torch.cat([ids, fill], 1), MASKS[name]: mask} for fill in fills)
+    first, second = (_padded(loaded, inputs, seed + step, left=left) for step in (1, 2))
     error = _difference(loaded, first, second, variant)
     if error is not None and not error <= TOLERANCE:
         raise IdentityError(
@@ -84,6 +87,20 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
             "The kernel looks at padding; attnlens gives no numbers for it. Please report it.",
         )
     return error
+
+
+def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
+    """The beginning of each sequence with random padding at one side; real tokens keep their positions."""
+    name = "input_ids"
+    padding = min(PADDING, inputs[name].shape[1] // 2)
+    ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]][:, :-padding]
+    fill = _random_ids(loaded, ids[:, :1].expand(-1, padding), seed)
+    nothing = torch.zeros_like(fill).to(mask)
+    parts = ([fill, ids], [nothing, mask]) if left else ([ids, fill], [mask, nothing])
+    found = {**inputs, name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
+    if left and "position_ids" in signature(loaded.model.forward).parameters:
+        found["position_ids"] = (found[MASKS[name]].cumsum(1) - 1).clamp_min(0)
+    return found
 
 
 def _difference(

@@ -16,6 +16,7 @@ from attnlens.attention import Path
 from attnlens.errors import ModelError, TextError
 from attnlens.models import Loaded
 from attnlens.records import Healing, HealingStep, Site, Task
+from attnlens.run.fit import unfitted
 from attnlens.run.tasks import asking, logits_of, states_of
 from attnlens.run.trainable import outputs_with, trainable
 from attnlens.texts import Batch, Batches
@@ -65,12 +66,17 @@ class Healer:
     path: Path
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
+    interrupted: bool = False
+    """Whether the user ended it early."""
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> None:
-        """Find the entries of weights that make queries and keys of swapped heads and nothing else."""
-        masks = trainable(self.loaded.model, self.sites, self.swaps, inputs)
+    def prepare(self, batch: Batch) -> None:
+        """Find the entries of weights that make queries and keys of swapped heads and nothing else, and the kernels'
+        free parameters, which begin as fitted, or else as typed.
+        """
+        masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError("No weight of this model makes queries and keys alone.", "Swap without --heal.")
+        self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
         named = dict(self.loaded.model.named_parameters())
         self.weights = {
             name: Trained(named[name], torch.zeros_like(named[name], dtype=torch.float32, requires_grad=True), mask)
@@ -152,30 +158,36 @@ def heal(
     """Train for `steps` steps of AdamW on shuffled batches, keep the step with the least validation distance.
 
     The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. Raises
-    TextError where there are fewer than two batches, and ModelError where the distance is not finite.
+    TextError where there are fewer than two batches, and ModelError where the distance is not finite. Once a step was
+    checked, Ctrl-C ends it early, and `healer.interrupted` says so.
     """
     train, kept_back = _split(batches)
-    healer.prepare(train[0].inputs)
+    healer.prepare(train[0])
     optimiser = torch.optim.AdamW(healer.leaves, lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
     generator, order = torch.Generator().manual_seed(seed), list[int]()
     best = _Best(healer, kept_back)
     curve = [best.check(0).model_copy(update={"loss": _evaluated(healer, evaluate)})]
     every = max(1, steps // CHECKS)
-    for step in range(1, steps + 1):
-        order = order or torch.randperm(len(train), generator=generator).tolist()
-        optimiser.zero_grad()
-        with torch.enable_grad():
-            healer.distance(train[order.pop()].inputs).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(healer.leaves, 1.0)
-        optimiser.step()
-        schedule.step()
-        progress(1)
-        if step % every == 0 or step == steps or step in DRAWN:
-            drawn = _evaluated(healer, evaluate) if step in DRAWN or step == steps else None
-            curve.append(best.check(step).model_copy(update={"loss": drawn}))
-            if best.waited >= PATIENCE:
-                break
+    try:
+        for step in range(1, steps + 1):
+            order = order or torch.randperm(len(train), generator=generator).tolist()
+            optimiser.zero_grad()
+            with torch.enable_grad():
+                healer.distance(train[order.pop()].inputs).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(healer.leaves, 1.0)
+            optimiser.step()
+            schedule.step()
+            progress(1)
+            if step % every == 0 or step == steps or step in DRAWN:
+                drawn = _evaluated(healer, evaluate) if step in DRAWN or step == steps else None
+                curve.append(best.check(step).model_copy(update={"loss": drawn}))
+                if best.waited >= PATIENCE:
+                    break
+    except KeyboardInterrupt:
+        if len(curve) < 2:
+            raise
+        healer.interrupted = True
     best.restore()
     return Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=LEARNING_RATE, curve=curve)
 

@@ -17,7 +17,7 @@ from attnlens.records import Call, Site, SiteSwap
 ROWS = 256
 """Rows of the attention matrix that are written out at once."""
 CONSTANT = 1e-4
-"""Relative spread of ‖k‖ below which keys have one length."""
+"""Relative spread of ‖k‖ below which keys have one length; more where the type rounds by more."""
 
 
 @dataclass
@@ -89,7 +89,8 @@ def locally(
         found.biased += part.bias is not None
         found.sinking += part.sinks is not None
         norms = part.key.double().norm(dim=-1)
-        found.constant += bool((norms.std(-1) <= CONSTANT * norms.mean(-1)).all())
+        spread = max(CONSTANT, 2 * torch.finfo(part.key.dtype).eps)
+        found.constant += bool((norms.std(-1) <= spread * norms.mean(-1)).all())
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         hooks.forward(loaded.model, inputs)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from attnlens import hooks
 from attnlens.errors import ModelError, OutputError
 from attnlens.kernels import parsed
-from attnlens.models import Loaded, load
+from attnlens.models import SWAPPED, Loaded, load
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Site
 from attnlens.records.tensors import Part
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FACTS, FITTED = "attnlens.json", "attnlens.safetensors"
+FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 
 
 class SavedSite(Record):
@@ -143,7 +143,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
         raise ModelError(
             f"{place} holds no swapped model: {str(error).splitlines()[0]}", "Give a folder that --save wrote."
         ) from None
-    loaded = load(str(place), **loading)
+    loaded = load(str(place), swapped=True, **loading)
     _check_belongs(facts, loaded.model, place)
     sites = tuple(Site(s.path, s.ordinal, s.layer, s.part, s.repeated) for s in facts.sites)
     heads = {s.layer: None if s.heads is None else tuple(s.heads) for s in facts.sites}

@@ -9,9 +9,10 @@ from os import PathLike
 from typing import Unpack, cast
 
 from attnlens import models, texts
+from attnlens.errors import TextError
 from attnlens.records import Report, Settings
 from attnlens.run import arguments
-from attnlens.run.inspect import Progress, silent
+from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
 from attnlens.run.tasks import feed, task_of
 from attnlens.run.wishes import Wish, Wishes
@@ -39,7 +40,7 @@ def swap_kernel(
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared, each also in its
     symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, calibration, save, allow_signed)
-    and of `load`. Raises UsageError, ModelError, TextError, OutputError, and IdentityError where something leaks.
+    and of `load`. Raises UsageError, ModelError, TextError, OutputError, IdentityError, Interrupted.
     """
     start = time.perf_counter()
     loading = cast("models.Loading", {name: more.get(name) for name in models.Loading.__annotations__ if name in more})
@@ -56,7 +57,10 @@ def swap_kernel(
     work = _prepared(loaded, wish, asked, content, other, batch_size, progress)
     swaps = work.run()
     work.timings["all"] = time.perf_counter() - start
-    return work.report(swaps)
+    report = work.report(swaps)
+    if work.interrupted:
+        raise Interrupted(report)
+    return report
 
 
 def _prepared(
@@ -73,9 +77,27 @@ def _prepared(
     evaluated = cut(content, sequences=asked.sequences or 1, pack=asked.pack is not False)
     calibrated = None
     if wish.calibrates:
-        skip = evaluated.sequences if other.text == content.text else 0
-        calibrated = cut(other, sequences=HEALING if wish.heal else FITTING, skip=skip)
+        same, packed = other.text == content.text, asked.pack is not False
+        calibrated = cut(
+            other,
+            sequences=HEALING if wish.heal else FITTING,
+            skip=evaluated.sequences if same and packed else 0,
+            start=evaluated.end if same else 0,
+            skip_noise=evaluated.sequences,
+        )
+        if not same:
+            _refuse_shared(evaluated, calibrated)
         asked = asked.model_copy(update={"calibration": calibrated.text})
     task = task_of(loaded.model)
     fed = feed(loaded, evaluated, task, asked.seed)
     return Swapping(loaded, wish, arguments.fed(asked, evaluated), task, fed, calibrated, progress)
+
+
+def _refuse_shared(evaluated: texts.Batches, calibrated: texts.Batches) -> None:
+    """Raise TextError where another text for calibration holds an evaluated sequence."""
+    shared = set(evaluated.ids) & set(calibrated.ids)
+    if shared:
+        raise TextError(
+            f"The calibration text ({calibrated.text.name}) holds {len(shared)} of the evaluated sequences.",
+            "Give a --calibration text of its own, or leave it out: then what follows the evaluated text is used.",
+        )

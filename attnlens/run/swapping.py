@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,11 +70,13 @@ class Swapping:
     chosen: list[Site] = field(default_factory=list)
     identity_error: float = 0.0
     own_peak: int | None = None
+    interrupted: bool = False
     timings: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> list[Swap]:
         """Gates, then every kernel: fit, comparison, sweep, healing."""
-        with self._timed("survey"):
+        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        with self._timed("survey"), enough_memory(self.loaded.model, probe, nullcontext):
             self._survey()
         candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
         inputs = self.fed[0].inputs
@@ -174,7 +176,8 @@ class Swapping:
     def _fit(self, candidate: Candidate) -> None:
         """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
         info = candidate.kernel.info
-        if self.calibrated is None or info.fit is None or not (self.wish.fit or info.needs_fit):
+        wanted = info.needs_fit or (self.wish.fit and candidate.kernel.tie is None)
+        if self.calibrated is None or info.fit is None or not wanted:
             return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
@@ -195,7 +198,9 @@ class Swapping:
         healer = Healer(self.loaded, self.sites, candidate.last, self.task, self.wish.path)
         tell = self._teller("heal", self.wish.heal)
         evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
-        candidate.healing = heal(healer, calibrated, self.wish.heal, self.settings.seed, evaluate, tell)
+        with enough_memory(model, calibrated.batches[0].inputs, None):
+            candidate.healing = heal(healer, calibrated, self.wish.heal, self.settings.seed, evaluate, tell)
+        self.interrupted = healer.interrupted
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
         variant = {"healed": self._variant(candidate.last, candidate.weights)}
         tell = self._teller("compare", sum(map(tokens_in, self.fed)))

@@ -81,7 +81,13 @@ class Wish:
         if not self.kernels:
             raise UsageError("No kernel is named.", "Give one, as in --kernel rbf.")
         for kernel in self.kernels:
-            check_fit(kernel, self.fit and len(self.kernels) == 1)
+            if self.fit:
+                check_fit(kernel, alone=len(self.kernels) == 1)
+            if self.heal and kernel.info.hard:
+                raise UsageError(
+                    f"{kernel.info.name} can't be healed: its weights have no gradient.",
+                    "Leave out --heal, or choose another kernel.",
+                )
         if len(self.kernels) > 1 and (self.heal or self.save):
             what = "heal" if self.heal else "save"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")

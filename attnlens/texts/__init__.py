@@ -63,6 +63,8 @@ class Batches:
     """Ids of the longest sequence, special tokens included; 0 where no tokens are fed."""
     text: Text
     """What was fed: the name, and the SHA-256 of the text in UTF-8 (then of the noise, if there is any)."""
+    end: int
+    """Characters of the text up to the end of the last line; 0 for windows, and where no text is fed."""
     unknown_share: float
     """Share of ids that are the tokenizer's unknown token; near 1, the model reads another language than the text's."""
 
@@ -71,6 +73,16 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    @property
+    def ids(self) -> list[tuple[int, ...]]:
+        """What each sequence says, without padding; empty where no tokens are fed."""
+        said = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
+        return [
+            tuple(row[:length])
+            for batch, ids in zip(self.batches, said, strict=True)
+            for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
+        ]
 
 
 def batches(
@@ -82,26 +94,24 @@ def batches(
     batch_size: int = 8,
     pack: bool = True,
     skip: int = 0,
+    start: int = 0,
+    skip_noise: int = 0,
     seed: int = 0,
 ) -> Batches:
     """The inputs of `loaded` made of `content`: windows of the running text, or its lines (`pack=False`).
 
     `tokens` is the length of a window, of which the special tokens are a part; None means 128, or what the model has
-    positions for, if that is less. The first `skip` sequences are left out. A model of pixels or sound gets noise from
-    `seed` (and its decoder, or CLIP's text side, the text). Raises TextError where the text is too short or there is no
+    positions for, if that is less. The text is read from its character `start` on, and its first `skip` sequences are
+    left out. A model of pixels or sound gets noise from `seed`, the first `skip_noise` draws left out (and its decoder,
+    or CLIP's text side, the text). Raises TextError where the text is too short or there is no
     usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
-    for option, number in (("sequences", sequences), ("batch-size", batch_size)):
-        if number < 1:
-            raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
-    if loaded.kind == "other":
-        main = loaded.model.main_input_name
-        raise TextError(f"attnlens can't make up {main} for a {loaded.info.architecture}.", "Use --source weights.")
-    rows: list[list[int]] = []
+    _check(loaded, sequences, batch_size)
+    rows, end = list[list[int]](), 0
     if reads_text(loaded):
         length = window_length(loaded.model, tokens)
-        rows = _rows(loaded, content, length, slice(skip, skip + sequences), pack)
-    made = _noise(loaded, len(rows) or sequences, seed)
+        rows, end = _rows(loaded, content, length, slice(skip, skip + sequences), pack, start)
+    made = _noise(loaded, len(rows) or sequences, seed, skip_noise)
     count = len(rows) or sequences
     parts = [slice(start, start + batch_size) for start in range(0, count, batch_size)]
     return Batches(
@@ -111,8 +121,19 @@ def batches(
         sequences=count,
         tokens=max(map(len, rows), default=0),
         text=_text(content if rows else None, made),
+        end=end,
         unknown_share=_unknown_share(loaded, rows),
     )
+
+
+def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
+    """Raise UsageError or TextError where there is nothing to cut, or nothing to cut it for."""
+    for option, number in (("sequences", sequences), ("batch-size", batch_size)):
+        if number < 1:
+            raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
+    if loaded.kind == "other":
+        main = loaded.model.main_input_name
+        raise TextError(f"attnlens can't make up {main} for a {loaded.info.architecture}.", "Use --source weights.")
 
 
 def reads_text(loaded: Loaded) -> bool:
@@ -134,18 +155,21 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     made = _noise(loaded, sequences, seed)
     name = " + ".join(["random tokens"] * bool(rows) + [NOISE_NAMES[name] for name in made])
     batch = _batch(loaded, rows, made)
-    return Batches((batch,), sequences, tokens * bool(rows), Text(name=name, sha256=_digest(rows, made)), 0.0)
+    return Batches((batch,), sequences, tokens * bool(rows), Text(name=name, sha256=_digest(rows, made)), 0, 0.0)
 
 
-def _rows(loaded: Loaded, content: Content, length: int, part: slice, pack: bool) -> list[list[int]]:
-    """Those sequences of ids; every id is one that the model knows."""
+def _rows(
+    loaded: Loaded, content: Content, length: int, part: slice, pack: bool, start: int
+) -> tuple[list[list[int]], int]:
+    """Those sequences of ids, and where the last line ends; every id is one that the model knows."""
     if loaded.tokenizer is None:
         raise TextError(
             f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
             "Put its tokenizer files beside its weights, or use --source weights.",
         )
-    cut = windows if pack else lines
-    rows = cut(loaded.tokenizer, content, tokens=length, sequences=part.stop)[part]
+    rest = Content(content.text[start:], f"{content.name}, behind its evaluated lines") if start else content
+    found, end = (windows if pack else lines)(loaded.tokenizer, rest, tokens=length, sequences=part.stop)
+    rows = found[part]
     if not rows:
         raise TextError(
             f"The text ({content.name}) has nothing left behind its first {part.start} sequences.",
@@ -157,14 +181,14 @@ def _rows(loaded: Loaded, content: Content, length: int, part: slice, pack: bool
             f"The tokenizer gives token {largest} and the model knows only {known}.",
             "Tokenizer and weights don't belong together; use --source weights.",
         )
-    return rows
+    return rows, start + end
 
 
-def _noise(loaded: Loaded, count: int, seed: int) -> dict[str, Tensor]:
+def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Tensor]:
     if loaded.kind not in NOISE:
         return {}
     name = NOISE[loaded.kind] or loaded.model.main_input_name
-    return {name: noise(loaded.model, name, count, seed)}
+    return {name: noise(loaded.model, name, count, seed, skip)}
 
 
 def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor]) -> Batch:

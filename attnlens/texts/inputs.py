@@ -70,8 +70,10 @@ def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Ten
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
-def noise(model: PreTrainedModel, name: str, count: int, seed: int) -> Float[Tensor, "batch ..."]:
+def noise(model: PreTrainedModel, name: str, count: int, seed: int, skip: int = 0) -> Float[Tensor, "batch ..."]:
     """`count` standard normal inputs of the shape that `name` has in this model, as normalised images or sounds have.
+
+    They are the draws `skip`, `skip` + 1, … of the seed, whatever their count.
 
     Raises TextError for inputs whose shape attnlens does not know.
     """
@@ -88,7 +90,11 @@ def noise(model: PreTrainedModel, name: str, count: int, seed: int) -> Float[Ten
         shape = (config.num_mel_bins, 2 * config.max_source_positions)
     else:
         raise TextError(f"attnlens can't make up {name} for a {type(model).__name__}.", "Use --source weights.")
-    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(skip):
+        torch.randn(shape, generator=generator)
+    # One draw at a time: the numbers of a larger one depend on its size.
+    return torch.stack([torch.randn(shape, generator=generator) for _ in range(count)])
 
 
 def _image_shape(config: Any) -> tuple[int, int, int]:

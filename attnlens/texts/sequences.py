@@ -18,8 +18,12 @@ MARGIN = 32
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
-def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int) -> list[list[int]]:
+def windows(
+    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int
+) -> tuple[list[list[int]], int]:
     """The first `sequences` windows of the running text, each of `tokens` ids with the tokenizer's special tokens.
+
+    And 0: where they end is not known, which may be inside a character.
 
     Raises TextError where there is not even one window, UsageError where the special tokens leave no room.
     """
@@ -32,26 +36,31 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
             f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
             "Give a longer text, or fewer --tokens.",
         )
-    return [[*before, *ids[room * i : room * (i + 1)], *after] for i in range(count)]
+    return [[*before, *ids[room * i : room * (i + 1)], *after] for i in range(count)], 0
 
 
-def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int) -> list[list[int]]:
+def lines(
+    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int
+) -> tuple[list[list[int]], int]:
     """The first `sequences` non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
+
+    And at which character the last of them ends, with what was cut off.
 
     A line of fewer than two tokens has no pair to look at and is left out. Raises TextError where no line is left,
     UsageError where the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
-    found: list[list[int]] = []
-    for line in re.split(r"\r?\n", content.text):
+    found, end = list[list[int]](), 0
+    for line in re.finditer(r"[^\n]+", content.text):
         if len(found) == sequences:
             break
-        ids = _ids(tokenizer, line, tokens) if line.strip() else []
+        ids = _ids(tokenizer, line[0].removesuffix("\r"), tokens) if line[0].strip() else []
         if len(ids) >= 2:
             found.append(ids)
+            end = line.end()
     if not found:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
-    return found
+    return found, end
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
@@ -62,6 +71,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     sample = content.text.strip()[:40]
     bare, whole = _ids(tokenizer, sample, None), _ids(tokenizer, sample, 10**6)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    if not sample:
+        raise TextError(f"The text has nothing left ({content.name}).", "Give a longer or another text.")
     if not bare or not starts:
         raise TextError(f"The tokenizer makes no tokens of the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
