@@ -194,6 +194,21 @@ FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
 REFUSED = ("bloom", "mamba")
 """Families whose attention the first door does not reach, or that have none."""
 REACHED = tuple(name for name in FAMILIES if name not in REFUSED)
+CAUSAL = (
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "cohere",
+    "gpt_oss",
+)
+"""Families whose self-attention sees the past alone."""
 
 
 def build(name: str, seed: int = 0) -> Any:

@@ -14,20 +14,7 @@ from attnlens.kernels import parsed
 TOKENS = 12
 RBF = hooks.Swap(parsed("rbf:gamma=1"))
 REACHED = families.REACHED
-CAUSAL = [
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "cohere",
-    "gpt_oss",
-]
+CAUSAL = families.CAUSAL
 
 
 def precise(name):

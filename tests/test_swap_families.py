@@ -17,20 +17,7 @@ from attnlens.run import gates
 from attnlens.run.swap import swap_kernel
 from attnlens.run.tasks import task_of
 
-DECODERS = [
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "cohere",
-    "gpt_oss",
-]
+DECODERS = families.CAUSAL
 TWO_SIDED = ["t5", "bart", "whisper"]
 ENCODERS = ["bert", "roberta", "distilbert", "albert"]
 KERNELS = ["rbf", "polynomial", "linear", "elu", "window:4", "rbf+window:3"]

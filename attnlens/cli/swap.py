@@ -13,11 +13,9 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import INTERRUPTED, console, guarded
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
+from attnlens.records import PARTS, PATHS, SWEEPS
 from attnlens.registry import checked_name
 
-PARTS = ("encoder", "decoder", "cross")
-PATHS = ("auto", "eager", "fused")
-SWEEPS = ("heads", "layers")
 PARTLY = 3
 """Exit code where a part could not be done, with --strict."""
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import Filter
+from attnlens.kernels.modifiers import TIES, Filter
 from attnlens.registry import KernelInfo
 
 if TYPE_CHECKING:
@@ -43,6 +43,16 @@ class Kernel:
         if self.filter:
             more.append(_spelled(self.filter.modifier.name, self.filter.parameters, named=False))
         return "+".join(([numbers] if numbers else []) + more)
+
+    @cached_property
+    def formula(self) -> str:
+        """log k, with what its tie and filter make of it."""
+        parts = [self.info.formula]
+        if self.tie is not None:
+            parts.append(f"{self.tie}: {TIES[self.tie].formula}")
+        if self.filter is not None:
+            parts.append(f"{self.filter.modifier.name}: {self.filter.modifier.formula}")
+        return "; ".join(parts)
 
     @cached_property
     def signed(self) -> bool:

@@ -18,10 +18,27 @@ from attnlens.records.report import (
     json_schema,
     read_report,
 )
-from attnlens.records.swaps import Change, Effect, Healing, HealingStep, Outcome, Pair, SiteSwap, Stage, Swap, Task
+from attnlens.records.swaps import (
+    PARTS,
+    PATHS,
+    SWEEPS,
+    Change,
+    Effect,
+    Healing,
+    HealingStep,
+    Outcome,
+    Pair,
+    SiteSwap,
+    Stage,
+    Swap,
+    Task,
+)
 from attnlens.records.tensors import Part, QueryKey, Site, Source
 
 __all__ = [
+    "PARTS",
+    "PATHS",
+    "SWEEPS",
     "Call",
     "Change",
     "Conventions",

@@ -104,7 +104,7 @@ class Comparison:
         else:
             predicted = float(torch.cat(self.counts).sum())
             found |= {"loss": self.loss(seed), "kl": self.kl / predicted, "top1_agreement": self.agreeing / predicted}
-            found["perplexity"] = self.perplexity(seed)
+            found["perplexity"] = self.perplexity(seed) if found["loss"].after < LARGEST_LOSS else None
             if found["perplexity"] is None:
                 found["reasons"]["perplexity"] = "it is too large for a number"
             if found["loss"].ci95 is None:
@@ -121,9 +121,9 @@ class Comparison:
         """Mean loss per predicted token of both, and their difference with its interval over sequences."""
         return self._change(seed, lambda mean: mean)
 
-    def perplexity(self, seed: int) -> Change | None:
-        """exp(loss) of both, its interval from the same draws; None where it is too large for a number."""
-        return self._change(seed, torch.exp) if self.loss(seed).after < LARGEST_LOSS else None
+    def perplexity(self, seed: int) -> Change:
+        """exp(loss) of both, its interval from the same draws."""
+        return self._change(seed, torch.exp)
 
     def _change(self, seed: int, of: Callable[[Tensor], Tensor]) -> Change:
         """A function of the mean loss: before, after, and its difference with an interval over sequences."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, models, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
-from attnlens.kernels import TIES, Kernel
+from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Report, Settings, Site, Stage, Summary, Swap, Task
 from attnlens.run.checks import check_numbers, refuse_initialised
 from attnlens.run.collect import environment, peak_memory, tool
@@ -219,7 +219,7 @@ class Swapping:
         kernel = candidate.kernel
         return Swap(
             kernel=kernel.spelling,
-            formula=_formula(kernel),
+            formula=kernel.formula,
             parameters=dict(kernel.parameters),
             fitted=sorted(fitted),
             task=self.task,
@@ -291,13 +291,3 @@ class Swapping:
         start = time.perf_counter()
         yield
         self.timings[stage] = time.perf_counter() - start
-
-
-def _formula(kernel: Kernel) -> str:
-    """log k, with what its tie and filter make of it."""
-    parts = [kernel.info.formula]
-    if kernel.tie is not None:
-        parts.append(f"{kernel.tie}: {TIES[kernel.tie].formula}")
-    if kernel.filter is not None:
-        parts.append(f"{kernel.filter.modifier.name}: {kernel.filter.modifier.formula}")
-    return "; ".join(parts)

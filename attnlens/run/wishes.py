@@ -12,7 +12,7 @@ from attnlens import models
 from attnlens.attention import Path as Route
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
-from attnlens.records import Part
+from attnlens.records import PARTS, PATHS, SWEEPS, Part
 from attnlens.registry import checked_name
 from attnlens.run import arguments
 from attnlens.run.fit import check_fit
@@ -66,9 +66,9 @@ class Wish:
         save = given.get("save")
         wish = cls(
             kernels=[parsed(words, allow_signed=allow) for words in spellings],
-            part=cast("Part | None", _one_of("part", given.get("part"), ("encoder", "decoder", "cross"))),
-            path=cast("Route", _one_of("path", given.get("path", "auto"), ("auto", "eager", "fused"))),
-            sweep=cast("Unit | None", _one_of("sweep", given.get("sweep"), ("heads", "layers"))),
+            part=cast("Part | None", _one_of("part", given.get("part"), PARTS)),
+            path=cast("Route", _one_of("path", given.get("path", "auto"), PATHS)),
+            sweep=cast("Unit | None", _one_of("sweep", given.get("sweep"), SWEEPS)),
             fit=bool(given.get("fit", False)),
             heal=arguments.whole("heal", given.get("heal", 0), 0),
             calibration=arguments.words("calibration", given.get("calibration", ())),

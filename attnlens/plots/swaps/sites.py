@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MISSING, MUTED, PlainNumbers, label_layers, legend_above
-from attnlens.plots.swaps.sweeps import PARTS
+from attnlens.records import PARTS
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

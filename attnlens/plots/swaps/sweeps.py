@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
@@ -20,7 +20,7 @@ from attnlens.plots.style import (
     size_in_points,
     tick_positions,
 )
-from attnlens.records import Part
+from attnlens.records import PARTS
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 OUTLYING = 3.0
 """How many times as large as the 98th percentile a head's effect must be for it to be drawn in the last colour."""
-
-
-PARTS: tuple[Part, ...] = get_args(Part)
-"""The order in which parts stand, so that the layers of one stand together."""
 
 
 def of_heads(swap: Swap) -> bool:
