@@ -15,6 +15,7 @@ LAYERS = {
     "records": 0,
     "linalg": 0,
     "statistics": 0,
+    "attsvm": 0,
     "registry": 1,
     "analyzers": 2,
     "kernels": 2,

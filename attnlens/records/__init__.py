@@ -2,6 +2,7 @@
 
 from attnlens.records.calls import Call
 from attnlens.records.coverage import Coverage, Skipped
+from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
 from attnlens.records.measures import Head, HeadId, Measure, Null, Record
 from attnlens.records.report import (
     Conventions,
@@ -39,12 +40,15 @@ __all__ = [
     "PARTS",
     "PATHS",
     "SWEEPS",
+    "Bound",
     "Call",
     "Change",
     "Conventions",
     "Coverage",
+    "Curve",
     "Effect",
     "Environment",
+    "Experiment",
     "File",
     "Head",
     "HeadId",
@@ -72,6 +76,7 @@ __all__ = [
     "Task",
     "Text",
     "Tool",
+    "Trajectory",
     "json_schema",
     "read_report",
 ]

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 from attnlens.errors import UsageError
 from attnlens.files import write_atomically
 from attnlens.records.coverage import Coverage
+from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Number, Record
 from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
@@ -224,6 +225,8 @@ class Report(Record):
     """What another kernel did to the model (`swap-kernel`)."""
     more_swaps: list[Swap] = []
     """What the further kernels did, where several were compared."""
+    experiments: list[Experiment] = []
+    """What experiments found (`converge`, `verify`)."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0
