@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """Find the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c, or = b_c where `equal` (Tarzanagh et al. 2023, Eq. 2).
+    """Find the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. 2).
 
     u_c = x_α − x_t is a difference of two tokens, z_q(c) the query for which it counts. Everything is float64.
     """
