@@ -48,6 +48,8 @@ class MeasureInfo:
     """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
     headline: bool = False
     """Whether it stands first in tables and on the overview."""
+    by_depth: bool = False
+    """Whether a curve is to be seen in the first, middle and last third of the layers, side by side."""
     more: str = ""
     """In plain words, what a head with an outstandingly large value does; empty where that says nothing."""
     less: str = ""
@@ -102,6 +104,11 @@ def measure_infos() -> dict[str, MeasureInfo]:
     return {info.name: info for found in analyzers() for info in found.measures}
 
 
+def measure_sources() -> dict[str, Source]:
+    """Measure or curve → what its analyzer reads; its name's first word need not say it (`ksvd.rank90`: tokens)."""
+    return {info.name: found.source for found in analyzers() for info in found.measures}
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A number that a kernel takes, as in `rbf:gamma=1`."""
@@ -131,7 +138,7 @@ class KernelInfo:
     name: str
     """As on the command line."""
     formula: str
-    """log k(q, k), with s the scale."""
+    """log k(q, k), with s the scale; of the form "output" the whole, `output = …`."""
     meaning: str
     """The first line of the function's docstring: what it is, and where it comes from."""
     source: str
@@ -142,11 +149,13 @@ class KernelInfo:
     """Whether k(x, y) = k(y, x) where queries and keys are projected alike."""
     features: Literal["finite", "infinite", "none"]
     """Whether k = ⟨φ(q), φ(k)⟩ with finitely many features, infinitely many, or not known to be one."""
-    form: Literal["score", "pair", "features"]
-    """What `function` takes: the score s⟨q, k⟩; queries and keys; or one side of them, returning φ."""
+    form: Literal["score", "pair", "features", "output"]
+    """What `function` takes: the score s⟨q, k⟩; queries and keys; one side of them, returning φ; or features of both,
+    returning the output (attention is then no sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
-    features: (x, scale, side, **parameters) → φ, side being "query" or "key"."""
+    features: (x, scale, side, **parameters) → φ, side being "query" or "key";
+    output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[Parameter, ...] = ()
     """What it takes."""
     sign: Callable[..., Tensor] | None = None
@@ -159,7 +168,7 @@ class KernelInfo:
     """How it is computed fast and exactly."""
     hard: bool = False
     """Whether all weight goes to the largest score."""
-    fit: Callable[..., Fit] | None = None
+    fit: Callable[..., Fit | OutputFit] | None = None
     """(**parameters) → what chooses its free parameters per head from calibration text; None: it has none."""
     trainable: tuple[str, ...] = ()
     """Fitted parameters that healing may train on."""
@@ -184,6 +193,22 @@ class Fit(Protocol):
 
     def solve(self) -> dict[str, Tensor]:
         """The fitted parameters, each (heads, …), by the keyword under which the kernel's function takes them."""
+
+
+@runtime_checkable
+class OutputFit(Protocol):
+    """A fit to a head's own output, for kernels of the form "output"."""
+
+    typed: dict[str, float]
+    """As in Fit."""
+
+    def observe(self, query: Tensor, key: Tensor, kept: Tensor | None, output: Tensor) -> None:
+        """Take in a batch's features (batch, heads, tokens, …), which tokens are real (#batch, #heads, tokens), and the
+        head's own output (batch, heads, tokens, value_dim).
+        """
+
+    def solve(self) -> dict[str, Tensor]:
+        """As in Fit."""
 
 
 KERNELS: dict[str, KernelInfo] = {}

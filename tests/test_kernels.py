@@ -17,7 +17,7 @@ from attnlens.kernels.features import _draws
 from attnlens.registry import Fit
 
 SCALE = 0.4
-NAMES = list(kernels())
+NAMES = [name for name, info in kernels().items() if info.form != "output"]
 VARIANTS = [
     *(name if name != "rank" else "rank:3" for name in NAMES),
     "rank:99",

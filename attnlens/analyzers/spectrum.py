@@ -182,8 +182,8 @@ def of_tokens(query_key: QueryKey) -> Readings:
     """How spread out is a head's attention, and which rank does it need?"""
     from attnlens import linalg
 
-    values = linalg.singular_values(query_key.attention)
-    beyond = linalg.singular_values(linalg.centred(query_key.attention))
+    values = linalg.attention_singular_values(query_key)
+    beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
     if query_key.bilinear:
         logits = linalg.product_singular_values(query_key.query, query_key.paired_key)
     else:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from attnlens.attention.positions import unplaced
+from attnlens.attention.primal import by_primal
+from attnlens.attention.primal import refuse as refuse_primal
 from attnlens.attention.products import by_products
 from attnlens.attention.rows import in_tiles
 from attnlens.attention.scores import by_scores
@@ -36,12 +38,14 @@ def attend(call: Call, kernel: Kernel, path: Path = "auto") -> Float[Tensor, "ba
 
 
 def route(call: Call, kernel: Kernel, path: Path = "auto") -> str:
-    """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles or row tiles.
+    """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles, row tiles or primal scores.
 
     Raises UsageError for a tie or filter in cross-attention, for sinks beside a signed kernel, and with path="fused"
     where no fused path is exact for this call.
     """
     _refuse(call, kernel)
+    if kernel.info.form == "output":
+        return "primal scores"
     if path == "eager":
         return "row tiles"
     obstacles = []
@@ -61,6 +65,8 @@ def route(call: Call, kernel: Kernel, path: Path = "auto") -> str:
 
 def _refuse(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for what has no meaning."""
+    if kernel.info.form == "output":
+        refuse_primal(call)
     if call.cross and kernel.filter is not None:
         raise unplaced("this site attends to another sequence")
     if call.cross and kernel.tie is not None:
@@ -146,4 +152,5 @@ _COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "flex attention": by_scores,
     "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
     "row tiles": lambda call, kernel: in_tiles(call, kernel, banded=False),
+    "primal scores": by_primal,
 }

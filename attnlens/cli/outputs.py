@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 READER_LEFT = 141
 """Exit code where the reader of stdout closes it early, as `head` does; the same as of a program that signals end."""
-FILE_OPTIONS = ("json", "csv", "png", "html", "markdown")
+FILE_OPTIONS = ("json", "csv", "png", "html", "markdown", "plan")
 STDOUT = "-"
 
 
@@ -53,6 +53,7 @@ class Outputs:
     png: str | None = None
     html: str | None = None
     markdown: str | None = None
+    plan: str | None = None
     all_heads: bool = False
     quiet: bool = False
     verbose: bool = False
@@ -176,8 +177,15 @@ def _page(option: str, report: Report) -> str:
         "json": lambda report: report.to_json(),
         "csv": tables.csv,
         "markdown": tables.markdown,
+        "plan": _plan,
     }
     return makers[option](report)
+
+
+def _plan(report: Report) -> str:
+    """The plan of a budget alone; --plan is refused where there is none."""
+    assert report.plan is not None  # noqa: S101
+    return report.plan.to_json()
 
 
 def _pictures(report: Report, target: Path) -> dict[Path, bytes]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import INTERRUPTED, console, guarded
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
-from attnlens.records import PARTS, PATHS, SWEEPS
+from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS
 from attnlens.registry import checked_name
 
 PARTLY = 3
@@ -45,6 +46,32 @@ Heal = Annotated[
         "--heal", min=0, help="Train W_Q and W_K towards the original model for so many steps.", metavar="STEPS"
     ),
 ]
+Budget = Annotated[
+    str | None,
+    opt.option(
+        "--budget",
+        help="With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`.",
+        metavar="BUDGET",
+    ),
+]
+Plan = Annotated[
+    str | None, opt.option("--plan", panel=opt.OUTPUT, help="Write the ranks of --budget as JSON.", metavar="FILE")
+]
+Eta = Annotated[
+    float | None,
+    opt.option(
+        "--eta",
+        help="Weight of the KSVD regulariser when `primal` is healed.",
+        metavar="NUMBER",
+        show_default="0.1",
+    ),
+]
+KsvdConvention = Annotated[
+    str,
+    opt.option(
+        "--ksvd-convention", help="How its objective is counted: as in the `paper` or in its `code`.", metavar="NAME"
+    ),
+]
 Calibration = Annotated[
     list[Path] | None,
     opt.option(
@@ -66,7 +93,26 @@ AllowSigned = Annotated[
 ]
 
 
+def also(**options: tuple[Any, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options as well, each an annotation and a default, which it reads from its context.
+
+    typer reads options from a signature, and one of forty parameters would be all that fits on a screen.
+    """
+
+    def enter(command: Callable[..., None]) -> Callable[..., None]:
+        shown = inspect.signature(command, eval_str=True)
+        own = [p for p in shown.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name, (kind, default) in options.items():
+            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+            command.__annotations__[name] = kind
+        command.__signature__ = shown.replace(parameters=own)  # type: ignore[attr-defined]
+        return command
+
+    return enter
+
+
 @guarded
+@also(budget=(Budget, None), plan=(Plan, None), eta=(Eta, None), ksvd_convention=(KsvdConvention, "paper"))
 def swap_kernel(
     context: typer.Context,
     model: opt.Model = None,
@@ -103,6 +149,7 @@ def swap_kernel(
     verbose: opt.Verbose = False,
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
+    **_also: Any,
 ) -> None:
     """Re-run a model with another attention kernel, and measure what that does to it."""
     _swap(model, context.params)
@@ -136,7 +183,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for an unknown part, path or sweep (did you mean), for a folder without a name, and where stdin
     should be two texts; TextError for a stdin that is not there.
     """
-    known = {"part": PARTS, "path": PATHS, "sweep": SWEEPS}
+    known = {"part": PARTS, "path": PATHS, "sweep": SWEEPS, "ksvd_convention": CONVENTIONS}
     chosen = {
         option: None if given[option] is None else checked_name(option, given[option], names)
         for option, names in known.items()
@@ -147,5 +194,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     save = given["save"]
     if save is not None and (not save.strip() or "\0" in save):
         raise UsageError("--save names no folder.", "Give a path after --save, or leave it out.")
-    plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed")}
+    if given["plan"] is not None and given["budget"] is None:
+        raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
+    plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed", "eta", "budget")}
     return {**chosen, **plain, "kernels": given["kernel"] or ["rbf"], "calibration": calibration}

@@ -35,21 +35,36 @@ def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator
     The mask function is registered with the attention function: without it the mask silently becomes None.
     Raises ModelError where the model's class does not support the interface.
     """
-
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
-    ) -> tuple[Tensor, None]:
-        return answer(read_call(module, query, key, value, attention_mask, more)), None
-
     name = f"attnlens_{next(_door_numbers)}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    _register(name, answer)
     try:
         with implementation(model, name):
             yield
     finally:
         del AttentionInterface._global_mapping[name]
         del AttentionMaskInterface._global_mapping[name]
+
+
+def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
+    """Answer every attention computation of `model` by `answer` for good, for a model that owns its attention.
+
+    transformers then knows it by `name`, in this process. Raises ModelError where the model's class does not support
+    the interface.
+    """
+    if not model._can_set_attn_implementation():
+        raise out_of_reach(model)
+    _register(name, answer)
+    model.set_attn_implementation(name)
+
+
+def _register(name: str, answer: Callable[[Call], Tensor]) -> None:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, None]:
+        return answer(read_call(module, query, key, value, attention_mask, more)), None
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 @contextmanager
@@ -118,15 +133,21 @@ def replace(
     path: Path = "auto",
     *,
     every_site: bool = True,
+    visit: Callable[[Site, Call], None] | None = None,
 ) -> Iterator[Door]:
     """Answer the sites of `swaps` with their new kernels and the others with the model's own.
 
-    `path` is how the new kernels are computed. Raises UsageError where a kernel can't serve a site, and with
-    `every_site` ModelError at the end of the block where one of them was never reached.
+    `path` is how the new kernels are computed; `visit` sees what the sites of `swaps` are asked for. Raises
+    UsageError where a kernel can't serve a site, and with `every_site` ModelError at the end of the block where one of
+    them was never reached.
     """
 
     def answer(site: Site, call: Call) -> Tensor:
-        return swapped(call, swaps[site], path) if site in swaps else attend(call, OWN)
+        if site not in swaps:
+            return attend(call, OWN)
+        if visit is not None:
+            visit(site, call)
+        return swapped(call, swaps[site], path)
 
     with _counted(model, sites, answer) as door:
         yield door

@@ -45,16 +45,28 @@ class MapsFit:
         if self.rank >= self.queries.shape[-1]:
             whole = torch.eye(self.queries.shape[-1]).to(self.queries).expand_as(self.queries)
             return {"query_map": whole, "key_map": whole}
-        query_root, query_inverse = _roots(self.queries)
-        key_root, key_inverse = _roots(self.keys)
-        left, values, right = torch.linalg.svd(query_root @ key_root)
-        half = values[..., None, : self.rank].sqrt()
-        query_map = query_inverse @ left[..., : self.rank] * half
-        return {"query_map": query_map, "key_map": key_inverse @ right.mT[..., : self.rank] * half}
+        query_map, key_map = directions(self.queries, self.keys)
+        return {"query_map": query_map[..., : self.rank], "key_map": key_map[..., : self.rank]}
 
 
-def _roots(gram: Float[Tensor, "heads size size"]) -> tuple[Tensor, Tensor]:
-    """C^½ and the pseudo-inverse C^{−½}; eigenvalues up to eps · size · largest count as zero."""
+def directions(
+    queries: Float[Tensor, "heads head_dim head_dim"], keys: Float[Tensor, "heads head_dim head_dim"]
+) -> tuple[Float[Tensor, "heads head_dim head_dim"], Float[Tensor, "heads head_dim head_dim"]]:
+    """A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
+
+    The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
+    """
+    import torch
+
+    query_root, query_inverse = roots(queries)
+    key_root, key_inverse = roots(keys)
+    left, values, right = torch.linalg.svd(query_root @ key_root)
+    half = values[..., None, :].sqrt()
+    return query_inverse @ left * half, key_inverse @ right.mT * half
+
+
+def roots(gram: Float[Tensor, "heads size size"]) -> tuple[Tensor, Tensor]:
+    """C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as zero."""
     import torch
 
     values, vectors = torch.linalg.eigh(gram)

@@ -116,6 +116,11 @@ class Kernel:
 
     def _log(self, query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
         numbers = {**self.parameters, **self.fitted}
+        if self.info.form == "output":
+            raise UsageError(
+                f"{self.info.name} is no kernel of a query and a key: it has no attention matrix.",
+                "Compare outputs, or choose another kernel.",
+            )
         if self.info.needs_fit and not self.fitted:
             raise UsageError(
                 f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."

@@ -41,6 +41,11 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     chosen = base[0] if base else Kernel(known["exponential"])
     kernel = replace(chosen, tie=tie[0] if tie else None, filter=filtered[0] if filtered else None)
     _refuse_signed(kernel, allow_signed)
+    if kernel.info.form == "output" and (tie or filtered):
+        raise UsageError(
+            f"{words!r}: {kernel.info.name} has no scores of a query and a key that could be tied or filtered.",
+            f"Write {kernel.info.name} alone.",
+        )
     return kernel
 
 

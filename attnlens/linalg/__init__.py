@@ -1,7 +1,7 @@
 """What can be said about factored matrices A Bᵀ without forming them? Pure maths on tensors, in float64."""
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
-from attnlens.linalg.attention import centred, entropy, max_weight
+from attnlens.linalg.attention import attention_singular_values, centred, entropy, max_weight
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import over_heads
@@ -22,6 +22,7 @@ __all__ = [
     "Form",
     "Rotation",
     "anatomy",
+    "attention_singular_values",
     "centred",
     "cumulative",
     "decay_law",

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.linalg.spectra import singular_values
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
@@ -32,6 +34,17 @@ def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
 def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Mean over queries of max_j p_ij, in [0, 1]; queries that may see nothing are left out, NaN where none is left."""
     return _mean(query_key.attention.amax(-1), _allowed_keys(query_key) >= 1)
+
+
+def attention_singular_values(
+    query_key: QueryKey, *, without_row_sums: bool = False
+) -> Float[Tensor, "*batch heads least"]:
+    """σ(P) or σ(P(I − 11ᵀ/m)), descending; computed once for a QueryKey, as several analyzers ask for them."""
+    name = "centred_attention_singular_values" if without_row_sums else "attention_singular_values"
+    if name not in query_key.shared:
+        attention = query_key.attention
+        query_key.shared[name] = singular_values(centred(attention) if without_row_sums else attention)
+    return query_key.shared[name]
 
 
 def centred(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:

@@ -83,20 +83,21 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None,
     shown = [band for band in every if part in (None, band.part)]
     found = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
     depth = Normalize(0, max(1, len(shapes.layers) - 1))
-    _draw_lines(axes, found, first, depth)
+    draw_lines(axes, found, first, depth)
     if len(shown) == 1:
-        _draw_band(axes, shown[0], first)
+        draw_band(axes, shown[0].quartiles, first)
     else:
         _draw_medians(axes, shown, first)
-    _limit_values(axes, [curve for _, curve in shapes.curves[name]], every)
-    _limit_steps(axes, first, max(len(curve) for _, curve in found))
+    limit_values(axes, [curve for _, curve in shapes.curves[name]], [band.quartiles[1] for band in every])
+    limit_steps(axes, first, max(len(curve) for _, curve in found))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
-        _depth_bar(axes, shapes, depth)
+        show_depths(axes, shapes, depth)
 
 
-def _draw_lines(axes: Axes, found: list[tuple[int, Float[np.ndarray, " steps"]]], first: int, depth: Normalize) -> None:
+def draw_lines(axes: Axes, found: list[tuple[int, Float[np.ndarray, " steps"]]], first: int, depth: Normalize) -> None:
+    """The curves of heads, each in the colour of its layer's row."""
     # in a mixed order, so that the last layers do not cover the first; with a seed, so that the file stays the same
     curves = [found[index] for index in np.random.default_rng(0).permutation(len(found))]
     lines = LineCollection(
@@ -111,9 +112,10 @@ def _draw_lines(axes: Axes, found: list[tuple[int, Float[np.ndarray, " steps"]]]
     axes.add_collection(lines)
 
 
-def _draw_band(axes: Axes, band: Band, first: int) -> None:
-    steps = first + np.arange(band.steps)
-    for line, (style, width) in zip(band.quartiles, (("--", 0.9), ("-", 1.6), ("--", 0.9)), strict=True):
+def draw_band(axes: Axes, quartiles: Float[np.ndarray, "3 steps"], first: int) -> None:
+    """The median as a black line, the quartiles dashed."""
+    steps = first + np.arange(quartiles.shape[1])
+    for line, (style, width) in zip(quartiles, (("--", 0.9), ("-", 1.6), ("--", 0.9)), strict=True):
         _draw_black(axes, steps, line, style, width)
 
 
@@ -139,15 +141,18 @@ def _draw_black(
     axes.plot(steps, line, color="black", linewidth=width, zorder=3, linestyle=style, label=label)
 
 
-def _limit_steps(axes: Axes, first: int, count: int) -> None:
+def limit_steps(axes: Axes, first: int, count: int) -> None:
+    """The axis of `count` steps that begin at `first`."""
     axes.set_xlim(first, first + max(1, count - 1))
     steps = tick_positions(first + count, 7)
     axes.set_xticks([first, *(step for step in steps if step > first)])
 
 
-def _limit_values(axes: Axes, curves: list[Float[np.ndarray, " steps"]], every: list[Band]) -> None:
+def limit_values(
+    axes: Axes, curves: list[Float[np.ndarray, " steps"]], medians: list[Float[np.ndarray, " steps"]]
+) -> None:
+    """Room for all curves; a logarithmic axis where the medians fall far."""
     values = np.concatenate(curves)
-    medians = [band.quartiles[1] for band in every]
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     if falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians):
         axes.set_yscale("log")
@@ -161,7 +166,8 @@ def _limit_values(axes: Axes, curves: list[Float[np.ndarray, " steps"]], every: 
         axes.yaxis.set_major_formatter(PlainNumbers())
 
 
-def _depth_bar(axes: Axes, shapes: Shapes, norm: Normalize) -> None:
+def show_depths(axes: Axes, shapes: Shapes, norm: Normalize) -> None:
+    """Which colour is which layer, in a bar beside the axes."""
     figure = figure_of(axes)
     wide, high = size_in_points(axes)
     place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))

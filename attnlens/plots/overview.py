@@ -20,6 +20,7 @@ from attnlens.plots.captions import (
     short_curve_caption,
     source_heading,
 )
+from attnlens.plots.depths import depths, draw_depth
 from attnlens.plots.fans import FORMULA, draw_fan
 from attnlens.plots.maps import draw_map
 from attnlens.plots.shares import draw_shares, layer_means
@@ -51,6 +52,10 @@ class Panel:
     """Draws it into axes; `named` says whether the layers' axis is named."""
     hatched: bool = False
     """Whether some of its cells have no value."""
+    title: str = ""
+    """What stands over it; empty: its name."""
+    section: str = ""
+    """What stands over its row; empty: where its numbers come from."""
 
 
 def overview_figure(shapes: Shapes) -> Figure:
@@ -64,7 +69,7 @@ def overview_figure(shapes: Shapes) -> Figure:
     for number, row in enumerate(rows):
         ceiling = height - 0.75 - number * block
         if number == 0 or source_of(row[0].name) != source_of(rows[number - 1][0].name):
-            _section(figure, fitted(source_heading(shapes, row[0].name), 120), ceiling, height)
+            _section(figure, fitted(row[0].section or source_heading(shapes, row[0].name), 120), ceiling, height)
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
             axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
@@ -74,11 +79,16 @@ def overview_figure(shapes: Shapes) -> Figure:
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
-    """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show."""
+    """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show.
+
+    Where the one source has a curve that is to be seen by depth, its thirds are the first row, and maps the second.
+    """
     names = [*shapes.readings, *shapes.curves]
     sources = list(dict.fromkeys(source_of(name) for name in names))
     if len(sources) > 1:
         return [_panels(shapes, source, ACROSS) for source in sources[:2]]
+    if deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
+        return [row for row in (_depth_panels(shapes, deep[0]), _maps(shapes)) if row]
     panels = _panels(shapes, sources[0], 2 * ACROSS)
     return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
 
@@ -101,6 +111,27 @@ def _panels(shapes: Shapes, source: str, room: int) -> list[Panel]:
     ]
 
 
+def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
+    found = depths(shapes, name)
+    section = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
+    return [
+        Panel(
+            name,
+            group.note,
+            partial(_depth, shapes=shapes, name=name, number=number, bar=number == len(found) - 1),
+            title=group.title,
+            section=section,
+        )
+        for number, group in enumerate(found)
+    ]
+
+
+def _maps(shapes: Shapes) -> list[Panel]:
+    parts = {name for names in shapes.shares.values() for name in names}
+    shown = [reading for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
+    return [_map_panel(shapes, reading) for reading in shown[:ACROSS]]
+
+
 def _shares_panel(shapes: Shapes, stem: str) -> Panel:
     empty = bool(np.isnan(layer_means(shapes, shapes.shares[stem])[0]).any())
     return Panel(stem, "", partial(draw_shares, shapes=shapes, stem=stem), empty)
@@ -115,8 +146,17 @@ def _map(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
     draw_map(axes, shapes, shapes.readings[name], named=named)
 
 
+def _depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool, named: bool) -> None:
+    draw_depth(axes, shapes=shapes, name=name, number=number, bar=bar)
+    _name_formula(axes, shapes, name)
+
+
 def _fan(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
     draw_fan(axes, shapes, name)
+    _name_formula(axes, shapes, name)
+
+
+def _name_formula(axes: Axes, shapes: Shapes, name: str) -> None:
     # not along the side, where the colour bar of the picture beside it stands
     if len(formula := clean(shapes.info(name).formula)) <= FORMULA:
         axes.set_xlabel(f"{formula} over {axes.get_xlabel()}", labelpad=1.5)
@@ -148,7 +188,7 @@ def _section(figure: Figure, title: str, ceiling: float, height: float) -> None:
 
 
 def _title(axes: Axes, letter: str, panel: Panel) -> None:
-    axes.set_title(f"{letter}  {fitted(heading(panel.name), 32)}", weight="bold", pad=15, color=INK)
+    axes.set_title(f"{letter}  {fitted(panel.title or heading(panel.name), 32)}", weight="bold", pad=15, color=INK)
     axes.annotate(
         panel.note,
         xy=(0, 1),

@@ -4,6 +4,7 @@ from attnlens.records.calls import Call
 from attnlens.records.coverage import Coverage, Skipped
 from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
 from attnlens.records.measures import Head, HeadId, Measure, Null, Record
+from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
 from attnlens.records.report import (
     Conventions,
     Environment,
@@ -20,6 +21,7 @@ from attnlens.records.report import (
     read_report,
 )
 from attnlens.records.swaps import (
+    CONVENTIONS,
     PARTS,
     PATHS,
     SWEEPS,
@@ -37,6 +39,7 @@ from attnlens.records.swaps import (
 from attnlens.records.tensors import Part, QueryKey, Site, Source
 
 __all__ = [
+    "CONVENTIONS",
     "PARTS",
     "PATHS",
     "SWEEPS",
@@ -54,15 +57,19 @@ __all__ = [
     "HeadId",
     "Healing",
     "HealingStep",
+    "KeyRank",
     "Measure",
     "ModelInfo",
     "Null",
     "Outcome",
     "Pair",
     "Part",
+    "Plan",
+    "PlanStep",
     "QueryKey",
     "Record",
     "Report",
+    "Rise",
     "Settings",
     "Site",
     "SiteCheck",
@@ -78,5 +85,6 @@ __all__ = [
     "Tool",
     "Trajectory",
     "json_schema",
+    "read_plan",
     "read_report",
 ]

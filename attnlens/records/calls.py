@@ -98,4 +98,5 @@ class Call:
             bias=None if self.bias is None else self.bias.expand(batch, *self.bias.shape[1:]),
             softcap=self.softcap,
             sinks=self.sinks,
+            value=self.value,
         )

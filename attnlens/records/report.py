@@ -14,6 +14,7 @@ from attnlens.files import write_atomically
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Number, Record
+from attnlens.records.plans import Plan
 from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
 
@@ -225,6 +226,8 @@ class Report(Record):
     """What another kernel did to the model (`swap-kernel`)."""
     more_swaps: list[Swap] = []
     """What the further kernels did, where several were compared."""
+    plan: Plan | None = None
+    """The ranks that a budget allows (`swap-kernel --budget`)."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `verify`)."""
     timings: dict[str, Number] = {}

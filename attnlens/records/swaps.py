@@ -13,6 +13,8 @@ PATHS = ("auto", "eager", "fused")
 """How a kernel can be asked to be computed."""
 SWEEPS = ("heads", "layers")
 """What can be swapped one by one."""
+CONVENTIONS = ("paper", "code")
+"""How the KSVD objective can be counted."""
 Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
 
 
@@ -126,6 +128,10 @@ class Healing(Record):
     """Largest learning rate of AdamW."""
     curve: list[HealingStep]
     """Step by step, as far as it was measured."""
+    eta: Number | None = None
+    """Weight η of the KSVD regulariser in the training loss; None for kernels without one."""
+    ksvd_convention: Literal["paper", "code"] | None = None
+    """How its objective J is counted: the paper's sums, or the published code's means with Λ²."""
 
 
 class Swap(Outcome):

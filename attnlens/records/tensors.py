@@ -69,6 +69,8 @@ class QueryKey:
     """Tokens: scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
     sinks: Float[Tensor, " heads"] | None = None
     """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
+    value: Float[Tensor, "*batch kv_heads n value_dim"] | None = None
+    """Tokens: what the attention sums up, one for each *key* head; None where only queries and keys are known."""
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads n head_dim"]:
@@ -76,6 +78,11 @@ class QueryKey:
         if self.key_of == tuple(range(self.key.shape[-3])):
             return self.key
         return self.key[..., list(self.key_of), :, :]
+
+    @property
+    def paired_value(self) -> Float[Tensor, "*batch heads n value_dim"] | None:
+        """The values, repeated in the same way."""
+        return None if self.value is None else self.value[..., list(self.key_of), :, :]
 
     @cached_property
     def logits(self) -> Float[Tensor, "*batch heads n n"]:
@@ -94,13 +101,18 @@ class QueryKey:
             total = total.logaddexp(self.sinks.double()[:, None, None])
         return (masked - total).exp().nan_to_num(nan=0.0)
 
+    @cached_property
+    def shared(self) -> dict[str, Tensor]:
+        """What one analyzer has computed of this QueryKey and another asks for as well, by name."""
+        return {}
+
     @property
     def bilinear(self) -> bool:
         """Whether the logits are exactly scale · q kᵀ, so that head_dim cores may replace the n × n matrix."""
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:
-        """The same site with only the heads at these indices (all key heads stay: `key_of` points at them)."""
+        """The same site with only the heads at these indices (key heads and values stay: `key_of` points at them)."""
         index = list(heads)
         return replace(
             self,
@@ -121,6 +133,7 @@ class QueryKey:
             key=self.key[rows][:, :, keys],
             allowed=None if self.allowed is None else self.allowed[rows][:, :, queries][..., keys],
             bias=None if self.bias is None else self.bias[rows][:, :, queries][..., keys],
+            value=None if self.value is None else self.value[rows][:, :, keys],
         )
 
 

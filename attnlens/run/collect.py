@@ -24,11 +24,12 @@ from attnlens.records import (
     Null,
     Site,
     Skipped,
+    Source,
     Standout,
     Summary,
     Tool,
 )
-from attnlens.registry import Analyzer, MeasureInfo, Readings, measure_infos
+from attnlens.registry import Analyzer, MeasureInfo, Readings, measure_infos, measure_sources
 from attnlens.statistics import Stream, robust_z
 
 STANDOUT_SCORE = 3.5
@@ -56,10 +57,11 @@ class Draft:
         return {name: curve for name, curve in self.curves.items() if not any(step != step for step in curve)}
 
     @property
-    def sources(self) -> set[str]:
+    def sources(self) -> set[Source]:
         """The sources of which it has a value."""
         names = [name for name, measure in self.measures.items() if measure.value is not None]
-        return {name.partition(".")[0] for name in (*names, *self.whole_curves)}
+        known = measure_sources()
+        return {known[name] for name in (*names, *self.whole_curves)}
 
     @property
     def record(self) -> Head:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks
-from attnlens.attention import weights
+from attnlens.attention import attend, weights
+from attnlens.attention.primal import features
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
-from attnlens.registry import Fit
+from attnlens.registry import Fit, OutputFit
 from attnlens.texts import Batch, Batches
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -133,15 +134,20 @@ def _solvable(
     swaps: Mapping[Site, hooks.Swap],
     batches: Iterable[Batch],
     progress: Callable[[int], None],
-) -> dict[Site, Fit]:
+) -> dict[Site, Fit | OutputFit]:
     """The fit of every swapped site, which has seen the head's own queries and keys."""
-    fits: dict[Site, Fit] = {}
+    fits: dict[Site, Fit | OutputFit] = {}
     for site, swap in swaps.items():
         if swap.kernel.info.fit is not None:
             fits[site] = swap.kernel.info.fit(**swap.kernel.parameters)
 
     def add(site: Site, part: Call) -> None:
-        fits[site].update(part.query, part.paired_key, part.scale, part.visible())
+        found = fits[site]
+        if isinstance(found, OutputFit):
+            seen = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
+            found.observe(seen.query, seen.key, seen.kept, attend(part, hooks.OWN).transpose(1, 2))
+        else:
+            found.update(part.query, part.paired_key, part.scale, part.visible())
 
     _each(loaded, sites, swaps, batches, add, progress)
     return fits

@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks
 from attnlens.attention import Path
+from attnlens.attention.primal import penalty
 from attnlens.errors import ModelError, TextError
+from attnlens.kernels import Kernel
+from attnlens.ksvd import Convention
 from attnlens.models import Loaded
-from attnlens.records import Healing, HealingStep, Site, Task
+from attnlens.records import Call, Healing, HealingStep, Site, Task
 from attnlens.run.fit import unfitted
 from attnlens.run.tasks import asking, logits_of, states_of
 from attnlens.run.trainable import outputs_with, trainable
@@ -46,7 +49,7 @@ class Trained:
     change: Tensor
     """What is added to it, float32 and a leaf."""
     mask: Tensor | None = None
-    """1 where a weight belongs to W_Q or W_K of the swapped heads; None: everywhere."""
+    """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
 
     @property
     def value(self) -> Tensor:
@@ -64,6 +67,10 @@ class Healer:
     swaps: dict[Site, hooks.Swap]
     task: Task
     path: Path
+    eta: float | None = None
+    """Weight of the KSVD regulariser, for kernels that have one; None for the others."""
+    convention: Convention = "paper"
+    """How its objective J is counted."""
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
     interrupted: bool = False
@@ -77,6 +84,8 @@ class Healer:
         if not masks:
             raise ModelError("No weight of this model makes queries and keys alone.", "Swap without --heal.")
         self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
+        if self.convention == "code":
+            self.swaps = {site: _as_code(swap) for site, swap in self.swaps.items()}
         named = dict(self.loaded.model.named_parameters())
         self.weights = {
             name: Trained(named[name], torch.zeros_like(named[name], dtype=torch.float32, requires_grad=True), mask)
@@ -84,7 +93,11 @@ class Healer:
         }
         for site, swap in self.swaps.items():
             self.parameters[site] = {
-                name: Trained(part.float(), torch.zeros_like(part, dtype=torch.float32, requires_grad=True))
+                name: Trained(
+                    part.float(),
+                    torch.zeros_like(part, dtype=torch.float32, requires_grad=True),
+                    _step(name, swap.kernel, self.convention),
+                )
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.info.trainable
             }
@@ -101,6 +114,11 @@ class Healer:
         of_weights = sum(int(part.mask.sum()) for part in self.weights.values() if part.mask is not None)
         return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
 
+    @property
+    def regularised(self) -> dict[str, object]:
+        """The regulariser's fields of a Healing."""
+        return {} if self.eta is None else {"eta": self.eta, "ksvd_convention": self.convention}
+
     def healed_swaps(self) -> dict[Site, hooks.Swap]:
         """The swaps with the kernels' parameters as trained so far."""
         return {
@@ -113,12 +131,32 @@ class Healer:
             for site, swap in self.swaps.items()
         }
 
-    def distance(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Mean KL(original ‖ swapped) over real tokens in nats, or a headless model's mean 1 − cosine."""
+    def loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What training minimises: the distance, and for primal attention + η·ΣJ² (Chen et al. 2023, section 3.3)."""
+        if not self.eta:
+            return self.distance(inputs)
+        penalties: list[Tensor] = []
+        distance = self.distance(inputs, penalties)
+        each = torch.stack(penalties)
+        return distance + self.eta * (each.sum() if self.convention == "paper" else each.mean())
+
+    def distance(self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None = None) -> Tensor:
+        """Mean KL(original ‖ swapped) over real tokens in nats, or a headless model's mean 1 − cosine.
+
+        Each primal layer's regulariser is added to `penalties`, where there is a list.
+        """
         with torch.no_grad():
             own = self._outputs(hooks.forward(self.loaded.model, inputs, **asking(self.task)), inputs)
         values = {name: part.value for name, part in self.weights.items()}
-        with hooks.replace(self.loaded.model, self.sites, self.healed_swaps(), self.path):
+        swaps = self.healed_swaps()
+
+        def visit(site: Site, call: Call) -> None:
+            swap = swaps[site]
+            if penalties is not None:
+                part = call if swap.heads is None else call.select(swap.heads)
+                penalties.append(penalty(part, swap.kernel, self.convention))
+
+        with hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit):
             new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)
         if self.task == "hidden":
             return (1 - nn.functional.cosine_similarity(own, new, dim=-1)).mean()
@@ -134,6 +172,28 @@ class Healer:
     def values(self) -> dict[str, Tensor]:
         """The trained weights by name."""
         return {name: part.value.detach() for name, part in self.weights.items()}
+
+
+def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
+    """By how much a change of W_e's and W_r's columns is scaled: √σ, σ of the mean over tokens.
+
+    J has the curvature C/σ in a column: an optimiser's equal steps would leap out of its valley where σ is small.
+    """
+    if name not in ("query_map", "key_map"):
+        return None
+    of = kernel.fitted
+    power = 1.0 if convention == "code" else 0.5
+    length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
+    return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
+
+
+def _as_code(swap: hooks.Swap) -> hooks.Swap:
+    """The same swap with √(nΛ) in the place of Λ, n the length of a sequence: J in the code's convention is 0 there."""
+    kernel = swap.kernel
+    if kernel.info.form != "output":
+        return swap
+    changed = (kernel.fitted["log_multipliers"] + kernel.fitted["tokens"].log()[:, None]) / 2
+    return hooks.Swap(kernel.with_fitted({**kernel.fitted, "log_multipliers": changed}), swap.heads)
 
 
 @contextmanager
@@ -174,7 +234,7 @@ def heal(
             order = order or torch.randperm(len(train), generator=generator).tolist()
             optimiser.zero_grad()
             with torch.enable_grad():
-                healer.distance(train[order.pop()].inputs).backward()  # type: ignore[no-untyped-call]
+                healer.loss(train[order.pop()].inputs).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(healer.leaves, 1.0)
             optimiser.step()
             schedule.step()
@@ -189,7 +249,8 @@ def heal(
             raise
         healer.interrupted = True
     best.restore()
-    return Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=LEARNING_RATE, curve=curve)
+    found = Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=LEARNING_RATE, curve=curve)
+    return found.model_copy(update=healer.regularised)
 
 
 @dataclass

@@ -16,6 +16,11 @@ from attnlens.records import Call, Site, SiteSwap
 
 ROWS = 256
 """Rows of the attention matrix that are written out at once."""
+PRIMAL = (
+    "Primal attention maps each token's own e- and r-scores to the output and reads no values; where the mask is "
+    "causal the scores are those of running means of queries and keys, without a mask a token sees no other (samples "
+    "apart)."
+)
 CONSTANT = 1e-4
 """Relative spread of ‖k‖ below which keys have one length; more where the type rounds by more."""
 
@@ -31,10 +36,24 @@ class Local:
     sinking: int = 0
     constant: int = 0
     """At how many sites scores are capped, biased, compete with a sink, or keys have one length."""
+    bounded: int = 0
+    """At how many sites there are fewer scores than asked for."""
+
+    def count(self, call: Call, kernel: Kernel) -> None:
+        """Note what is special about a site."""
+        self.bounded += _bounded(kernel)
+        self.capped += call.softcap is not None
+        self.biased += call.bias is not None
+        self.sinking += call.sinks is not None
+        norms = call.key.double().norm(dim=-1)
+        spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
+        self.constant += bool((norms.std(-1) <= spread * norms.mean(-1)).all())
 
     def notes(self, kernel: Kernel) -> list[str]:
         """What a reader must know, one sentence each."""
         total = len(self.sites)
+        if kernel.info.form == "output":
+            return self._of_output(kernel, total)
         notes = []
         if self.capped:
             kept = "is read through the model's softcap" if kernel.info.form == "score" else "replaces it whole"
@@ -52,6 +71,19 @@ class Local:
             )
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
+        return notes
+
+    def _of_output(self, kernel: Kernel, total: int) -> list[str]:
+        """The notes on a kernel without scores of a query and a key."""
+        notes = [PRIMAL]
+        if self.capped or self.biased or self.sinking:
+            notes.append("What the model adds to its scores (softcap, position bias, sinks) has no place in it.")
+        if self.bounded:
+            asked = f"{kernel.parameters['scores']:.0f} scores were asked for"
+            bound = "the number of samples" if kernel.parameters["samples"] else "head_dim"
+            notes.append(
+                f"{asked}; at {self.bounded} of {total} sites {bound} bounds their rank, and there are no more."
+            )
         return notes
 
 
@@ -85,20 +117,23 @@ def locally(
                 off_simplex=_off_simplex(part, swap.kernel, inputs),
             )
         )
-        found.capped += part.softcap is not None
-        found.biased += part.bias is not None
-        found.sinking += part.sinks is not None
-        norms = part.key.double().norm(dim=-1)
-        spread = max(CONSTANT, 2 * torch.finfo(part.key.dtype).eps)
-        found.constant += bool((norms.std(-1) <= spread * norms.mean(-1)).all())
+        found.count(part, swap.kernel)
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         hooks.forward(loaded.model, inputs)
     return found
 
 
+def _bounded(kernel: Kernel) -> bool:
+    return kernel.info.form == "output" and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"]
+
+
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Mean over real tokens' rows of Σ max(−w, 0) / Σ |w|; 0 for a positive kernel, None where a row is not finite."""
+    """Mean over real tokens' rows of Σ max(−w, 0) / Σ |w|; 0 for a positive kernel, None where a row is not finite and
+    where there are no rows.
+    """
+    if kernel.info.form == "output":
+        return None
     if not kernel.signed:
         return 0.0
     shares = []

@@ -11,7 +11,7 @@ from typing import Unpack, cast
 from attnlens import models, texts
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings
-from attnlens.run import arguments
+from attnlens.run import arguments, budget
 from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
 from attnlens.run.tasks import feed, task_of
@@ -39,8 +39,8 @@ def swap_kernel(
     """The loss, predictions and hidden states of a model under other kernels, against the model itself.
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared, each also in its
-    symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, calibration, save, allow_signed)
-    and of `load`. Raises UsageError, ModelError, TextError, OutputError, IdentityError, Interrupted.
+    symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, budget, calibration, save,
+    allow_signed) and of `load`. Raises UsageError, ModelError, TextError, OutputError, IdentityError, Interrupted.
     """
     start = time.perf_counter()
     loading = cast("models.Loading", {name: more.get(name) for name in models.Loading.__annotations__ if name in more})
@@ -75,12 +75,15 @@ def _prepared(
     """The run with its texts cut: what is evaluated, and behind it, or elsewhere, what is calibrated on."""
     cut = partial(texts.batches, loaded, tokens=asked.tokens, batch_size=batch_size, seed=asked.seed)
     evaluated = cut(content, sequences=asked.sequences or 1, pack=asked.pack is not False)
+    task = task_of(loaded.model)
     calibrated = None
+    if wish.budget is not None:
+        budget.check_task(task)
     if wish.calibrates:
         same, packed = other.text == content.text, asked.pack is not False
         calibrated = cut(
             other,
-            sequences=HEALING if wish.heal else FITTING,
+            sequences=HEALING if wish.heal else FITTING if wish.budget is None else budget.SEQUENCES,
             skip=evaluated.sequences if same and packed else 0,
             start=evaluated.end if same else 0,
             skip_noise=evaluated.sequences,
@@ -88,7 +91,6 @@ def _prepared(
         if not same:
             _refuse_shared(evaluated, calibrated)
         asked = asked.model_copy(update={"calibration": calibrated.text})
-    task = task_of(loaded.model)
     fed = feed(loaded, evaluated, task, asked.seed)
     return Swapping(loaded, wish, arguments.fed(asked, evaluated), task, fed, calibrated, progress)
 

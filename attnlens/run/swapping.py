@@ -13,7 +13,8 @@ from torch import Tensor
 from attnlens import hooks, models, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.kernels import Kernel
-from attnlens.records import Coverage, Healing, Pair, Report, Settings, Site, Stage, Summary, Swap, Task
+from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Stage, Summary, Swap, Task
+from attnlens.run.budget import Budgeting, Choice, budget_work
 from attnlens.run.checks import check_numbers, refuse_initialised
 from attnlens.run.collect import environment, peak_memory, tool
 from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, tokens_in
@@ -23,6 +24,7 @@ from attnlens.run.gates import leaks
 from attnlens.run.heal import Healer, changed_weights, heal
 from attnlens.run.inspect import Progress
 from attnlens.run.local import Local, locally, mean_of
+from attnlens.run.plan import planned
 from attnlens.run.saved import save_swapped
 from attnlens.run.sweep import sweep, units
 from attnlens.run.tasks import MEANINGS, Fed
@@ -47,6 +49,8 @@ class Candidate:
     """How it was healed."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Healed weights by name."""
+    choice: Choice | None = None
+    """The ranks that a budget allows."""
 
     @property
     def last(self) -> Swaps:
@@ -71,6 +75,7 @@ class Swapping:
     identity_error: float = 0.0
     own_peak: int | None = None
     interrupted: bool = False
+    plan: Plan | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> list[Swap]:
@@ -95,6 +100,10 @@ class Swapping:
         if self.wish.heal and self.calibrated is not None:
             with self._timed("heal"):
                 self._heal(candidates[0], self.calibrated)
+        if (choice := candidates[0].choice) is not None and self.wish.budget is not None:
+            with self._timed("plan"):
+                work = self.loaded, choice, self.wish.budget, self.settings, self.fed[0].inputs
+                self.plan = planned(*work, candidates[0].found)
         with self._timed("sites"):
             local = [locally(self.loaded, self.sites, c.last, probe, self.wish.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
@@ -149,6 +158,12 @@ class Swapping:
         """Those asked for; where several are compared, each also in its symmetric form (Tsai et al. 2019, Table 2)."""
         crossing = next((site for site in self.chosen if site.part == "cross"), None)
         for kernel in self.wish.kernels:
+            if crossing and kernel.info.form == "output":
+                raise UsageError(
+                    f"{kernel.info.name} has no meaning in cross-attention ({crossing.name}): "
+                    "its e- and r-scores would belong to the tokens of two sequences.",
+                    "Choose --part encoder or --part decoder.",
+                )
             modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
             if crossing and modifier:
                 raise UsageError(
@@ -157,7 +172,10 @@ class Swapping:
                 )
         if len(self.wish.kernels) == 1 or crossing:
             return self.wish.kernels
-        both = [(kernel, replace(kernel, tie=kernel.tie or "symmetric")) for kernel in self.wish.kernels]
+        both = [
+            (kernel, kernel if kernel.info.form == "output" else replace(kernel, tie=kernel.tie or "symmetric"))
+            for kernel in self.wish.kernels
+        ]
         return list({one.spelling: one for pair in both for one in pair}.values())
 
     def _swaps(self, kernel: Kernel) -> Swaps:
@@ -179,6 +197,12 @@ class Swapping:
         wanted = info.needs_fit or (self.wish.fit and candidate.kernel.tie is None)
         if self.calibrated is None or info.fit is None or not wanted:
             return
+        if self.wish.budget is not None:
+            tell = self._teller("budget", budget_work(self.calibrated))
+            asked = self.loaded, self.sites, candidate.last, self.task, self.wish.path, self.settings.seed, tell
+            candidate.choice = Budgeting(*asked).choose(self.calibrated, self.wish.budget)
+            candidate.stages["swapped"] = candidate.choice.swaps
+            return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
         candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
@@ -195,7 +219,9 @@ class Swapping:
 
     def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
         model = self.loaded.model
-        healer = Healer(self.loaded, self.sites, candidate.last, self.task, self.wish.path)
+        healer = Healer(
+            self.loaded, self.sites, candidate.last, self.task, self.wish.path, self.wish.eta, self.wish.convention
+        )
         tell = self._teller("heal", self.wish.heal)
         evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
         with enough_memory(model, calibrated.batches[0].inputs, None):
@@ -213,14 +239,16 @@ class Swapping:
         variant = self._variant(candidate.last, candidate.weights)
         with variant():
             peak = peak_of(self.loaded.model, self._pass)
+        if candidate.kernel.info.form == "output":
+            reasons["off_simplex"] = "there is no attention matrix"
         if peak is None:
             reasons["peak_memory_bytes"] = "this platform does not tell it"
         fitted = next(iter(candidate.last.values())).kernel.fitted
         kernel = candidate.kernel
         return Swap(
-            kernel=kernel.spelling,
+            kernel=kernel.spelling if candidate.choice is None else kernel.info.name,
             formula=kernel.formula,
-            parameters=dict(kernel.parameters),
+            parameters=dict(kernel.parameters) if candidate.choice is None else {},
             fitted=sorted(fitted),
             task=self.task,
             sites=local.sites,
@@ -268,6 +296,7 @@ class Swapping:
             summary=Summary(identity_error=self.identity_error),
             swap=swaps[0],
             more_swaps=swaps[1:],
+            plan=self.plan,
             timings=self.timings,
             peak_memory_bytes=peak_memory(),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -12,13 +13,19 @@ from attnlens import models
 from attnlens.attention import Path as Route
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
-from attnlens.records import PARTS, PATHS, SWEEPS, Part
+from attnlens.ksvd import Convention
+from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS, Part
 from attnlens.registry import checked_name
 from attnlens.run import arguments
+from attnlens.run.budget import parsed_budget
 from attnlens.run.fit import check_fit
 from attnlens.run.saved import check_folder
 
 Unit = Literal["heads", "layers"]
+MOST_DIRECTIONS = 65536
+"""A rank that cuts nothing in any head."""
+ETA = 0.1
+"""η of the published code for language modelling; 0.01 for Long Range Arena."""
 
 
 class Wishes(models.Loading, total=False):
@@ -36,6 +43,12 @@ class Wishes(models.Loading, total=False):
     """Train W_Q and W_K of the swapped heads for so many steps."""
     calibration: arguments.Words
     """Text files for fit and heal; without them, what follows the evaluated text."""
+    eta: float | None
+    """Weight of the KSVD regulariser in healing primal attention (default 0.1, of the published language model)."""
+    ksvd_convention: str
+    """How its objective is counted: "paper" (sums, default) or "code" (means, Λ squared)."""
+    budget: str | None
+    """Choose the rank of each key head: the smallest ones whose rise of the loss stays within it, as in "loss:1%"."""
     save: str | os.PathLike[str] | None
     """Write the swapped model into this new folder."""
     allow_signed: bool
@@ -55,6 +68,11 @@ class Wish:
     heal: int
     calibration: list[str]
     save: Path | None
+    budget: float | None
+    """As a share of the loss."""
+    eta: float | None
+    """None where nothing is regularised."""
+    convention: Convention
 
     @classmethod
     def of(cls, kernels: arguments.Words, given: Mapping[str, Any]) -> Wish:
@@ -64,8 +82,12 @@ class Wish:
         spellings = dict.fromkeys(arguments.words("kernels", kernels))
         allow = bool(given.get("allow_signed", False))
         save = given.get("save")
+        budget = given.get("budget")
+        if budget is not None:
+            spellings = dict.fromkeys([_without_rank(list(spellings))])
+        kernels_asked = [parsed(words, allow_signed=allow) for words in spellings]
         wish = cls(
-            kernels=[parsed(words, allow_signed=allow) for words in spellings],
+            kernels=kernels_asked,
             part=cast("Part | None", _one_of("part", given.get("part"), PARTS)),
             path=cast("Route", _one_of("path", given.get("path", "auto"), PATHS)),
             sweep=cast("Unit | None", _one_of("sweep", given.get("sweep"), SWEEPS)),
@@ -73,6 +95,9 @@ class Wish:
             heal=arguments.whole("heal", given.get("heal", 0), 0),
             calibration=arguments.words("calibration", given.get("calibration", ())),
             save=None if save is None else Path(save),
+            budget=None if budget is None else parsed_budget(budget),
+            eta=_eta(given, kernels_asked),
+            convention=cast("Convention", _one_of("convention", given.get("ksvd_convention", "paper"), CONVENTIONS)),
         )
         wish._check()
         return wish
@@ -100,6 +125,34 @@ class Wish:
     def calibrates(self) -> bool:
         """Whether calibration text is needed."""
         return self.fit or self.heal > 0 or any(kernel.info.needs_fit for kernel in self.kernels)
+
+
+def _without_rank(kernels: list[str]) -> str:
+    """The spelling that stands for `rank` until the ranks are chosen; raises UsageError for any other kernel."""
+    if kernels != ["rank"]:
+        raise UsageError(
+            f"A budget chooses the ranks of the kernel rank and of no other ({', '.join(kernels) or 'none is named'}).",
+            "Write --kernel rank --budget loss:1%.",
+        )
+    return f"rank:{MOST_DIRECTIONS}"
+
+
+def _eta(given: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
+    """η where primal attention is healed; raises UsageError where it, or its convention, is given for nothing."""
+    regularised = bool(given.get("heal")) and any(kernel.info.form == "output" for kernel in kernels)
+    eta = given.get("eta")
+    if not regularised:
+        if eta is not None or given.get("ksvd_convention", "paper") != "paper":
+            raise UsageError(
+                "Only the healing of primal attention is regularised by KSVD.",
+                "Use --eta and --ksvd-convention with --kernel primal:… and --heal.",
+            )
+        return None
+    if eta is None:
+        return ETA
+    if not math.isfinite(eta) or eta < 0:
+        raise UsageError(f"eta must be 0 or more, not {eta:g}.", f"The published code has 0.01 to {ETA:g}.")
+    return float(eta)
 
 
 def _one_of(what: str, word: str | None, known: tuple[str, ...]) -> str | None:

@@ -11,10 +11,11 @@ import numpy as np
 
 from attnlens.plots.swaps.healing import draw_healing
 from attnlens.plots.swaps.kernels import draw_kernels, effect_of
+from attnlens.plots.swaps.ranks import draw_ranks
 from attnlens.plots.swaps.sites import ACROSS, draw_lines, draw_sites
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, of_heads
-from attnlens.records import Healing, Report, Swap
+from attnlens.records import Healing, Plan, Report, Swap
 from attnlens.tables.swaps.facts import UNITS
 from attnlens.tables.swaps.pairs import Compared, compared
 from attnlens.wording import clean
@@ -53,7 +54,7 @@ class Panel:
 
 def panels(report: Report) -> list[Panel]:
     """The panels of the overview, in order."""
-    return list(_several(report) if report.more_swaps else _one(report.swaps[0]))
+    return list(_several(report) if report.more_swaps else _one(report.swaps[0], report.plan))
 
 
 def pictures(report: Report) -> list[Panel]:
@@ -64,13 +65,15 @@ def pictures(report: Report) -> list[Panel]:
     return found + [_sweep(swap, name) for swap, name in zip(swept, names, strict=True)]
 
 
-def _one(swap: Swap) -> Iterator[Panel]:
+def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
     hidden = swap.task == "hidden"
     name = "distance by stage" if hidden else "loss by stage"
     note = "dashed: the original" if hidden else "bars: 95 % interval of the difference; dashed: the original"
     yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), left=0.62)
     note = "on the original's queries, keys and values"
     yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
+    if plan is not None:
+        yield _ranks(plan)
     if swap.sweep:
         yield _sweep(swap, "sweep")
     if swap.healing is not None:
@@ -113,6 +116,17 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     wide = float(np.clip(0.36 * columns, 3.4, 8)) if heads else 4.6
     title = f"each {'head' if heads else 'layer'} alone"
     return Panel(stem, title, note, caption, partial(draw_sweep, swap=swap), layers, wide=wide, bar=heads)
+
+
+def _ranks(plan: Plan) -> Panel:
+    caption = (
+        f"Ranks chosen for a rise of the loss by {100 * plan.budget:g} % at most: {plan.mean_rank:.1f} of "
+        f"{plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
+    )
+    layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
+    wide = float(np.clip(0.36 * heads, 3.4, 8))
+    note = f"mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
+    return Panel("ranks", "rank by head", note, caption, partial(draw_ranks, plan=plan), layers, wide=wide, bar=True)
 
 
 def _healing(swap: Swap, healing: Healing) -> Panel:

@@ -93,7 +93,8 @@ def reach(report: Report) -> str:
 def kernel(swap: Swap) -> str:
     """`rbf:gamma=0.5: log k = …`, and which parameters were fitted."""
     fitted = f"; fitted per head: {listed(swap.fitted)}" if swap.fitted else ""
-    return f"{clean(swap.kernel)}: log k = {clean(swap.formula)}{fitted}"
+    left = "" if swap.formula.startswith("output") else "log k = "
+    return f"{clean(swap.kernel)}: {left}{clean(swap.formula)}{fitted}"
 
 
 def proof(swaps: Sequence[Swap]) -> str:
@@ -149,6 +150,10 @@ def healing(found: Healing, unit: str) -> list[str]:
         f"Healing: {found.steps} steps asked for, {found.curve[-1].step if found.curve else 0} done, "
         f"step {found.best} kept; {found.parameters:,} numbers trained, learning rate {rate}"
     ]
+    if found.eta is not None:
+        lines.append(
+            f"Training loss: the distance + {found.eta:g} · the KSVD regulariser, as in the {found.ksvd_convention}"
+        )
     distances = {step.step: step.validation for step in found.curve if step.validation is not None}
     if distances and found.best in distances:
         first, best = distances[min(distances)], distances[found.best]

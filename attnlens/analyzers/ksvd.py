@@ -1,0 +1,205 @@
+"""How far is a head's attention a low-rank kernel SVD, and do its values lie where that SVD would put them?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnlens.records import QueryKey
+from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from attnlens.ksvd import Dual
+
+SHARE = 0.9
+"""Share of ‖K‖² that the s leading components hold at least: the s of value_alignment and asymmetry, head by head."""
+LAWS = ("flat", "exponential", "power")
+"""What linalg.decay_law calls 0, 1 and 2."""
+NO_KERNEL = "all queries or all keys are zero"
+NO_ATTENTION = "no query may see a key"
+OTHER_LAW = "no sequence's singular values follow that law clearly"
+
+
+def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: float | str | bool) -> MeasureInfo:
+    """A scalar that cross-attention has as well, and that has no null among Gaussian weights."""
+    settings = {"low": 0, "self_only": False, "has_null": False} | rest
+    return MeasureInfo(f"ksvd.{name}", meaning, formula, missing=missing, **settings)  # type: ignore[arg-type]
+
+
+def _curves(matrix: str, words: str, symbol: str, headline: bool = False) -> tuple[MeasureInfo, ...]:
+    """The cumulative singular values of a matrix, of the first power and squared."""
+    settings = {"low": 0.0, "high": 1.0, "curve": True, "self_only": False, "has_null": False}
+    first = MeasureInfo(
+        f"ksvd.{matrix}_spectrum",
+        f"share of the singular values of {words} in its k largest",
+        f"(σ₁ + … + σₖ)/Σσ of {symbol}",
+        headline=headline,
+        by_depth=headline,
+        **settings,  # type: ignore[arg-type]
+    )
+    energy = MeasureInfo(
+        f"ksvd.{matrix}_energy",
+        f"share of the squared singular values of {words} in its k largest",
+        f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
+        **settings,  # type: ignore[arg-type]
+    )
+    return first, energy
+
+
+COSINE = "the cosine kernel K_ij = cos(q_i, k_j), of all pairs"
+TOKENS = (
+    _scalar(
+        "first_share",
+        "share of P's largest singular value (Chen et al. 2023, Figure 1, index 0)",
+        "σ₁/Σσ of the attention matrix P",
+        NO_ATTENTION,
+        high=1,
+        more="its attention is nearer to rank one than the other heads'",
+        less="its attention is farther from any low rank than the other heads'",
+    ),
+    _scalar(
+        "rank90",
+        "components that hold 90 % of the cosine kernel's squared size; at most head_dim",
+        "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
+        NO_KERNEL,
+        low=1,
+        headline=True,
+        more="its queries and keys span far more directions than the other heads'",
+        less="its queries and keys span far fewer directions than the other heads'",
+    ),
+    _scalar(
+        "value_alignment",
+        "share of the values' spread inside the s leading right singular directions of K, s = rank90; by chance s/n",
+        "‖H_rᵀV‖²/‖V‖², V centred over tokens",
+        "the values are not known, or all alike",
+        high=1,
+        headline=True,
+        more="its values lie far more in its kernel's own directions than the other heads'",
+        less="its values lie far less in its kernel's own directions than the other heads'",
+    ),
+    _scalar(
+        "asymmetry",
+        "mean angle in radians between K's s leading left and right singular spaces, s = rank90; 0 for a symmetric K",
+        "mean of arccos σ(H_eᵀH_r)",
+        NO_KERNEL,
+        high=1.5707963267948968,
+        self_only=True,
+        headline=True,
+        more="as a querent a token is seen far differently than as a key",
+        less="its kernel sees tokens far more alike as queries and as keys than the other heads'",
+    ),
+    *(
+        _scalar(
+            f"decay_{law}",
+            f"share of sequences in which P's singular values {words}",
+            formula,
+            NO_ATTENTION,
+            high=1,
+        )
+        for law, words, formula in (
+            ("flat", "are flat, by AIC", "σ_l = a fits best"),
+            ("exponential", "decay exponentially, by AIC", "σ_l = a·e^{−bl} fits best"),
+            ("power", "decay as a power, by AIC", "σ_l = a·l^{−b} fits best"),
+            ("unclear", "follow no law clearly: the two best differ by less than 2 in AIC", "1 − the other shares"),
+        )
+    ),
+    _scalar(
+        "rate_exponential",
+        "rate of P's decay over those sequences in which it is exponential",
+        "b in a·e^{−bl}",
+        OTHER_LAW,
+    ),
+    _scalar("rate_power", "rate of P's decay over those sequences in which it is a power", "b in a·l^{−b}", OTHER_LAW),
+    _scalar(
+        "residual",
+        "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong",
+        "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
+        NO_KERNEL,
+    ),
+    _scalar(
+        "objective",
+        "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved",
+        "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
+        NO_KERNEL,
+    ),
+    *_curves("attention", "the attention matrix P (Chen et al. 2023, Figure 1)", "P", headline=True),
+    *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),
+    *_curves("cosine", COSINE, "K"),
+    *_curves("centred_cosine", f"{COSINE}, without its row-sum mode", "K(I − 11ᵀ/n)"),
+)
+
+
+@analyzer("ksvd", source="tokens", measures=TOKENS)
+def of_tokens(query_key: QueryKey) -> Readings:
+    """How far is a head's attention a low-rank kernel SVD (Chen et al. 2023)?"""
+    from attnlens import ksvd, linalg
+
+    attention = linalg.attention_singular_values(query_key)
+    beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
+    queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
+    solution = ksvd.dual(queries, keys, s=keys.shape[-1])
+    centred = linalg.product_singular_values(queries, keys - keys.mean(-2, keepdim=True))
+    return {
+        "ksvd.first_share": attention[..., 0] / attention.sum(-1),
+        **_spaces(query_key, solution),
+        **_laws(attention),
+        "ksvd.residual": ksvd.residual(solution, queries, keys),
+        "ksvd.objective": _objective(solution, queries, keys),
+        **_cumulated("attention", attention),
+        **_cumulated("centred_attention", beyond),
+        **_cumulated("cosine", solution.values),
+        **_cumulated("centred_cosine", centred),
+    }
+
+
+def _spaces(query_key: QueryKey, solution: Dual) -> Readings:
+    """The rank s of K, and how its s leading right singular space lies to the values and to the left one."""
+    from attnlens import ksvd, linalg
+
+    rank = linalg.rank_at(solution.values, SHARE)
+    sizes = rank.nan_to_num(0.0)
+    none = rank * float("nan")
+    value, together = query_key.paired_value, query_key.site.part != "cross"
+    return {
+        "ksvd.rank90": rank,
+        "ksvd.value_alignment": none if value is None else ksvd.share_inside(value, solution.right, sizes),
+        "ksvd.asymmetry": ksvd.mean_angle(solution.left, solution.right, sizes) if together else none,
+    }
+
+
+def _laws(values: Float[Tensor, "*batch heads steps"]) -> Readings:
+    """Which law each sequence's spectrum follows, as shares, and the rate under each: laws can't be averaged."""
+    from attnlens import linalg
+
+    law, rate, _ = linalg.decay_law(values)
+    # a matrix of zeros follows no law, clearly or not
+    exists = values[..., 0] > 0
+    shares = {f"ksvd.decay_{name}": (law == number).to(values) for number, name in enumerate(LAWS)}
+    shares["ksvd.decay_unclear"] = law.isnan().to(values)
+    return {
+        **{name: share.where(exists, share.new_tensor(float("nan"))) for name, share in shares.items()},
+        "ksvd.rate_exponential": rate.where(law == LAWS.index("exponential"), rate.new_tensor(float("nan"))),
+        "ksvd.rate_power": rate.where(law == LAWS.index("power"), rate.new_tensor(float("nan"))),
+    }
+
+
+def _objective(solution: Dual, queries: Tensor, keys: Tensor) -> Float[Tensor, "*batch heads"]:
+    """|J|/Σσ at the primal solution."""
+    from attnlens import ksvd
+
+    found = ksvd.primal(solution, queries, keys)
+    e, r = found.e_scores(queries), found.r_scores(keys)
+    objective = ksvd.objective(e, r, found.query_weight, found.key_weight, found.multipliers)
+    return objective.abs() / solution.values.sum(-1)
+
+
+def _cumulated(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
+    """The two curves of a matrix."""
+    from attnlens import linalg
+
+    return {
+        f"ksvd.{matrix}_spectrum": linalg.cumulative(values),
+        f"ksvd.{matrix}_energy": linalg.cumulative(values.square()),
+    }

@@ -1,0 +1,171 @@
+"""Which s pairs of directions solve the kernel SVD of attention? The dual: K H_r = H_e Σ, Kᵀ H_e = H_r Σ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.ksvd.features import at_least_one
+from attnlens.linalg import over_heads
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+EPS = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class Dual:
+    """H_e, Σ and H_r of Chen et al. 2023, Theorem 3.2: the s leading singular triplets of K, per head, in float64.
+
+    Components beyond K's rank have σ = 0 and columns of zeros: their singular vectors would be arbitrary.
+    """
+
+    left: Float[Tensor, "*batch n s"]
+    """H_e, one row a query; its non-zero columns are orthonormal."""
+    values: Float[Tensor, "*batch s"]
+    """σ, descending, in the kernel's unit."""
+    right: Float[Tensor, "*batch m s"]
+    """H_r, one row a key; its non-zero columns are orthonormal."""
+    asked: int
+    """The s that was asked for; there are fewer components where K can't have that many."""
+
+    @property
+    def rank(self) -> Int[Tensor, "*batch"]:
+        """How many components are not zero."""
+        return (self.values > 0).sum(-1)
+
+    @property
+    def shortfall(self) -> str | None:
+        """Why there are fewer components than were asked for, in a sentence; None where there are as many."""
+        found = self.values.shape[-1]
+        if found >= self.asked:
+            return None
+        return f"s = {self.asked} was asked for, but K has rank {found} at most: s is {found}"
+
+    @property
+    def multipliers(self) -> Float[Tensor, "*batch s"]:
+        """Λ = Σ⁻¹, 0 where σ is 0."""
+        return torch.where(self.values > 0, 1 / torch.where(self.values > 0, self.values, 1.0), 0.0)
+
+    @property
+    def e(self) -> Float[Tensor, "*batch n s"]:
+        """The e-scores of the training queries: K H_r = H_e Σ."""
+        return self.left * self.values[..., None, :]
+
+    @property
+    def r(self) -> Float[Tensor, "*batch m s"]:
+        """The r-scores of the training keys: Kᵀ H_e = H_r Σ."""
+        return self.right * self.values[..., None, :]
+
+    def e_scores(self, rows: Float[Tensor, "*batch new m"]) -> Float[Tensor, "*batch new s"]:
+        """The e-scores of new queries from their kernel with the training keys: K(new, keys) H_r."""
+        return rows.double() @ self.right
+
+    def r_scores(self, columns: Float[Tensor, "*batch n new"]) -> Float[Tensor, "*batch new s"]:
+        """The r-scores of new keys from the training queries' kernel with them: K(queries, new)ᵀ H_e."""
+        return columns.double().mT @ self.left
+
+
+def dual(
+    query_features: Float[Tensor, "*batch n features"],
+    key_features: Float[Tensor, "*batch m features"],
+    s: int,
+    projection: Float[Tensor, "*batch sampled features"] | None = None,
+) -> Dual:
+    """The s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ, which is not formed: QR of both factors, then their core.
+
+    `projection` is F, None the identity. K has at most min(n, m, features, sampled) components, and no more are
+    returned. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F counts as 0. Raises UsageError where s < 1.
+    """
+    at_least_one("s", s)
+    left, right = _factors(query_features, key_features, projection)
+    n, m = left.shape[-2], right.shape[-2]
+    packed = over_heads(_packed_svd, left, right)
+    return _truncated(packed[..., :n, :], packed[..., n : n + m, :], packed[..., -2, :], packed[..., -1, :1], s)
+
+
+def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
+    """The s leading singular triplets of a dense K (an attention matrix, say), by its full SVD; s ≤ min(n, m).
+
+    σ up to eps · max(n, m) · σ₁ counts as 0. Raises UsageError where s < 1. `truncated` is faster for large n.
+    """
+    at_least_one("s", s)
+    matrix = matrix.double()
+    n, m = matrix.shape[-2:]
+    packed = over_heads(_packed_matrix_svd, matrix)
+    values = packed[..., -1, :]
+    return _truncated(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
+
+
+def residual(
+    solution: Dual,
+    query_features: Float[Tensor, "*batch n features"],
+    key_features: Float[Tensor, "*batch m features"],
+    projection: Float[Tensor, "*batch sampled features"] | None = None,
+) -> Float[Tensor, "*batch"]:
+    """How far a solution is from the shifted eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
+
+    √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖); NaN where K is zero. K is not formed.
+    """
+    left, right = _factors(query_features, key_features, projection)
+    return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
+
+
+def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
+    """The same for a dense K."""
+    matrix = matrix.double()
+    return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
+
+
+def _residual(
+    solution: Dual, through_right: Float[Tensor, "*batch n s"], through_left: Float[Tensor, "*batch m s"]
+) -> Float[Tensor, "*batch"]:
+    """From K H_r and Kᵀ H_e."""
+    squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
+    squares = squares + (through_left - solution.r).square().sum((-2, -1))
+    root: Tensor = (squares / (2 * solution.values.square().sum(-1))).sqrt()
+    return root
+
+
+def _factors(
+    query_features: Tensor, key_features: Tensor, projection: Tensor | None
+) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
+    """A and B with K = A Bᵀ; of an F with more rows than columns only its root R, RᵀR = FᵀF, counts."""
+    left, right = query_features.double(), key_features.double()
+    if projection is None:
+        return left, right
+    projection = projection.double()
+    if projection.shape[-2] > projection.shape[-1]:
+        projection = torch.linalg.qr(projection, mode="r").R
+    return left @ projection.mT, right @ projection.mT
+
+
+def _packed_svd(left: Tensor, right: Tensor) -> Float[Tensor, "some rows core"]:
+    """H_e over H_r over σ over the border of zero, in one tensor, as a pool over heads returns."""
+    (left_basis, left_core), (right_basis, right_core) = torch.linalg.qr(left), torch.linalg.qr(right)
+    u, values, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
+    norms = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
+    border = (EPS * left.shape[-1] * norms)[:, None, None].expand(-1, 1, values.shape[-1])
+    return torch.cat([left_basis @ u, right_basis @ vh.mT, values[:, None], border], 1)
+
+
+def _packed_matrix_svd(matrix: Tensor) -> Float[Tensor, "some rows least"]:
+    u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
+    return torch.cat([u, vh.mT, values[:, None]], 1)
+
+
+def _truncated(left: Tensor, right: Tensor, values: Tensor, border: Tensor, s: int) -> Dual:
+    """The first s components, those at or below the border as zeros."""
+    # Strict: a zero matrix has border 0 and keeps nothing.
+    kept = (values > border)[..., :s]
+    columns = kept[..., None, :]
+    return Dual(
+        left=torch.where(columns, left[..., :s], 0.0),
+        values=torch.where(kept, values[..., :s], 0.0),
+        right=torch.where(columns, right[..., :s], 0.0),
+        asked=s,
+    )

@@ -1,0 +1,143 @@
+"""What is Primal-Attention as a torch module? Scores e and r of every token, a linear map of both, and the loss J."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from attnlens.attention.primal import cosine, evenly_spaced, objectives, of_layer, running
+from attnlens.errors import UsageError
+from attnlens.kernels.spec import wide
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from attnlens.ksvd import Convention
+
+    Tokens = Float[Tensor, "batch heads tokens head_dim"]
+
+
+class PrimalHeads(nn.Module):
+    """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
+
+    For one layer's heads after the projections of queries and keys; there are no values. O(T·s) time and memory. As in
+    the published code, W_c and b are shared by the heads of a layer, and initial values are: W_e and W_r orthogonal
+    between heads (each head's ‖W‖_F is 1; the columns of one head are not orthogonal), Λ uniform in (0, 1), W_c as
+    torch's Linear. Λ is kept as its logarithm, so that it stays positive; the published code keeps it free and squares
+    it. F = I (`samples` = 0) bounds the rank by head_dim: more scores are allowed and add none. With F = X', `samples`
+    evenly spaced rows that are handed to `forward`, it is bounded by both.
+    """
+
+    def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
+        """Raises UsageError for a count below 1 (`samples`: below 0)."""
+        super().__init__()
+        for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores)):
+            if count < 1:
+                raise UsageError(f"{name} must be 1 at least, not {count}.", "Give a larger number.")
+        if samples < 0:
+            raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
+        self.samples = samples
+        size = (heads, samples or head_dim, scores)
+        self.query_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
+        self.key_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
+        # torch.rand is 0 now and then, whose logarithm is not finite
+        self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
+        self.output = nn.Linear(2 * scores, value_dim or head_dim)
+        self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def forward(
+        self,
+        query: Tokens,
+        key: Tokens,
+        *,
+        causal: bool = False,
+        kept: Bool[Tensor, "#batch #heads tokens"] | None = None,
+        rows: Float[Tensor, "batch heads tokens head_dim"] | None = None,
+    ) -> Float[Tensor, "batch heads tokens value_dim"]:
+        """The output; `kept` says which tokens are no padding, `rows` are the inputs that X' is sampled from.
+
+        `causal`: queries and keys are averaged over the tokens 0 … i before they are normalised, as in the published
+        code. Raises UsageError where rows are missing or causal and sampled.
+        """
+        query, key = wide(query), wide(key)
+        if causal:
+            query, key = running(query, kept), running(key, kept)
+        query, key = cosine(query), cosine(key)
+        if self.samples:
+            if rows is None or causal:
+                raise UsageError(
+                    "Data-dependent primal attention samples rows of the whole text, which a causal mask forbids."
+                    if causal
+                    else "Data-dependent primal attention needs the inputs that its rows are sampled from.",
+                    "Use samples=0." if causal else "Hand `rows` over.",
+                )
+            chosen = evenly_spaced(wide(rows), self.samples, kept)
+            query, key = query @ chosen.mT, key @ chosen.mT
+        e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
+        self.last = e, r, kept
+        return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
+
+    def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
+        """J of the last forward pass, by sequence and head; raises UsageError where there was none."""
+        if self.last is None:
+            raise UsageError("J belongs to a forward pass, and there was none yet.", "Run the model first.")
+        e, r, kept = self.last
+        maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
+        return objectives(e, r, *maps, kept, convention)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry no scores: they belong to a graph."""
+        return {**self.__dict__, "last": None}
+
+
+class PrimalAttention(nn.Module):
+    """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
+
+    `samples` > 0 is the paper's data-dependent F = X': each head's slice of evenly spaced rows of the input. As in the
+    published code there is no data-dependent causal form.
+    """
+
+    def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
+        """Raises UsageError for numbers that do not go together."""
+        super().__init__()
+        if heads < 1 or d_model % heads:
+            raise UsageError(f"{d_model} dimensions do not divide into {heads} heads.", "Choose a divisor of d_model.")
+        if causal and samples:
+            raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
+        self.count, self.causal = heads, causal
+        self.query, self.key, self.out = (nn.Linear(d_model, d_model) for _ in range(3))
+        self.heads = PrimalHeads(heads, d_model // heads, scores, samples=samples)
+
+    def forward(
+        self, inputs: Float[Tensor, "batch tokens d_model"], kept: Bool[Tensor, "batch tokens"] | None = None
+    ) -> Float[Tensor, "batch tokens d_model"]:
+        """The layer's output; `kept` is False at padded tokens, whose heads give zero."""
+        rows = self._split(inputs) if self.heads.samples else None
+        mask = None if kept is None else kept[:, None]
+        query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
+        found = self.heads(query, key, causal=self.causal, kept=mask, rows=rows)
+        if mask is not None:
+            found = found.masked_fill(~mask[..., None], 0.0)
+        return self.out(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Tokens:
+        return x.reshape(*x.shape[:-1], self.count, -1).transpose(1, 2)
+
+
+def objective(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
+    """What η multiplies in the training loss L + η·objective, for the last forward pass of all primal layers, ≥ 0.
+
+    paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
+    tokens with Λ²; both in the mean over the batch's sequences. Differentiable. Raises UsageError for a model without
+    primal attention or without a forward pass.
+    """
+    found = [
+        of_layer(part.objectives(convention), convention) for part in model.modules() if isinstance(part, PrimalHeads)
+    ]
+    if not found:
+        raise UsageError("This model has no primal attention.", "Build one with attnlens.primal.build.")
+    total = torch.stack(found)
+    return total.sum() if convention == "paper" else total.mean()

