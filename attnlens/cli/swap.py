@@ -67,42 +67,22 @@ AllowSigned = Annotated[
 
 
 @guarded
+@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
 def swap_kernel(
     context: typer.Context,
     model: opt.Model = None,
     kernel: Kernels = None,
-    layers: opt.Layers = None,
-    heads: opt.Heads = None,
     part: Part = None,
     sweep: Sweep = None,
     fit: Fit = False,
     heal: Heal = 0,
     path: Way = "auto",
     allow_signed: AllowSigned = False,
-    text: opt.Text = None,
     calibration: Calibration = None,
-    tokens: opt.Tokens = None,
-    sequences: opt.Sequences = 32,
-    batch_size: opt.BatchSize = 8,
-    pack: opt.Pack = True,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
     seed: opt.Seed = 0,
     save: Save = None,
-    json: opt.Json = None,
-    csv: opt.Csv = None,
-    png: opt.Png = None,
-    html: opt.Html = None,
-    markdown: opt.Markdown = None,
     strict: opt.Strict = False,
-    offline: opt.Offline = False,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    allow_pickle: opt.AllowPickle = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    no_progress: opt.NoProgress = False,
-    debug: opt.Debug = False,
+    **_shared: Any,
 ) -> None:
     """Re-run a model with another attention kernel, and measure what that does to it."""
     _swap(model, context.params)

@@ -19,6 +19,7 @@ from attnlens.records.report import (
     json_schema,
     read_report,
 )
+from attnlens.records.selections import Pick, Selection, Sentence, Space
 from attnlens.records.swaps import (
     PARTS,
     PATHS,
@@ -60,15 +61,19 @@ __all__ = [
     "Outcome",
     "Pair",
     "Part",
+    "Pick",
     "QueryKey",
     "Record",
     "Report",
+    "Selection",
+    "Sentence",
     "Settings",
     "Site",
     "SiteCheck",
     "SiteSwap",
     "Skipped",
     "Source",
+    "Space",
     "Stage",
     "Standout",
     "Summary",

@@ -14,6 +14,7 @@ from attnlens.files import write_atomically
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Number, Record
+from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
 
@@ -101,6 +102,8 @@ class Settings(Record):
     """Which layers were asked for; None means all."""
     heads: list[Count] | None = None
     """Which heads were asked for; None means all."""
+    select: str | None = None
+    """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None where selection was not looked at."""
 
     @property
     def fed(self) -> str:
@@ -227,6 +230,8 @@ class Report(Record):
     """What the further kernels did, where several were compared."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `verify`)."""
+    selections: list[Selection] = []
+    """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

@@ -69,6 +69,8 @@ class QueryKey:
     """Tokens: scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
     sinks: Float[Tensor, " heads"] | None = None
     """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
+    inputs: Float[Tensor, "*batch n d_model"] | None = None
+    """Tokens: what the attention module was called with, for those that declare the need (self-attention only)."""
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads n head_dim"]:
@@ -121,6 +123,7 @@ class QueryKey:
             key=self.key[rows][:, :, keys],
             allowed=None if self.allowed is None else self.allowed[rows][:, :, queries][..., keys],
             bias=None if self.bias is None else self.bias[rows][:, :, queries][..., keys],
+            inputs=None if self.inputs is None else self.inputs[rows][:, keys],
         )
 
 
