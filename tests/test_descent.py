@@ -310,3 +310,10 @@ def test_a_floor_stops_what_has_nothing_left_to_learn():
 
     assert (last_step(2.2e-16) < 0.01).all()
     torch.testing.assert_close(last_step(0.0), torch.full((3,), 0.1).double(), rtol=1e-6, atol=0)
+
+
+def test_without_a_floor_training_goes_on_where_every_weight_underflows():
+    drawn = draw(6, 8, 10, 3, 0)
+    result = descend(drawn.instances, starts(drawn, 10, "random")[1], 1000, normaliser="form", record=[999])
+    assert result.W.isfinite().all()
+    assert (result.log_weights.masked_fill(result.log_weights > -1, -torch.inf).amax((-2, -1)) < -1000).all()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Loss = Literal["logistic", "exponential", "log"]
 Normaliser = Literal["form", "own"]
+LARGEST = torch.finfo(torch.float64).max
 LOSSES: tuple[Loss, ...] = ("logistic", "exponential", "log")
 NORMALISERS: tuple[Normaliser, ...] = ("form", "own")
 
@@ -207,7 +208,7 @@ def descend(
             break
         D, scale = gradient(instances, seen, log_weights, loss)
         stationary = (D == 0).flatten(1).all(-1)
-        parts = _stepped(parts, D, lr, normaliser, floor * (-scale).exp())
+        parts = _stepped(parts, D, lr, normaliser, floor * (-scale).exp().clamp(max=LARGEST))  # 0 · ∞ is NaN
         progress(step + 1, iterations)
     forms, chosen, largest = (torch.stack(column) for column in zip(*read, strict=True))
     return Descent(tuple(wanted), forms, chosen, largest, log_weights, stationary)

@@ -64,22 +64,29 @@ def head_experiments(
     make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
-    checked = options.checked({"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation})
-    arguments.refuse_ignored(model, loading)
+    wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    wanted = options.Settings(trials=1, seed=seed, **options.checked(wishes))
     arguments.whole("batch_size", batch_size, 1)
     asked = arguments.settings(
         source="tokens", layers=[head[0]], heads=[head[1]], tokens=tokens, sequences=sequences, pack=pack, seed=seed
     )
     files = arguments.words("text", text)
     content = texts.read_text(files)
-    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    arguments.refuse_text(loaded, files, tokens)
+    loaded = _loaded(model, files, tokens, loading)
     report, found = posed(loaded, arguments.of_model(asked, loaded), content, batch_size, progress)
     start = time.perf_counter()
-    wanted = options.Settings(trials=1, seed=seed, **checked)
     experiments = [trained(found, head, wanted, progress), hardening(found, head)]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
+
+
+def _loaded(
+    model: str | PathLike[str] | models.Loaded, files: list[str], tokens: int | None, loading: models.Loading
+) -> models.Loaded:
+    arguments.refuse_ignored(model, loading)
+    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    arguments.refuse_text(loaded, files, tokens)
+    return loaded
 
 
 def posed(
