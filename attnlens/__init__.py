@@ -4,8 +4,8 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect`, `swap_kernel` and `doctor` return a `Report`; `read_report` reads one back; `load` keeps a model for several
-calls, and `load_swapped` brings back one that was saved with another kernel.
+`inspect`, `swap_kernel`, `converge`, `verify` and `doctor` return a `Report`; `read_report` reads one back; `load`
+keeps a model for several calls, and `load_swapped` brings back one that was saved with another kernel.
 """
 
 from __future__ import annotations
@@ -18,34 +18,40 @@ if TYPE_CHECKING:
     from attnlens.models import load as load
     from attnlens.records import Report as Report
     from attnlens.records import read_report as read_report
+    from attnlens.run.converge import converge as converge
     from attnlens.run.doctor import doctor as doctor
     from attnlens.run.inspect import inspect as inspect
     from attnlens.run.saved import load_swapped as load_swapped
     from attnlens.run.swap import swap_kernel as swap_kernel
+    from attnlens.run.verify import verify as verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AttnlensError": "attnlens.errors",
     "Report": "attnlens.records",
+    "converge": "attnlens.run",
     "doctor": "attnlens.run",
     "inspect": "attnlens.run",
     "load": "attnlens.models",
     "load_swapped": "attnlens.run",
     "read_report": "attnlens.records",
     "swap_kernel": "attnlens.run",
+    "verify": "attnlens.run",
 }
 
 __all__ = [
     "AttnlensError",
     "Report",
     "__version__",
+    "converge",
     "doctor",
     "inspect",
     "load",
     "load_swapped",
     "read_report",
     "swap_kernel",
+    "verify",
 ]
 
 

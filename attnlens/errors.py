@@ -5,7 +5,8 @@ AttnlensError
 ├── ModelError        the model can't be found, read or reached
 ├── TextError         the text is missing, empty, binary or too short
 ├── OutputError       a result can't be written where it was asked for
-└── IdentityError     what attnlens recomputes is not what the model computes
+├── IdentityError     what attnlens recomputes is not what the model computes
+└── UnposedError      an Att-SVM problem has no constraint, so no direction is asked for
 """
 
 
@@ -40,3 +41,7 @@ class IdentityError(AttnlensError):
 
 class NotBilinearError(ModelError):
     """A site's queries and keys are no linear functions of its inputs, so that it has no matrix W_Q W_Kᵀ."""
+
+
+class UnposedError(AttnlensError):
+    """An Att-SVM problem has no constraint, so that no direction is asked for; callers turn it into a missing value."""

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from attnlens import plots
 from attnlens.shapes import Reading, Shapes
 from attnlens.tables import facts
-from attnlens.tables.swaps import Rows, Section, sections, site_sections
+from attnlens.tables.experiments import experiment_sections
+from attnlens.tables.sections import Rows, Section
+from attnlens.tables.series import told_of
+from attnlens.tables.swaps import sections, site_sections
 from attnlens.wording import (
     NO_VALUE,
     clean,
@@ -88,7 +91,7 @@ def _head(report: Report) -> Iterator[str]:
     for line in (facts.conventions(report), *facts.notes(report), facts.identity(report)):
         if line:
             yield f'<p class="quiet">{_text(line)}</p>'
-    yield f"<p><strong>{_text(report.coverage.sentence)}</strong></p>"
+    yield f"<p><strong>{_text(facts.standing(report)[0])}</strong></p>"
 
 
 def _picture(report: Report) -> str:
@@ -96,12 +99,13 @@ def _picture(report: Report) -> str:
         (path,) = plots.save_all(report, Path(folder) / "overview.png")
         data = base64.b64encode(path.read_bytes()).decode()
     shown = "what the kernel does" if report.swap else "maps of layers by heads, shares and curves"
+    shown = "curves of the experiments" if report.experiments else shown
     return f'<img alt="Overview: {shown}" src="data:image/png;base64,{data}">'
 
 
 def _sections(report: Report) -> list[Section]:
-    """What is told of a swap; nothing of other reports."""
-    return [*sections(report), *site_sections(report)]
+    """What is told of a swap or of experiments; nothing of other reports."""
+    return [*sections(report), *site_sections(report), *experiment_sections(report, whole=True)]
 
 
 def _section(section: Section) -> str:
@@ -190,7 +194,8 @@ def _number(measure: Measure | None, reading: Reading) -> str:
 
 
 def _measures(shapes: Shapes) -> str:
-    known = [shapes.info(name) for name in (*shapes.readings, *shapes.curves)]
+    followed = [name for e in shapes.report.experiments if e.trajectories for name in told_of(e)]
+    known = [shapes.info(name) for name in (*shapes.readings, *shapes.curves, *followed)]
     rows = "".join(
         f"<tr><th>{_text(info.name)}</th><td>{_text(info.meaning)}</td><td>{_text(info.formula)}</td></tr>"
         for info in known

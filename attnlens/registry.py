@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
-from attnlens.records import QueryKey, Source
+from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,43 +70,134 @@ class Analyzer:
     """What it returns, scalars and curves."""
     function: Callable[[QueryKey], Readings]
     """The function itself."""
+    by_default: bool = True
+    """Whether it runs where no analyzer is named."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a gatherer works, and on what terms."""
+
+    site: Site
+    """The site."""
+    form: QueryKey | None = None
+    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. None where the logits
+    are not bilinear in the inputs (RoPE, QK-norm, cross-attention), and inputs are then not handed over."""
+    seed: int = 0
+    """Of everything random."""
+    top_p: float | None = None
+    """Which tokens count as selected by a query: the fewest that hold this share of its weight; None: the largest."""
+    shown: bool = False
+    """Whether what was posed is to be shown, and not only measured."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a gatherer has to say of one head."""
+
+    measures: dict[str, Measure]
+    """By qualified name; each has its value, or its own reason for having none."""
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    """By qualified name; those without a value are left out."""
+    shown: Selection | None = None
+    """What was posed, where that is to be shown; still without the tokens' texts."""
+
+
+@runtime_checkable
+class Gatherer(Protocol):
+    """Poses one question over all sequences of a site."""
+
+    def update(self, query_key: QueryKey, sequence: int) -> None:
+        """Take in one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
+
+        `sequence` is its number among those fed; `heads` are those that are asked for and finite in it.
+        """
+
+    def solve(self) -> dict[int, Answer]:
+        """The answer for every head that was seen, by its number in the model."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """One question over several sequences at once, answered by an object that gathers them."""
+
+    name: str
+    """As on the command line."""
+    source: Source
+    """What it reads."""
+    question: str
+    """The first line of the function's docstring."""
+    measures: tuple[MeasureInfo, ...]
+    """What it returns, scalars and curves."""
+    begin: Callable[[Place], Gatherer]
+    """Makes the gatherer of one site."""
+    by_default: bool = True
+    """Whether it runs where no analyzer is named."""
+    needs_inputs: bool = False
+    """Whether it wants the modules' inputs, and the form on them."""
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer] = {}
+_GATHERINGS: dict[tuple[str, Source], Gathering] = {}
 
 
 def analyzer(
-    name: str, source: Source, measures: Iterable[MeasureInfo]
+    name: str, source: Source, measures: Iterable[MeasureInfo], *, by_default: bool = True
 ) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
-    """Enter a function QueryKey → Readings as the analyzer `name` for `source`."""
+    """Enter a function QueryKey → Readings as the analyzer `name` for `source`; also where none is named, if `by_default`."""
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
         question = (function.__doc__ or name).splitlines()[0]
-        _ANALYZERS[name, source] = Analyzer(name, source, question, tuple(measures), function)
+        _ANALYZERS[name, source] = Analyzer(name, source, question, tuple(measures), function, by_default)
         return function
 
     return enter
 
 
-def analyzers(names: Iterable[str] = (), source: Literal["weights", "tokens", "both"] = "both") -> list[Analyzer]:
-    """The analyzers of those names (all, where none is named) for that source, in the order of entry.
+def gathering(
+    name: str, source: Source, measures: Iterable[MeasureInfo], **traits: bool
+) -> Callable[[Callable[[Place], Gatherer]], Callable[[Place], Gatherer]]:
+    """Enter a function Place → Gatherer as the analyzer `name`, which poses one question over several sequences.
+
+    `traits` are the last fields of Gathering.
+    """
+
+    def enter(begin: Callable[[Place], Gatherer]) -> Callable[[Place], Gatherer]:
+        question = (begin.__doc__ or name).splitlines()[0]
+        _GATHERINGS[name, source] = Gathering(name, source, question, tuple(measures), begin, **traits)
+        return begin
+
+    return enter
+
+
+def analyzers(
+    names: Iterable[str] = (), source: Literal["weights", "tokens", "both"] = "both"
+) -> list[Analyzer | Gathering]:
+    """The analyzers of those names (those that run by default, where none is named) for that source, gatherings last.
 
     Raises UsageError for an unknown name, with the nearest known one.
     """
+    every = every_analyzer()
+    known = list(dict.fromkeys(found.name for found in every))
+    named = [checked_name("analyzer", name, known) for name in names]
+    chosen = named or [found.name for found in every if found.by_default]
+    return [found for found in every if found.name in chosen and source in ("both", found.source)]
+
+
+def every_analyzer() -> list[Analyzer | Gathering]:
+    """All that `--analyzer` can name."""
     _load()
-    known = list(dict.fromkeys(name for name, _ in _ANALYZERS))
-    chosen = [checked_name("analyzer", name, known) for name in names] or known
-    return [found for found in _ANALYZERS.values() if found.name in chosen and source in ("both", found.source)]
+    return [*_ANALYZERS.values(), *_GATHERINGS.values()]
 
 
 def measure_infos() -> dict[str, MeasureInfo]:
     """Every measure and curve of every analyzer, by qualified name."""
-    return {info.name: info for found in analyzers() for info in found.measures}
+    return {info.name: info for found in every_analyzer() for info in found.measures}
 
 
 def measure_sources() -> dict[str, Source]:
-    """Measure or curve → what its analyzer reads; its name's first word need not say it (`ksvd.rank90`: tokens)."""
-    return {info.name: found.source for found in analyzers() for info in found.measures}
+    """What every measure and curve is read from; its name's first word need not say it (`ksvd.rank90`: tokens)."""
+    return {info.name: found.source for found in every_analyzer() for info in found.measures}
 
 
 @dataclass(frozen=True)

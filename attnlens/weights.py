@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,15 @@ class Factors:
             key_of=tuple(head // group for head in heads),
             rotation=self.rotation,
         )
+
+    @property
+    def on_inputs(self) -> QueryKey | None:
+        """M on (x, 1), the biases a last row of the factors; None where the logits are not bilinear in one input x."""
+        if self.rotation is not None or self.qk_norm or self.site.part == "cross":
+            return None
+        sides = ((self.maps.query, self.maps.query_bias), (self.maps.key, self.maps.key_bias))
+        query, key = (torch.cat([factor, bias[:, None]], 1) for factor, bias in sides)
+        return replace(self.query_key, query=query, key=key)
 
 
 @dataclass(frozen=True)

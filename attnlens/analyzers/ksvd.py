@@ -131,7 +131,7 @@ TOKENS = (
 )
 
 
-@analyzer("ksvd", source="tokens", measures=TOKENS)
+@analyzer("ksvd", source="tokens", measures=TOKENS, by_default=False)
 def of_tokens(query_key: QueryKey) -> Readings:
     """How far is a head's attention a low-rank kernel SVD (Chen et al. 2023)?"""
     from attnlens import ksvd, linalg

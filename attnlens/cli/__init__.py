@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 import attnlens
 from attnlens.cli import options as opt
+from attnlens.cli.converge import converge, verify
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.outputs import READER_LEFT, Outputs, product
 from attnlens.cli.show import INTERRUPTED, UNUSABLE, complain, console, guarded
@@ -103,64 +105,50 @@ def root(
 
 @app.command()
 @guarded
+@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
 def inspect(
     context: typer.Context,
     model: opt.Model = None,
     source: opt.Source = "both",
     analyzer: opt.Analyzers = None,
-    layers: opt.Layers = None,
-    heads: opt.Heads = None,
-    text: opt.Text = None,
-    tokens: opt.Tokens = None,
-    sequences: opt.Sequences = 32,
-    batch_size: opt.BatchSize = 8,
-    pack: opt.Pack = True,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
+    head: opt.Head = None,
+    select: opt.Select = "argmax",
+    show: opt.Show = None,
     seed: opt.Seed = 0,
-    json: opt.Json = None,
-    csv: opt.Csv = None,
-    png: opt.Png = None,
-    html: opt.Html = None,
-    markdown: opt.Markdown = None,
     all_heads: opt.AllHeads = False,
     strict: opt.Strict = False,
-    offline: opt.Offline = False,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    allow_pickle: opt.AllowPickle = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    no_progress: opt.NoProgress = False,
-    debug: opt.Debug = False,
+    **_shared: Any,
 ) -> None:
-    """Show per head whether its kernel is symmetric and positive definite, and how fast its spectrum falls."""
-    outputs = Outputs.of(context.params)
+    """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
+    _inspect(model, context.params)
+
+
+def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
+    outputs = Outputs.of(given)
     outputs.check()
-    settings = opt.asked(context.params) | opt.loading(context.params)
-    _inspect(named_model(model, quiet=quiet), settings, outputs, strict=strict)
-
-
-def _inspect(model: str, settings: dict[str, Any], outputs: Outputs, *, strict: bool) -> None:
+    settings = opt.asked(given) | opt.loading(given) | opt.shown(given)
+    name = named_model(model, quiet=outputs.quiet)
     from attnlens import run
 
     try:
         with working(outputs) as tell:
-            report = run.inspect(model, progress=tell, **settings)
+            report = run.inspect(name, progress=tell, **settings)
     except run.Interrupted as stop:
         if any(head.measures for head in stop.report.heads):
             outputs.deliver(stop.report)
         raise typer.Exit(INTERRUPTED) from None
     outputs.deliver(report)
-    if strict and not report.coverage.complete:
+    if given["strict"] and not report.coverage.complete:
         raise typer.Exit(3)
 
 
 app.command(name="swap-kernel")(swap_kernel)
+app.command()(converge)
 
 
 @app.command()
 @guarded
+@opt.also(opt.LOADED)
 def doctor(
     context: typer.Context,
     model: opt.Model = None,
@@ -170,17 +158,13 @@ def doctor(
     tokens: opt.Tokens = None,
     sequences: opt.Sequences = 2,
     pack: opt.Pack = True,
-    device: opt.Device = "auto",
     dtype: opt.Dtype = "float64",
     seed: opt.Seed = 0,
     json: opt.Json = None,
-    offline: opt.Offline = False,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    allow_pickle: opt.AllowPickle = False,
     quiet: opt.Quiet = False,
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
+    **_shared: Any,
 ) -> None:
     """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
     from attnlens import run
@@ -194,6 +178,9 @@ def doctor(
     outputs.deliver(report)
     if not run.sound(report):
         raise failure(report)
+
+
+app.command()(verify)
 
 
 @app.command(name="list")
@@ -216,6 +203,6 @@ def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
                 tables.kernels_table(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
             )
         if kind in (None, "analyzers"):
-            shown.print(tables.analyzers_table(registry.analyzers()))
+            shown.print(tables.analyzers_table(registry.every_analyzer()))
         if kind in (None, "measures"):
             shown.print(tables.measures_table(registry.measure_infos().values()))

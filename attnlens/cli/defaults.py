@@ -96,6 +96,8 @@ def _fits(value: Any, kind: Any) -> tuple[bool, str]:
     """Whether a value is of an option's type, and what that type is called."""
     if kind is bool:
         return isinstance(value, bool), "true or false"
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool), "a number"
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool), "a whole number"
     if get_origin(kind) is list:
@@ -105,4 +107,4 @@ def _fits(value: Any, kind: Any) -> tuple[bool, str]:
 
 
 def _example(key: str, kind: Any) -> str:
-    return f"{key} = " + {bool: "true", int: "16"}.get(kind, '"…"')
+    return f"{key} = " + {bool: "true", int: "16", float: "0.1"}.get(kind, '"…"')

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ import typer
 from attnlens.errors import TextError, UsageError
 from attnlens.registry import checked_name
 
+EXPERIMENT, TRAINED = "Synthetic experiments", "Checkpoints and heads"
 SOURCES = ("weights", "tokens", "both")
 LARGEST = 9999
 """Largest number of a layer or head that can be asked for; no model comes near it."""
@@ -39,10 +42,34 @@ Listed = Annotated[
 Source = Annotated[str, option("--source", help="What to read: `weights`, `tokens` or `both`.", metavar="SOURCE")]
 Analyzers = Annotated[
     list[str] | None,
-    option("--analyzer", help="Only this analyzer; repeatable. `attnlens list` names them.", metavar="NAME"),
+    option(
+        "--analyzer",
+        help="Only this analyzer; repeatable. `attnlens list` names them, and says which run without being named.",
+        metavar="NAME",
+    ),
 ]
 Layers = Annotated[str | None, option("--layers", help="Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
 Heads = Annotated[str | None, option("--heads", help="Only these heads, as in `0,5`.", metavar="NUMBERS")]
+Head = Annotated[
+    str | None, option("--head", help="Only this head, as in `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
+]
+Select = Annotated[
+    str,
+    option(
+        "--select",
+        help="What a query selects, for the analyzer `selection`: its largest score (`argmax`), or the fewest tokens "
+        "that hold a share of the weight (`top-p:0.9`).",
+        metavar="RULE",
+    ),
+]
+Show = Annotated[
+    str | None,
+    option(
+        "--show",
+        help="With --head: the tokens that the head selects and those that hold its SVM up (`selection`).",
+        metavar="WHAT",
+    ),
+]
 Text = Annotated[
     list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
     option(
@@ -109,6 +136,76 @@ AllowPickle = Annotated[
 ]
 
 
+def head(word: str | None) -> tuple[int, int] | None:
+    """`3.7` as (3, 7), layer and head; None stays None. Raises UsageError for anything else."""
+    if word is None:
+        return None
+    layer, dot, number = word.strip().partition(".")
+    if not (dot and layer.isdecimal() and number.isdecimal()) or max(len(layer), len(number)) > len(str(LARGEST)):
+        raise UsageError(f"--head {word!r} is no head.", "Write it as LAYER.HEAD, like 3.7.")
+    return int(layer), int(number)
+
+
+FED: dict[str, tuple[Any, Any]] = {
+    "layers": (Layers, None),
+    "heads": (Heads, None),
+    "text": (Text, None),
+    "tokens": (Tokens, None),
+    "sequences": (Sequences, 32),
+    "batch_size": (BatchSize, 8),
+    "pack": (Pack, True),
+}
+"""What is looked at: option → (its type and help, its default)."""
+LOADED: dict[str, tuple[Any, Any]] = {
+    "device": (Device, "auto"),
+    "dtype": (Dtype, "auto"),
+    "offline": (Offline, False),
+    "revision": (Revision, None),
+    "trust_remote_code": (TrustRemoteCode, False),
+    "allow_pickle": (AllowPickle, False),
+}
+"""How a model is loaded."""
+SHOWN: dict[str, tuple[Any, Any]] = {
+    "json": (Json, None),
+    "csv": (Csv, None),
+    "png": (Png, None),
+    "html": (Html, None),
+    "markdown": (Markdown, None),
+    "quiet": (Quiet, False),
+    "verbose": (Verbose, False),
+    "no_progress": (NoProgress, False),
+    "debug": (Debug, False),
+}
+"""Where the report goes, and what is said meanwhile."""
+
+
+def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these groups too, but for those that it has itself.
+
+    They reach it as keywords; `context.params` holds all of them.
+    """
+
+    def extended(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
+        named = {given.name for given in own}
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
+            if name not in named
+        ]
+
+        @functools.wraps(command)
+        def run(*args: Any, **given: Any) -> None:
+            command(*args, **given)
+
+        run.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        run.__annotations__ = {given.name: given.annotation for given in (*own, *more)} | {"return": None}
+        return run
+
+    return extended
+
+
 def numbers(what: str, words: str | None) -> list[int] | None:
     """`0-3,7` as [0, 1, 2, 3, 7]; None stays None.
 
@@ -147,6 +244,25 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         settings["source"] = checked_name("source", given["source"], SOURCES)
         settings["analyzers"] = given["analyzer"] or ()
     return settings
+
+
+def shown(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of one head is looked at and shown, as far as that is asked for; the head in the place of layers and heads.
+
+    Raises UsageError for a head beside other layers or heads, and for something to show without a head.
+    """
+    found, show = head(given["head"]), given["show"]
+    if show is not None:
+        checked_name("show", show, ("selection",))
+        if found is None:
+            raise UsageError(f"--show {show} shows one head, and none is named.", "Name it, as in --head 3.7.")
+    chosen = {"select": given["select"], "show": show}
+    if found is None:
+        return chosen
+    beside = [name for name in ("layers", "heads") if given[name] is not None]
+    if beside:
+        raise UsageError(f"--head names one head, and --{beside[0]} others.", f"Leave out --{beside[0]}.")
+    return chosen | {"layers": [found[0]], "heads": [found[1]]}
 
 
 def texts(what: str, paths: Sequence[Path]) -> list[str]:

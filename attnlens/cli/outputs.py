@@ -144,6 +144,8 @@ class Outputs:
             yield tables.doctor_table(report.doctor)
             return
         yield tables.summary(report)
+        if report.selections:
+            yield tables.selections(report)
         if self.all_heads:
             yield tables.all_heads(report)
         if self.verbose:

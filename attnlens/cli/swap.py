@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,63 +92,27 @@ AllowSigned = Annotated[
 ]
 
 
-def also(**options: tuple[Any, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options as well, each an annotation and a default, which it reads from its context.
-
-    typer reads options from a signature, and one of forty parameters would be all that fits on a screen.
-    """
-
-    def enter(command: Callable[..., None]) -> Callable[..., None]:
-        shown = inspect.signature(command, eval_str=True)
-        own = [p for p in shown.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        for name, (kind, default) in options.items():
-            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-            command.__annotations__[name] = kind
-        command.__signature__ = shown.replace(parameters=own)  # type: ignore[attr-defined]
-        return command
-
-    return enter
-
-
 @guarded
-@also(budget=(Budget, None), plan=(Plan, None), eta=(Eta, None), ksvd_convention=(KsvdConvention, "paper"))
+@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
 def swap_kernel(
     context: typer.Context,
     model: opt.Model = None,
     kernel: Kernels = None,
-    layers: opt.Layers = None,
-    heads: opt.Heads = None,
     part: Part = None,
     sweep: Sweep = None,
     fit: Fit = False,
+    budget: Budget = None,
+    plan: Plan = None,
     heal: Heal = 0,
+    eta: Eta = None,
+    ksvd_convention: KsvdConvention = "paper",
     path: Way = "auto",
     allow_signed: AllowSigned = False,
-    text: opt.Text = None,
     calibration: Calibration = None,
-    tokens: opt.Tokens = None,
-    sequences: opt.Sequences = 32,
-    batch_size: opt.BatchSize = 8,
-    pack: opt.Pack = True,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
     seed: opt.Seed = 0,
     save: Save = None,
-    json: opt.Json = None,
-    csv: opt.Csv = None,
-    png: opt.Png = None,
-    html: opt.Html = None,
-    markdown: opt.Markdown = None,
     strict: opt.Strict = False,
-    offline: opt.Offline = False,
-    revision: opt.Revision = None,
-    trust_remote_code: opt.TrustRemoteCode = False,
-    allow_pickle: opt.AllowPickle = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-    no_progress: opt.NoProgress = False,
-    debug: opt.Debug = False,
-    **_also: Any,
+    **_shared: Any,
 ) -> None:
     """Re-run a model with another attention kernel, and measure what that does to it."""
     _swap(model, context.params)

@@ -3,6 +3,7 @@
 from attnlens.hooks.blocks import blocks, recorded, resumed
 from attnlens.hooks.call import OWN
 from attnlens.hooks.door import Door, Swap, implementation, install, is_attention, opened, replace, swapped, watch
+from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.survey import (
     IDENTITY_TOLERANCE,
     Reached,
@@ -30,6 +31,7 @@ __all__ = [
     "forward",
     "identity_error",
     "implementation",
+    "inputs_of",
     "install",
     "is_attention",
     "opened",

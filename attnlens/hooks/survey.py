@@ -59,7 +59,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments[module] = _by_name(module, args, kwargs)
+        arguments[module] = by_name(module, args, kwargs)
 
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
@@ -163,7 +163,7 @@ def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> flo
     return float(torch.stack(errors).max())  # torch's max is NaN where one of them is
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a module's call under the names of its parameters."""
     positional = list(inspect.signature(module.forward).parameters)
     return dict(zip(positional, args, strict=False)) | kwargs

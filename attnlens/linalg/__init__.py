@@ -4,7 +4,7 @@ from attnlens.linalg.anatomy import Anatomy, anatomy
 from attnlens.linalg.attention import attention_singular_values, centred, entropy, max_weight
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
-from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.parallel import in_pool, over_heads
 from attnlens.linalg.rotation import Rotation
 from attnlens.linalg.spectra import (
     cumulative,
@@ -31,6 +31,7 @@ __all__ = [
     "distance_traces",
     "effective_rank",
     "entropy",
+    "in_pool",
     "layer_symmetry",
     "max_weight",
     "over_heads",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 PIECE = 1 << 18
 """Numbers in one worker's piece: 2 MB of float64 stay in the second-level cache."""
@@ -31,6 +35,19 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | 
     else:
         result = function(*flat)
     return result.reshape(*lead, *result.shape[1:])
+
+
+def in_pool(function: Callable[[Item], Found], items: Sequence[Item], workers: int | None = None) -> list[Found]:
+    """`function` of every item, in their order, by the same pool of threads with a single BLAS thread each.
+
+    numpy's BLAS, which knows no thread's own setting, is held to one thread as long as the pool works.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with threadpool_limits(1, user_api="blas"):
+            return list(_pool(workers or threads).map(function, items))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _in_pool(function: Callable[..., Tensor], stacks: list[Tensor], workers: int) -> list[Tensor]:

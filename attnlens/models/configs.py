@@ -22,7 +22,7 @@ SAY_MEND = "Mend the config, or download the model again."
 def check_config(place: Place) -> None:
     """Raise ModelError, with the file and the field, for sizes below 1 and for names that are no names."""
     config, file = place.config, place.folder / CONFIG
-    for path, size in _sizes(config):
+    for path, size in sizes(config):
         if size < 1:
             raise ModelError(f"{file} says {path} = {size}, which must be at least 1.", SAY_MEND)
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
@@ -40,7 +40,7 @@ def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int],
     name, stored, wanted = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
     differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
-    fields = [f"{path} = {value}" for path, value in _sizes(place.config) if value in differing]
+    fields = [f"{path} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(fields)})" if fields else ""
     raise ModelError(
         f"{place.folder / place.file} can't be loaded: {name}{more} is {_times(stored)} there and {_times(wanted)} by "
@@ -49,11 +49,11 @@ def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int],
     )
 
 
-def _sizes(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, int]]:
+def sizes(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, int]]:
     """The sizes of a config and of those nested in it (text_config.hidden_size), by dotted path."""
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from _sizes(value, f"{above}{name}.")
+            yield from sizes(value, f"{above}{name}.")
         elif name in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
             yield f"{above}{name}", value
 

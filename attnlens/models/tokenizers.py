@@ -17,6 +17,11 @@ TINY = 10
 """A tokenizer that knows less than one in TINY of the model's tokens was made up from nothing."""
 
 
+def has_tokenizer(place: Place) -> bool:
+    """Whether a tokenizer's files lie beside the weights, or within them."""
+    return bool(place.gguf) or any(path for pattern in PATTERNS for path in Path(place.folder).glob(pattern))
+
+
 def load_tokenizer(place: Place, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
     """The tokenizer and an empty text, or None and why there is none.
 
@@ -25,7 +30,7 @@ def load_tokenizer(place: Place, config: PreTrainedConfig, *, trust_remote_code:
     """
     from transformers import AutoTokenizer
 
-    if not place.gguf and not any(path for pattern in PATTERNS for path in Path(place.folder).glob(pattern)):
+    if not has_tokenizer(place):
         return None, f"{place.folder} has no tokenizer files"
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -12,9 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import make_folder, write_atomically
+from attnlens.plots.experiment_pages import experiment_overview
+from attnlens.plots.experiments import experiment_panels
 from attnlens.plots.fans import fan_figure
 from attnlens.plots.maps import map_figure
 from attnlens.plots.overview import overview_figure
+from attnlens.plots.selection import margins_figure
 from attnlens.plots.style import FORMATS, encoded, house_style
 from attnlens.plots.swaps import panel_figure, pictures, swap_overview
 from attnlens.records import Report
@@ -23,25 +26,39 @@ from attnlens.shapes import Shapes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["fan_figure", "house_style", "map_figure", "overview_figure", "save_all", "swap_overview"]
+__all__ = [
+    "experiment_overview",
+    "fan_figure",
+    "house_style",
+    "map_figure",
+    "margins_figure",
+    "overview_figure",
+    "save_all",
+    "swap_overview",
+]
 
 
 def save_all(report: Report, target: Path) -> list[Path]:
     """Draw the report and return the files written; the same report gives the same bytes.
 
     A folder (made where there is none) gets `overview.png`, a `<measure>.png` per scalar and a `<curve>.png` per curve;
-    a path that ends in .png, .svg or .pdf gets the overview alone. A swap's folder gets `sites.png`, `sweep.png`,
-    `healing.png`, `kernels.png` instead, as far as there is something to draw. Raises UsageError where the report has
+    a path that ends in .png, .svg or .pdf gets the overview alone, or the margins of the one head whose selection is
+    shown; in a folder these are `selection-<layer>.<head>.png`. A swap's folder gets `sites.png`, `sweep.png`,
+    `healing.png`, `kernels.png` instead, as far as there is something to draw; that of experiments a picture per group
+    of curves, per measure that is followed, and `published.png`. Raises UsageError where the report has
     nothing to draw, OutputError where the target can't be written or names another kind of picture.
     """
     if report.swap is not None:
         return _save_drawings(_swap_drawings(report, alone=is_file(target)), target)
+    if report.experiments:
+        return _save_drawings(_experiment_drawings(report, alone=is_file(target)), target)
     shapes = Shapes(report)
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
     if not is_file(target):
         return _save_folder(shapes, target)
-    _save(partial(overview_figure, shapes), target)
+    shown = report.selections
+    _save(partial(margins_figure, report, shown[0]) if len(shown) == 1 else partial(overview_figure, shapes), target)
     return [target]
 
 
@@ -68,12 +85,15 @@ def file_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _save_folder(shapes: Shapes, folder: Path) -> list[Path]:
-    names = file_names([*shapes.readings, *shapes.curves])
+    shown = {f"selection-{found.layer}.{found.head}": found for found in shapes.report.selections}
+    names = file_names([*shapes.readings, *shapes.curves, *shown])
     drawings: dict[str, Callable[[], Figure]] = {"overview.png": partial(overview_figure, shapes)}
     for name in shapes.readings:
         drawings[names[name]] = partial(map_figure, shapes, name)
     for name in shapes.curves:
         drawings[names[name]] = partial(fan_figure, shapes, name)
+    for name, found in shown.items():
+        drawings[names[name]] = partial(margins_figure, shapes.report, found)
     return _save_drawings(drawings, folder)
 
 
@@ -81,6 +101,16 @@ def _swap_drawings(report: Report, *, alone: bool) -> dict[str, Callable[[], Fig
     """The pictures of a swap by file name."""
     drawings: dict[str, Callable[[], Figure]] = {"overview.png": partial(swap_overview, report)}
     panels = {} if alone else {panel.stem: panel for panel in pictures(report)}
+    return drawings | {file: partial(panel_figure, report, panels[stem]) for stem, file in file_names(panels).items()}
+
+
+def _experiment_drawings(report: Report, *, alone: bool) -> dict[str, Callable[[], Figure]]:
+    """The pictures of experiments by file name. Raises UsageError where none has curves or published figures."""
+    found = experiment_panels(report)
+    if not found:
+        raise UsageError("The experiments have no curves to draw.", "Leave out --png and --html.")
+    panels = {} if alone else {panel.stem: panel for panel in found}
+    drawings: dict[str, Callable[[], Figure]] = {"overview.png": partial(experiment_overview, report)}
     return drawings | {file: partial(panel_figure, report, panels[stem]) for stem, file in file_names(panels).items()}
 
 

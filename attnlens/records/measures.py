@@ -24,7 +24,9 @@ class Record(BaseModel):
 
 
 class Null(Record):
-    """What a measure reads by chance alone: independent Gaussian factors of the same shape."""
+    """What a measure reads by chance alone: independent Gaussian factors of the same shape; selection.*: the head's own
+    form turned by random rotations on both sides.
+    """
 
     mean: Number
     """Mean of the measure under the null."""
@@ -42,7 +44,7 @@ class Measure(Record):
     se: Number | None = None
     """Standard error of the mean over sequences."""
     n: Count | None = None
-    """How many sequences (tokens.*) or matrices (weights.*) the value rests on."""
+    """How many sequences (tokens.*), matrices (weights.*) or posed queries (selection.*) the value rests on."""
     null: Null | None = None
     """The same measure under the null model."""
     reason: str | None = None

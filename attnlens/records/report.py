@@ -15,6 +15,7 @@ from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Number, Record
 from attnlens.records.plans import Plan
+from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
 
@@ -102,6 +103,8 @@ class Settings(Record):
     """Which layers were asked for; None means all."""
     heads: list[Count] | None = None
     """Which heads were asked for; None means all."""
+    select: str | None = None
+    """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None where selection was not looked at."""
 
     @property
     def fed(self) -> str:
@@ -230,6 +233,8 @@ class Report(Record):
     """The ranks that a budget allows (`swap-kernel --budget`)."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `verify`)."""
+    selections: list[Selection] = []
+    """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

@@ -71,6 +71,8 @@ class QueryKey:
     """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
     value: Float[Tensor, "*batch kv_heads n value_dim"] | None = None
     """Tokens: what the attention sums up, one for each *key* head; None where only queries and keys are known."""
+    inputs: Float[Tensor, "*batch n d_model"] | None = None
+    """Tokens: what the attention module was called with, for those that declare the need (self-attention only)."""
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads n head_dim"]:
@@ -134,6 +136,7 @@ class QueryKey:
             allowed=None if self.allowed is None else self.allowed[rows][:, :, queries][..., keys],
             bias=None if self.bias is None else self.bias[rows][:, :, queries][..., keys],
             value=None if self.value is None else self.value[rows][:, :, keys],
+            inputs=None if self.inputs is None else self.inputs[rows][:, keys],
         )
 
 

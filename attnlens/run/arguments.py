@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
-from attnlens import models, texts
+from attnlens import models, registry, texts
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Settings
-from attnlens.registry import checked_name
+from attnlens.registry import Analyzer, Gathering, checked_name
 
 SOURCES = ("weights", "tokens", "both")
 LARGEST_SEED = 2**63 - 1
@@ -112,6 +113,46 @@ def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) 
     if texts.reads_text(loaded):
         return settings
     return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
+
+
+def chosen(
+    asked: Settings, analyzers: Words, select: str, show: str | None
+) -> tuple[list[Analyzer | Gathering], Settings]:
+    """The analyzers that run, and the settings with them and with what counts as selected.
+
+    Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that can't be
+    read or would be ignored, and where nothing can be shown.
+    """
+    share(select)
+    if show is not None:
+        checked_name("show", show, ("selection",))
+    named = words("analyzers", analyzers)
+    found = registry.analyzers(named or ["selection"] * (show is not None), asked.source)
+    if not found:
+        raise UsageError(
+            f"{', '.join(named) or show} reads nothing from {asked.source}.",
+            "Leave out --source, or name another analyzer.",
+        )
+    names = list(dict.fromkeys(analyzer.name for analyzer in found))
+    looked = "selection" in names
+    if not looked and (select != "argmax" or show is not None):
+        word = f"--select {select}" if show is None else f"--show {show}"
+        raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
+    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
+
+
+def share(select: object) -> float | None:
+    """p of `top-p:p`, None for `argmax`; UsageError for anything else."""
+    if select == "argmax":
+        return None
+    kind, _, number = select.partition(":") if isinstance(select, str) else ("", "", "")
+    try:
+        found = float(number)
+    except ValueError:
+        found = math.nan
+    if kind != "top-p" or not 0 < found < 1:
+        raise UsageError(f"select={_shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
+    return found
 
 
 def refuse_ignored(model: object, loading: models.Loading) -> None:

@@ -24,12 +24,11 @@ from attnlens.records import (
     Null,
     Site,
     Skipped,
-    Source,
     Standout,
     Summary,
     Tool,
 )
-from attnlens.registry import Analyzer, MeasureInfo, Readings, measure_infos, measure_sources
+from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_infos, measure_sources
 from attnlens.statistics import Stream, robust_z
 
 STANDOUT_SCORE = 3.5
@@ -57,11 +56,11 @@ class Draft:
         return {name: curve for name, curve in self.curves.items() if not any(step != step for step in curve)}
 
     @property
-    def sources(self) -> set[Source]:
+    def sources(self) -> set[str]:
         """The sources of which it has a value."""
         names = [name for name, measure in self.measures.items() if measure.value is not None]
         known = measure_sources()
-        return {known[name] for name in (*names, *self.whole_curves)}
+        return {known.get(name) or name.partition(".")[0] for name in (*names, *self.whole_curves)}
 
     @property
     def record(self) -> Head:
@@ -131,6 +130,18 @@ class Collector:
             if (site, name) not in self.streams:
                 self.streams[site, name] = Stream()
             self.streams[site, name].update(full)
+
+    def add_answers(self, site: Site, gathering: Gathering, answers: Mapping[int, Answer]) -> None:
+        """Enter what a gatherer says of a site's heads; a head that it never saw has no value, with the reason."""
+        for (place, head), draft in self.drafts.items():
+            if place != site:
+                continue
+            if head in answers:
+                draft.measures.update(answers[head].measures)
+                draft.curves.update(answers[head].curves)
+            elif skip := self._skip_of(site, head):
+                nothing = Measure(value=None, reason=skip.reason)
+                draft.measures.update({info.name: nothing for info in gathering.measures if not info.curve})
 
     def close_tokens(self, analyzers: Iterable[Analyzer]) -> None:
         """Turn the running statistics into measures and curves."""

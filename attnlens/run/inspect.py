@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from attnlens import hooks, linalg, models, registry, texts, weights
+from attnlens import hooks, linalg, models, texts, weights
 from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
-from attnlens.registry import Analyzer
+from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
+from attnlens.run.gather import Gathered
 from attnlens.run.pieces import finite_heads, pieces
+from attnlens.run.sentences import told
 from attnlens.statistics import gaussian_null
 
 Progress = Callable[[str, int, int], None]
@@ -47,6 +49,8 @@ def inspect(
     *,
     source: Literal["weights", "tokens", "both"] = "both",
     analyzers: arguments.Words = (),
+    select: str = "argmax",
+    show: str | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     text: arguments.Words = (),
@@ -63,6 +67,7 @@ def inspect(
     `model` is a hub id, folder, file, `demo`, or what `load` gave; `text` are files (`-` is stdin; none is the built-in
     sample), cut into `sequences` windows of `tokens` tokens (default 128 or the model's limit), or fed line by line
     with `pack=False`. Measures are float64; tokens.* carry standard errors over sequences, weights.* a null.
+    `select` and `show` are the analyzer selection's: `top-p:0.9` takes as selected what holds that share of the weight.
     Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which carries what was finished.
     """
     asked = arguments.settings(
@@ -70,16 +75,15 @@ def inspect(
     )
     arguments.whole("batch_size", batch_size, 1)
     arguments.refuse_ignored(model, loading)
-    chosen = registry.analyzers(arguments.words("analyzers", analyzers), source)
+    chosen, asked = arguments.chosen(asked, analyzers, select, show)
     files = arguments.words("text", text)
     content = texts.read_text(files) if source != "weights" else None
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
     arguments.refuse_text(loaded, files, tokens)
-    names = list(dict.fromkeys(analyzer.name for analyzer in chosen))
-    settings = arguments.of_model(asked, loaded).model_copy(update={"analyzers": names})
-    return Inspection(loaded, settings, chosen, Collector(asked.heads), progress, timings).run(content, batch_size)
+    settings, told = arguments.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
+    return Inspection(loaded, settings, chosen, *told, shown=show is not None).run(content, batch_size)
 
 
 @dataclass
@@ -88,7 +92,7 @@ class Inspection:
 
     loaded: models.Loaded
     settings: Settings
-    analyzers: list[Analyzer]
+    analyzers: Sequence[Analyzer | Gathering]
     collector: Collector
     progress: Progress
     timings: dict[str, float]
@@ -99,6 +103,15 @@ class Inspection:
     tokenless: str | None = None
     unknown_share: float = 0.0
     finished: int = 0
+    shown: bool = False
+    gathered: Gathered = field(init=False)
+
+    def __post_init__(self) -> None:
+        gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
+        self.gathered = Gathered(gatherings, self.collector, self._place)
+
+    def _place(self, site: Site, form: QueryKey | None) -> Place:
+        return Place(site, form, self.settings.seed, arguments.share(self.settings.select or "argmax"), self.shown)
 
     def run(self, content: texts.Content | None, batch_size: int) -> Report:
         """Survey, weights, tokens, report."""
@@ -106,12 +119,15 @@ class Inspection:
         with self._timed("survey"):
             first = self._survey(batches)
         try:
-            if any(analyzer.source == "weights" for analyzer in self.analyzers):
+            if self._of_source("weights") or (batches and self.gathered.needs_inputs):
                 with self._timed("weights"):
                     self._read_weights(first)
             if batches:
                 with self._timed("tokens"):
                     self._read_tokens(batches)
+                with self._timed("gathered"):
+                    self.gathered.close(self.progress)
+                self.gathered.shown = [told(found, self.loaded, batches) for found in self.gathered.shown]
         except KeyboardInterrupt:
             for found in self.reached:
                 self.collector.skip(found.site.name, "the run was interrupted")
@@ -122,6 +138,11 @@ class Inspection:
             reason = self.collector.skipped[0].reason
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return self._report()
+
+    def _of_source(self, source: str) -> list[Analyzer]:
+        """The analyzers that read one QueryKey of that source at a time."""
+        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
+        return [analyzer for analyzer in plain if analyzer.source == source]
 
     def _batches(self, content: texts.Content | None, batch_size: int) -> tuple[texts.Batch, ...]:
         """The text as batches; none for weights alone, nor for both sources where there is no tokenizer."""
@@ -185,18 +206,29 @@ class Inspection:
 
     def _read_weights(self, first: list[Reached]) -> None:
         """The weights.* measures of every site, with their nulls."""
-        analyzers = [analyzer for analyzer in self.analyzers if analyzer.source == "weights"]
+        analyzers = self._of_source("weights")
         nulls: dict[object, dict[str, tuple[float, float]]] = {}
         read: list[weights.Factors] = []
         for done, factors in enumerate(weights.factors(self.loaded.model, first, self.reached)):
             self.progress("weights", done, len(self.reached))
             if isinstance(factors, NotBilinearError):
-                self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
+                if analyzers:
+                    self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
                 continue
-            read.append(factors)
-            self._analyse_weights(factors, analyzers, nulls)
+            self._keep_form(factors)
+            if analyzers:
+                read.append(factors)
+                self._analyse_weights(factors, analyzers, nulls)
         self.progress("weights", len(self.reached), len(self.reached))
-        self.conventions = conventions(self.reached, read, self.unknown_share)
+        if analyzers:
+            self.conventions = conventions(self.reached, read, self.unknown_share)
+
+    def _keep_form(self, factors: weights.Factors) -> None:
+        """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
+        form = factors.on_inputs if self.gathered.needs_inputs else None
+        if form is not None:
+            own = self.loaded.model.dtype
+            self.gathered.forms[factors.site] = replace(form, query=form.query.to(own), key=form.key.to(own))
 
     def _analyse_weights(
         self,
@@ -231,29 +263,31 @@ class Inspection:
 
     def _read_tokens(self, batches: Sequence[texts.Batch]) -> None:
         """The tokens.* measures: one forward a batch; each site's queries and keys are analysed and dropped."""
-        analyzers = [analyzer for analyzer in self.analyzers if analyzer.source == "tokens"]
+        analyzers = self._of_source("tokens")
         chosen = {found.site for found in self.reached}
-
-        def visit(site: Site, call: Call) -> None:
-            if site in chosen:
-                self._analyse_tokens(site, call.query_key(site), analyzers)
-
         total = self.settings.sequences or 0
-        try:
-            with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
-                for batch in batches:
-                    self.progress("tokens", self.finished, total)
-                    hooks.forward(self.loaded.model, batch.inputs)
-                    self.finished += batch.size
-            self.progress("tokens", total, total)
-        finally:
-            self.collector.close_tokens(analyzers)
+        with self.gathered.watching(self.reached) as gather:
+
+            def visit(site: Site, call: Call) -> None:
+                if site in chosen:
+                    self._analyse_tokens(site, call.query_key(site), analyzers)
+                    gather(site, call, self.finished)
+
+            try:
+                with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
+                    for batch in batches:
+                        self.progress("tokens", self.finished, total)
+                        hooks.forward(self.loaded.model, batch.inputs)
+                        self.finished += batch.size
+                self.progress("tokens", total, total)
+            finally:
+                self.collector.close_tokens(analyzers)
 
     def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> None:
         total = len(query_key.heads)
         finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
-        if not finite:
+        if not finite or not analyzers:
             return
         for group in pieces(query_key.select(finite)):
             for analyzer in analyzers:
@@ -271,6 +305,7 @@ class Inspection:
             coverage=self.collector.coverage(dict.fromkeys(analyzer.source for analyzer in self.analyzers)),
             heads=self.collector.heads(),
             summary=self.collector.summary(self.identity_error),
+            selections=self.gathered.shown,
             timings=self.timings,
             peak_memory_bytes=peak_memory(),
         )

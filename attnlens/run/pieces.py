@@ -29,6 +29,14 @@ def pieces(query_key: QueryKey) -> Iterator[QueryKey]:
                 yield some.select(range(head, min(head + heads, len(rest.heads))))
 
 
+def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
+    """Each sequence of a batch by itself and without its padding, with its number in the batch."""
+    for batch, keys in _same_length(query_key):
+        queries: slice | Tensor = keys if query_key.site.part != "cross" else slice(None)
+        for row in batch:
+            yield row, query_key.sequences([row], queries, keys)
+
+
 def _same_length(query_key: QueryKey) -> Iterator[tuple[list[int], Tensor | slice]]:
     batch = query_key.query.shape[0]
     if query_key.allowed is None:

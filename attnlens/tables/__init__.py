@@ -4,6 +4,7 @@ from attnlens.tables.details import details
 from attnlens.tables.heads import all_heads
 from attnlens.tables.lists import analyzers_table, doctor_table, kernels_table, measures_table
 from attnlens.tables.markdown import markdown
+from attnlens.tables.selection import selections
 from attnlens.tables.spreadsheet import csv
 from attnlens.tables.summary import summary
 from attnlens.tables.swaps import swap_sites
@@ -19,6 +20,7 @@ __all__ = [
     "kernels_table",
     "markdown",
     "measures_table",
+    "selections",
     "summary",
     "swap_sites",
 ]

@@ -10,6 +10,8 @@ from rich.text import Text
 
 from attnlens.records import Report
 from attnlens.tables import facts
+from attnlens.tables.sections import printed
+from attnlens.tables.series import series_sections
 from attnlens.tables.swaps import swap_sites
 from attnlens.wording import clean, listed
 
@@ -21,7 +23,7 @@ def details(report: Report) -> Group:
     table.add_column(overflow="fold")
     for name, fact in _facts(report):
         table.add_row(Text(name, style="dim"), Text(clean(fact)))
-    return Group(swap_sites(report), "", Text("Details", style="bold"), table)
+    return Group(swap_sites(report), *printed(series_sections(report)), "", Text("Details", style="bold"), table)
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:

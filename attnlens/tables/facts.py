@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from attnlens.records import Report, Skipped, Standout
 from attnlens.shapes import Shapes
+from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.wording import big, clean, counted, listed, short, written
 
@@ -18,6 +19,13 @@ def header(report: Report) -> str:
         facts.append(f"revision {model.revision[:12]}")
     facts += [settings.fed, f"{settings.dtype} on {settings.device}"]
     return " · ".join(clean(fact) for fact in facts if fact)
+
+
+def standing(report: Report) -> tuple[str, bool]:
+    """How much of the model was read, or, where none was, whether the experiments meet what was published."""
+    if report.experiments and not report.coverage.heads:
+        return verdict(report), passed(report)
+    return clean(report.coverage.sentence), report.coverage.complete
 
 
 def conventions(report: Report) -> str:
@@ -51,7 +59,9 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     if any(reading.error is not None for reading in shapes.readings.values()):
         sentence += "; ± is one head's standard error (median)"
     if any(reading.null for reading in shapes.readings.values()):
-        sentence += "; null is what independent random factors read, mean ± sd"
+        turned = all(name.startswith("selection.") for name, reading in shapes.readings.items() if reading.null)
+        chance = "the head reads turned by random rotations" if turned else "independent random factors read"
+        sentence += f"; null is what {chance}, mean ± sd"
     return f"{sentence}."
 
 

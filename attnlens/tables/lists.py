@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnlens.kernels import Modifier
-from attnlens.registry import Analyzer, KernelInfo, MeasureInfo, Parameter
+from attnlens.registry import Analyzer, Gathering, KernelInfo, MeasureInfo, Parameter
 from attnlens.wording import NO_VALUE, clean
 
 WIDEST_SITE = 24
@@ -66,16 +66,24 @@ def measures_table(infos: Iterable[MeasureInfo]) -> Table:
     return table
 
 
-def analyzers_table(analyzers: Iterable[Analyzer]) -> Table:
+def analyzers_table(analyzers: Iterable[Analyzer | Gathering]) -> Table:
     """Every analyzer: its name, what it reads, the question it answers, how many measures and curves it returns."""
     table = _table("analyzer", "source", "question", "measures")
     for found in analyzers:
-        names = ", ".join(info.name.removeprefix(f"{found.source}.") for info in found.measures)
+        own = (f"{found.source}.", f"{found.name}.")
+        names = ", ".join(_without(info.name, own) for info in found.measures)
         question = Text(clean(found.question))
+        if not found.by_default:
+            question.append(f"\nRuns only where it is named: --analyzer {clean(found.name)}")
         question.append(f"\n{names}", style="dim")
         table.add_row(Text(found.name, style="bold"), found.source, question, str(len(found.measures)))
     table.columns[-1].justify = "right"
     return table
+
+
+def _without(name: str, prefixes: Sequence[str]) -> str:
+    """The measure's name as the table's row leaves it to be said."""
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
 
 def kernels_table(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier]) -> RenderableType:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from attnlens.records import Report
 from attnlens.shapes import Shapes
 from attnlens.tables import facts
+from attnlens.tables.experiments import experiment_sections
 from attnlens.tables.layers import layer_rows, measure_columns, name_columns
+from attnlens.tables.sections import in_markdown
 from attnlens.tables.swaps import swap_markdown
 from attnlens.tables.terminal import Column
 from attnlens.wording import clean, model_name
@@ -24,10 +26,11 @@ def markdown(report: Report) -> str:
     lines = [f"## attnlens {escaped(report.command)}: {model}", "", escaped(facts.header(report)), ""]
     sentences = [facts.conventions(report), facts.identity(report), *facts.notes(report)]
     lines += [f"- {escaped(sentence)}" for sentence in sentences if sentence]
-    lines += ["", f"**{escaped(report.coverage.sentence)}**", ""]
+    lines += ["", f"**{escaped(facts.standing(report)[0])}**", ""]
     lines += _tables(shapes)
     if report.swap is not None:
         lines += swap_markdown(report, escaped)
+    lines += in_markdown(experiment_sections(report, whole=True), escaped)
     named = [": ".join(facts.standout(found)) for found in report.summary.standouts]
     lines += _bullets("Heads that stand out", named + facts.more_standouts(report))
     lines += _bullets("Skipped", facts.skipped(report.coverage.skipped))

@@ -6,6 +6,7 @@ import csv as standard
 import io
 
 from attnlens.records import Head, HeadId, Report
+from attnlens.tables.experiments import experiment_csv
 from attnlens.tables.swaps import swap_csv
 from attnlens.wording import clean
 
@@ -16,12 +17,15 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
 def csv(report: Report) -> str:
     """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
 
-    The columns of `Report.to_dataframe`; of a swap, a row a stage, or a unit swapped alone. A category stands by
+    The columns of `Report.to_dataframe`; of a swap, a row a stage, or a unit swapped alone;
+    of experiments, a row a figure, or a row per head, measure and step. A category stands by
     its name, a missing value is an empty cell, numbers carry nine significant digits; a text that a spreadsheet
     could run as a formula gets an apostrophe before it.
     """
     if report.swap is not None:
         return swap_csv(report, harmless)
+    if report.experiments:
+        return experiment_csv(report, harmless)
     rows = [_row(head) for head in report.heads]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     buffer = io.StringIO()

@@ -12,10 +12,12 @@ from rich.text import Text
 from attnlens.records import Report
 from attnlens.shapes import Shapes
 from attnlens.tables import facts
+from attnlens.tables.experiments import experiment_sections
 from attnlens.tables.layers import layer_rows, measure_columns, name_columns
+from attnlens.tables.sections import printed
 from attnlens.tables.swaps import swap_summary
 from attnlens.tables.terminal import FittedTable
-from attnlens.wording import clean, model_name
+from attnlens.wording import model_name
 
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
@@ -29,6 +31,9 @@ def summary(report: Report) -> Group:
     """
     if report.swap is not None:
         return Group(*_header(report), swap_summary(report), *_list("Skipped", facts.skipped(report.coverage.skipped)))
+    if report.experiments:
+        told = printed(experiment_sections(report))
+        return Group(*_header(report), *told, *_list("Skipped", facts.skipped(report.coverage.skipped)))
     shapes = Shapes(report)
     return Group(
         *_header(report),
@@ -43,8 +48,8 @@ def _header(report: Report) -> Iterator[RenderableType]:
     yield Text.assemble((model_name(report.model.id), "bold"), " · ", facts.header(report))
     for line in filter(None, (facts.conventions(report), facts.identity(report))):
         yield Text(line, style="dim")
-    coverage = report.coverage
-    yield Text(clean(coverage.sentence), style="bold blue" if coverage.complete else "bold yellow")
+    sentence, whole = facts.standing(report)
+    yield Text(sentence, style="bold blue" if whole else "bold yellow")
 
 
 def _layers(shapes: Shapes) -> Iterator[RenderableType]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnlens.records import KeyRank, Pair, Plan, Rise
-from attnlens.tables.swaps.rows import Rows
+from attnlens.tables.sections import Rows
 from attnlens.tables.terminal import Column
 from attnlens.wording import clean
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from attnlens.records import Change, Effect, Outcome, Swap
+from attnlens.tables.sections import Rows
 from attnlens.tables.swaps.facts import diverged, figures, interval, loss_decimals, percent, ratio
 from attnlens.tables.swaps.pairs import Compared
 from attnlens.tables.terminal import Column
@@ -17,16 +17,6 @@ GAP = "…"
 """What stands in a row for units that are left out."""
 MARK = "*"
 """What stands beside a significant effect."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A table: the columns that name its rows, and the others."""
-
-    names: tuple[Column, ...]
-    """Always shown."""
-    columns: tuple[Column, ...]
-    """The most important first."""
 
 
 def stage_rows(swap: Swap) -> Rows:

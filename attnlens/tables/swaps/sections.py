@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from attnlens.records import Effect, Report, Swap
+from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
 from attnlens.tables.swaps.pairs import compared
 from attnlens.tables.swaps.plans import EXPLAINED, plan_lines, plan_rows
 from attnlens.tables.swaps.rows import (
     MARK,
-    Rows,
     kernel_rows,
     place,
     site_rows,
@@ -24,22 +23,6 @@ from attnlens.wording import clean, counted, listed
 
 MOST = 10
 """Most and least harmful units that are shown of one kernel."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of what is told."""
-
-    title: str
-    """Its heading; empty for the first."""
-    lines: tuple[str, ...] = ()
-    """Sentences, above the table."""
-    rows: Rows | None = None
-    """The table."""
-    below: tuple[str, ...] = ()
-    """What one must know to read the table."""
-    items: bool = False
-    """Whether the lines are a list."""
 
 
 def sections(report: Report) -> Iterator[Section]:

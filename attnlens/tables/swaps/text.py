@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterator
 
 from attnlens.records import Change, Effect, Report, Stage, Swap
+from attnlens.tables.sections import in_markdown
 from attnlens.tables.swaps.sections import sections
 
 Cell = str | int | float | bool | None
@@ -14,22 +15,7 @@ Cell = str | int | float | bool | None
 
 def swap_markdown(report: Report, escaped: Callable[[str], str]) -> Iterator[str]:
     """The sections as lines of GitHub markdown; `escaped` makes text of any string."""
-    for section in sections(report):
-        if section.title:
-            yield from (f"### {escaped(section.title)}", "")
-        for line in section.lines:
-            yield f"- {escaped(line)}"
-        if section.lines:
-            yield ""
-        if section.rows is not None:
-            columns = [*section.rows.names, *section.rows.columns]
-            yield _row([f"{column.group} {column.title}".strip() for column in columns], escaped)
-            yield "|" + "".join(f" {':---' if column.words else '---:'} |" for column in columns)
-            for cells in zip(*(column.cells for column in columns), strict=True):
-                yield _row(list(cells), escaped)
-            yield ""
-        for line in section.below:
-            yield from (escaped(line), "")
+    return in_markdown(sections(report), escaped)
 
 
 def swap_csv(report: Report, harmless: Callable[[str], str]) -> str:
@@ -46,10 +32,6 @@ def swap_csv(report: Report, harmless: Callable[[str], str]) -> str:
     writer.writerow(rows[0] if rows else [])
     writer.writerows([_written(cell, harmless) for cell in row.values()] for row in rows)
     return buffer.getvalue()
-
-
-def _row(cells: list[str], escaped: Callable[[str], str]) -> str:
-    return "| " + " | ".join(escaped(cell) for cell in cells) + " |"
 
 
 def _stage(swap: Swap, stage: Stage) -> dict[str, Cell]:

@@ -1,0 +1,249 @@
+"""Which tokens does a head select, and would the SVM select them with a larger margin? A head's own problem, posed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.attsvm.builders import posed
+from attnlens.attsvm.problem import Problem
+from attnlens.errors import UnposedError
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+TIE = 1e-6
+"""Scores nearer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
+MOST_CONSTRAINTS = 2**15
+"""Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """M = L Rᵀ by its factors: token x has the score xᵀ M z for query z."""
+
+    left: Float[Tensor, "d rank"]
+    """L, the keys' side."""
+    right: Float[Tensor, "d_query rank"]
+    """R, the queries' side, with the scale."""
+
+    def scores(
+        self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]
+    ) -> Float[Tensor, "queries keys"]:
+        """z M x of every query and token."""
+        return (queries @ self.right) @ (tokens @ self.left).mT
+
+    def turned(self, seed: int) -> Form:
+        """O₁ M O₂ᵀ with O₁, O₂ Haar-random: the same singular values in directions that mean nothing."""
+        generator = torch.Generator().manual_seed(seed)
+        return Form(_turned(self.left, generator), _turned(self.right, generator))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One sequence as a head meets it."""
+
+    tokens: Float[Tensor, "keys d"]
+    """x, what is selected among."""
+    queries: Float[Tensor, "queries d_query"]
+    """z, what selects."""
+    log_copies: Float[Tensor, "queries keys"]
+    """Logarithm of how many copies of a token a query may see, at the first of them; −∞ at the others, and where it
+    may not look."""
+
+    @property
+    def visible(self) -> Bool[Tensor, "queries keys"]:
+        """Which tokens a query may select: the first of their copies."""
+        return self.log_copies > -torch.inf
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What else the head's softmax knows; both leave the order of the tokens as it is."""
+
+    softcap: float | None = None
+    """Scores are bounded by softcap · tanh(score / softcap)."""
+    sink: float | None = None
+    """A logit that takes weight and has no token."""
+
+    def capped(self, scores: Float[Tensor, "queries keys"]) -> Float[Tensor, "queries keys"]:
+        """The scores as the softmax sees them."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Queries of several scenes, each with the tokens that its head selects."""
+
+    scene: Int[Tensor, " queries"]
+    """Which scene."""
+    position: Int[Tensor, " queries"]
+    """Which of its queries."""
+    sets: tuple[Bool[Tensor, " keys"], ...]
+    """O_i: which of its tokens are selected."""
+    log_odds: Float[Tensor, " queries"]
+    """log p_max/(1 − p_max), which tells saturated queries apart where p_max is 1."""
+    tied: int
+    """How many queries were left out, because a selected token's score is equal to another's."""
+    decided: float
+    """Share of the queries that see a token with p_max ≥ ½, the mean over scenes; NaN without any."""
+
+    @property
+    def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
+        """Scene, position and O_i of each query."""
+        return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A head's own selection problem, and the head's form in the problem's coordinates."""
+
+    problem: Problem
+    """Queries are coordinates in an orthonormal basis of their span, which loses nothing."""
+    form: Form
+    """The head in the same coordinates."""
+    token_of: Int[Tensor, " constraints"]
+    """Which token of its scene stands on the lesser side of a constraint."""
+
+
+def first_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
+    """How many copies of each token a query may see, at the first of them, 0 elsewhere: equal tokens are one."""
+    if not len(tokens):
+        return allowed.int()
+    kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
+    if int(kind.max()) + 1 == len(tokens):
+        return allowed.int()
+    same, seen = (kind[:, None] == kind).double(), allowed.double()
+    before = seen @ same.triu(1)
+    counts: Tensor = (seen @ same).masked_fill(~allowed | (before > 0), 0.0).int()
+    return counts
+
+
+def choose(scenes: Sequence[Scene], form: Form, softmax: Softmax, most: int = 64, top_p: float | None = None) -> Chosen:
+    """The head's most decided queries (largest p_max), at most `most`, with the tokens that they select.
+
+    That is the token of the largest score, or with `top_p` the fewest tokens that hold that share of the weight. A
+    query that selects all it sees poses nothing, and neither does one that sees less than half of what another of its
+    sequence sees: at the start of a causal sequence p_max is near 1 for want of choice. A query whose least selected
+    and largest other score are equal within TIE is counted and left out. There are fewer queries where constraints
+    would exceed MOST_CONSTRAINTS.
+    """
+    longest = max((len(scene.tokens) for scene in scenes), default=1)
+    most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
+    odds, places, sets = [torch.empty(0, dtype=torch.float64)], list[tuple[int, int]](), list["Tensor"]()
+    tied, shares = 0, list[float]()
+    for number, scene in enumerate(scenes):
+        scores = form.scores(scene.tokens, scene.queries)
+        visible = scene.visible
+        seen = visible.sum(-1)
+        log_weights = softmax.capped(scores) + scene.log_copies
+        masked = scores.masked_fill(~visible, -torch.inf)
+        chosen = _largest(masked) if top_p is None else _heaviest(masked, log_weights, softmax, top_p)
+        gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)
+        able = gap.isfinite() & (2 * seen >= seen.max())
+        clear = gap > TIE * scores.abs().amax(-1)  # strict: with all scores zero nothing is selected
+        decided = log_odds(masked, log_weights, softmax)
+        found = (able & clear).nonzero().flatten()
+        found = found[decided[found].argsort(descending=True, stable=True)][:most]
+        tied += int((able & ~clear).sum())
+        shares.append(share_decided(decided))
+        odds.append(decided[found])
+        places += [(number, position) for position in found.tolist()]
+        sets += list(chosen[found])
+    every = torch.cat(odds)
+    order = every.argsort(descending=True, stable=True)[:most]
+    kept = torch.tensor(places).reshape(-1, 2)[order]
+    whole = tuple(sets[index] for index in order.tolist())
+    return Chosen(kept[:, 0], kept[:, 1], whole, every[order], tied, mean_share(shares))
+
+
+def share_decided(odds: Float[Tensor, " queries"]) -> float:
+    """The share of one sequence's queries with p_max ≥ ½; NaN where none sees a token."""
+    seeing = odds[~odds.isnan()]
+    return float((seeing >= 0).double().mean())
+
+
+def mean_share(shares: Sequence[float]) -> float:
+    """The mean of those that are numbers, NaN without any."""
+    return float(torch.tensor(shares, dtype=torch.float64).nanmean())
+
+
+def log_odds(
+    masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax
+) -> Float[Tensor, " queries"]:
+    """log p_max/(1 − p_max) of every query, without cancellation: +∞ where there is no other token, NaN without any.
+
+    `masked` are the scores and `log_weights` what the softmax makes of them, with the logarithm of the copies; both −∞
+    where nothing is seen.
+    """
+    best = masked.argmax(-1, keepdim=True)
+    own = log_weights.gather(-1, best).squeeze(-1)
+    others = log_weights.scatter(-1, best, -torch.inf).logsumexp(-1)
+    if softmax.sink is not None:
+        others = others.logaddexp(others.new_tensor(softmax.sink))
+        return torch.where(own == -torch.inf, torch.nan, own - others)
+    return own - others
+
+
+def pose(scenes: Sequence[Scene], form: Form, chosen: Chosen) -> Posed:
+    """The problem whose feasible directions select what the head selects: u W z ≥ 1 from O_i to what is outside.
+
+    Several tokens in one O_i are to have equal scores (Tarzanagh et al. 2023, the generalised SVM).
+    Raises UnposedError where no query was chosen.
+    """
+    differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
+    queries = []
+    for row, (number, position, kept) in enumerate(chosen.rows):
+        scene = scenes[number]
+        keeper = int(kept.int().argmax())
+        rivals = scene.visible[position]
+        rivals[keeper] = False
+        others.append(rivals.nonzero().flatten())
+        differences.append(scene.tokens[keeper] - scene.tokens[others[-1]])
+        inside.append(kept[others[-1]])
+        query_of.append(torch.full_like(others[-1], row))
+        queries.append(scene.queries[position])
+    if not queries:
+        raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
+    basis = query_basis(torch.stack(queries))
+    equal = torch.cat(inside)
+    problem = posed(torch.cat(differences), torch.stack(queries) @ basis, torch.cat(query_of), (~equal).double(), equal)
+    return Posed(problem, Form(form.left, basis.mT @ form.right), torch.cat(others))
+
+
+def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_query rank"]:
+    """An orthonormal basis of the queries' span, up to eps · size · largest singular value."""
+    _, values, vectors = torch.linalg.svd(queries, full_matrices=False)
+    border = torch.finfo(torch.float64).eps * max(queries.shape) * values[:1]
+    basis: Tensor = vectors[values > border].mT  # strict: queries that are zero span nothing
+    return basis
+
+
+def _turned(factor: Tensor, generator: torch.Generator) -> Tensor:
+    """The factor with its orthonormal frame replaced by a Haar-random one."""
+    frame, core = torch.linalg.qr(factor)
+    drawn, upper = torch.linalg.qr(torch.randn(frame.shape, generator=generator, dtype=torch.float64))
+    turned: Tensor = (drawn * upper.diagonal().sign()) @ core
+    return turned
+
+
+def _largest(masked: Tensor) -> Tensor:
+    """The visible token of the largest score; nothing where none is visible."""
+    best = masked.argmax(-1, keepdim=True)
+    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
+
+
+def _heaviest(masked: Tensor, log_weights: Tensor, softmax: Softmax, top_p: float) -> Tensor:
+    """The fewest tokens that hold `top_p` of a query's weight."""
+    total = log_weights.logsumexp(-1, keepdim=True)
+    if softmax.sink is not None:
+        total = total.logaddexp(total.new_tensor(softmax.sink))
+    order = masked.argsort(dim=-1, descending=True, stable=True)
+    shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
+    before = shares.cumsum(-1) - shares
+    kept = torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, before < top_p)
+    return kept & (masked > -torch.inf)

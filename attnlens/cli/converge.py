@@ -1,0 +1,264 @@
+"""What can be typed after `attnlens converge` and `attnlens verify`, and what is done with it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from attnlens.cli import options as opt
+from attnlens.cli.outputs import Outputs
+from attnlens.cli.show import INTERRUPTED, complain, console, guarded
+from attnlens.cli.work import working
+from attnlens.errors import UsageError
+
+FAILED, PARTLY = 1, 3
+"""Exit codes where a check that was asked for failed, and where a part could not be done, with --strict."""
+GIVEN = ("COMMANDLINE",)
+"""Where an option comes from that was asked for in this call, and not for all commands."""
+EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
+TEXT = {"text", "tokens", "sequences", "batch_size", "pack"}
+LOADING = {"device", "dtype", "offline", "trust_remote_code", "allow_pickle"}
+SYNTHETIC = {"experiment", "n", "t", "d", "m", "lr", "loss", "head_function", "parameterisation", "attention", "start"}
+KINDS = {
+    "the synthetic experiments": SYNTHETIC | {"trials", "iterations"},
+    "a head": {"models", "head", "lr", "loss", "iterations", "parameterisation", "revision"} | TEXT | LOADING,
+    "checkpoints": {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
+    | TEXT
+    | LOADING,
+}
+"""Which options each kind of run takes, beside those that all take."""
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="With --head or --revisions: a model. With --checkpoints: folders, files or hub ids, or `demo`. "
+        "Without: the synthetic experiments.",
+        show_default=False,
+    ),
+]
+Checkpoints = Annotated[
+    bool,
+    opt.option(
+        "--checkpoints",
+        panel=opt.TRAINED,
+        help="Follow every head through these checkpoints (as in `--checkpoints a b c`; none: the demo's own).",
+    ),
+]
+Revisions = Annotated[
+    str | None,
+    opt.option(
+        "--revisions",
+        panel=opt.TRAINED,
+        help="Follow every head through these revisions of a hub model, as in `step1000,step2000`.",
+        metavar="NAMES",
+    ),
+]
+Head = Annotated[
+    str | None,
+    opt.option("--head", panel=opt.TRAINED, help="A head's own selection problem, as in `3.7`.", metavar="LAYER.HEAD"),
+]
+Experiments = Annotated[
+    list[str] | None,
+    opt.option(
+        "--experiment",
+        panel=opt.EXPERIMENT,
+        help="Only this experiment; repeatable.",
+        metavar="NAME",
+        show_default="all",
+    ),
+]
+N = Annotated[int | None, opt.option("--n", panel=opt.EXPERIMENT, help="Inputs of an instance.")]
+T = Annotated[int | None, opt.option("--t", panel=opt.EXPERIMENT, help="Tokens of an input (T).")]
+D = Annotated[int | None, opt.option("--d", panel=opt.EXPERIMENT, help="Dimensions of a token.")]
+M = Annotated[int | None, opt.option("--m", panel=opt.EXPERIMENT, help="Columns of K and Q.", show_default="d")]
+Rate = Annotated[float | None, opt.option("--lr", panel=opt.EXPERIMENT, help="Length of a normalised gradient step.")]
+Loss = Annotated[
+    str | None,
+    opt.option("--loss", panel=opt.EXPERIMENT, help="`logistic` or `exponential`.", metavar="LOSS"),
+]
+HeadFunction = Annotated[
+    str | None,
+    opt.option("--head-function", panel=opt.EXPERIMENT, help="h: `linear` or `relu`.", metavar="FUNCTION"),
+]
+Parameterisation = Annotated[
+    str | None,
+    opt.option(
+        "--parameterisation", panel=opt.EXPERIMENT, help="What is trained: `W`, `KQ` or `both`.", metavar="NAME"
+    ),
+]
+Attention = Annotated[
+    str | None,
+    opt.option("--attention", panel=opt.EXPERIMENT, help="z is drawn (`cross`) or a token (`self`).", metavar="KIND"),
+]
+Start = Annotated[
+    str | None, opt.option("--start", panel=opt.EXPERIMENT, help="Where W begins: `random` or `zero`.", metavar="PLACE")
+]
+Trials = Annotated[int | None, opt.option("--trials", panel=opt.EXPERIMENT, help="Random instances.")]
+Iterations = Annotated[int | None, opt.option("--iterations", panel=opt.EXPERIMENT, help="Steps of gradient descent.")]
+Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
+
+
+@guarded
+@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
+def converge(
+    context: typer.Context,
+    models: Models = None,
+    checkpoints: Checkpoints = False,
+    revisions: Revisions = None,
+    head: Head = None,
+    experiment: Experiments = None,
+    n: N = None,
+    t: T = None,
+    d: D = None,
+    m: M = None,
+    lr: Rate = None,
+    loss: Loss = None,
+    head_function: HeadFunction = None,
+    parameterisation: Parameterisation = None,
+    attention: Attention = None,
+    start: Start = None,
+    trials: Trials = None,
+    iterations: Iterations = None,
+    source: opt.Source = "both",
+    analyzer: opt.Analyzers = None,
+    seed: opt.Seed = 0,
+    strict: opt.Strict = False,
+    **_shared: Any,
+) -> None:
+    """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
+    given = context.params
+    kind = kind_of(given)
+    refuse_other(kind, [name for name in given if _source(context, name) in GIVEN])
+    outputs = Outputs.of(given)
+    outputs.check()
+    settings = asked(kind, given)
+    _say_demo(kind, models or [], quiet=outputs.quiet)
+    from attnlens import run
+
+    _run(lambda tell: run.converge(progress=tell, **settings), outputs, strict=strict)
+
+
+@guarded
+@opt.also(opt.SHOWN)
+def verify(
+    context: typer.Context,
+    quick: Quick = False,
+    seed: opt.Seed = 0,
+    **_shared: Any,
+) -> None:
+    """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
+    outputs = Outputs.of(context.params)
+    outputs.check()
+    from attnlens import run
+    from attnlens.wording import listed
+
+    report = _run(lambda tell: run.verify(quick=quick, seed=seed, progress=tell), outputs)
+    failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
+    if failed:
+        complain(f"Not as published: {listed(failed, 12)}.", "The table says what was found; --json keeps it whole.")
+        raise typer.Exit(FAILED)
+
+
+def kind_of(given: Mapping[str, Any]) -> str:
+    """Which kind of run a command's parameters ask for. Raises UsageError for models that nothing is asked of."""
+    if given["checkpoints"] or given["revisions"] is not None:
+        return "checkpoints"
+    if given["head"] is not None:
+        return "a head"
+    if given["models"]:
+        raise UsageError(
+            f"{given['models'][0]} is named, and neither a head nor checkpoints.",
+            "Add --head LAYER.HEAD, --checkpoints or --revisions, or name no model for the synthetic experiments.",
+        )
+    return "the synthetic experiments"
+
+
+def refuse_other(kind: str, given: list[str]) -> None:
+    """Raise UsageError for an option that another kind of run would take and this one would ignore."""
+    for name in given:
+        others = [other for other, names in KINDS.items() if name in names]
+        if name not in KINDS[kind] | EVERYWHERE:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} belongs to {' and '.join(others)}, and not to {kind}.",
+                f"Leave out {option}, or see: attnlens converge --help",
+            )
+
+
+def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `run.converge` for that kind of run, checked; UsageError where words make no sense."""
+    names = KINDS[kind]
+    models = [_named(model) for model in given["models"] or []]
+    if kind == "the synthetic experiments":
+        return {
+            **{name: given[name] for name in names if name != "experiment"},
+            **_chosen(given),
+            "seed": given["seed"],
+        }
+    shared = opt.asked({**given, "layers": given["layers"], "heads": given["heads"]}) | opt.loading(given)
+    head = opt.head(given["head"])
+    if kind == "a head":
+        if len(models) > 1:
+            raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
+        kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
+        own = {
+            name: given[name] for name in ("lr", "loss", "iterations", "parameterisation") if given[name] is not None
+        }
+        return {**kept, **own, "model": models[0] if models else None, "head": head}
+    revisions = _revisions(given["revisions"], models, checkpoints=given["checkpoints"])
+    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
+    named = {"model": models[0], "revisions": revisions} if revisions else {"checkpoints": models or True}
+    return {**kept, **named, "head": head}
+
+
+def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"experiments": given["experiment"] or ()}
+
+
+def _named(model: str) -> str:
+    if not model.strip():
+        raise UsageError("A model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
+    return model
+
+
+def _revisions(words: str | None, models: list[str], *, checkpoints: bool) -> list[str]:
+    """`step1000,step2000` as a list. Raises UsageError where one is empty, or not exactly one model has them."""
+    if words is None:
+        return []
+    found = [word.strip() for word in words.split(",")]
+    if not all(found):
+        raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
+    if len(models) != 1 or checkpoints:
+        raise UsageError(
+            "--revisions are those of one hub model.", "Name it, as in: attnlens converge MODEL --revisions step1,step2"
+        )
+    return found
+
+
+def _source(context: typer.Context, name: str) -> str:
+    source = context.get_parameter_source(name)
+    return source.name if source is not None else ""
+
+
+def _say_demo(kind: str, models: list[str], *, quiet: bool) -> None:
+    if kind != "the synthetic experiments" and not models and not quiet:
+        console(stderr=True).print("No model named: using demo, the small model that ships with attnlens.")
+
+
+def _run(work: Any, outputs: Outputs, *, strict: bool = False) -> Any:
+    """The report of one piece of work, delivered; what is finished of an interrupted one too."""
+    from attnlens import run
+
+    try:
+        with working(outputs) as tell:
+            report = work(tell)
+    except run.Interrupted as stop:
+        outputs.deliver(stop.report)
+        raise typer.Exit(INTERRUPTED) from None
+    outputs.deliver(report)
+    if strict and not report.coverage.complete:
+        raise typer.Exit(PARTLY)
+    return report

@@ -1,0 +1,129 @@
+"""How do the pictures of experiments stand on one page?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnlens.plots.captions import fitted
+from attnlens.plots.experiments import experiment_panels
+from attnlens.plots.style import INK, MUTED, new_figure
+from attnlens.plots.swaps.panels import Panel
+from attnlens.records import Report
+from attnlens.tables.facts import standing
+from attnlens.wording import big, clean, counted, model_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEAD, FOOT = 10.0, 0.62, 0.3
+"""Inches: the page, what stands over the panels and under them."""
+LEFT, RIGHT = 0.2, 9.8
+"""Where the first column's numbers begin and the last panel ends, in inches."""
+OVER, UNDER, NUMBERS, GAP = 0.5, 0.42, 0.42, 0.22
+"""Inches over a panel for its title, under and beside it for its axes, and between two."""
+LINE = 0.13
+"""Inches of a further line of a legend."""
+ACROSS, TALL = 3, 1.9
+"""Panels in a row, and how tall one is, in inches."""
+MANY, FLAT = 4, 1.35
+"""The same where heads are followed."""
+ROW_WIDE, BAR = 4.6, 0.45
+"""Inches of the picture that has a row for itself, and of the layers' colours."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MOST = 12
+"""Measures that are followed on one page."""
+TITLE, FACTS, NOTE = 80, 165, 42
+"""Characters that fit into the page's title, into a line of facts, and over a panel."""
+
+
+def experiment_overview(report: Report) -> Figure:
+    """All panels on a page, three in a row; where heads are followed, four in a row and the layers' colours beside."""
+    grid = _grid(report)
+    talls = [grid.tall(row) for row in grid.rows]
+    blocks = [tall + OVER + UNDER + LINE * (_legend(row) - 1) for row, tall in zip(grid.rows, talls, strict=True)]
+    height = HEAD + sum(blocks) + FOOT
+    figure = new_figure(WIDTH, height, dpi=300)
+    _head(figure, report, height)
+    count = 0
+    for number, row in enumerate(grid.rows):
+        bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
+        for (left, wide), panel in zip(grid.places(row), row, strict=True):
+            axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, talls[number] / height))
+            _title(axes, f"{LETTERS[count % len(LETTERS)]}  {fitted(panel.title, int(wide * 14))}", panel)
+            count += 1
+            last = number == 0 and panel is row[-1]
+            panel.draw(axes, **({"bar": last} if panel.bar else {}))
+    return figure
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which panels stand in which row."""
+
+    rows: list[list[Panel]]
+    across: int
+    """Columns."""
+    followed: bool
+    """Whether they are trajectories, whose layers' colours take room at the right."""
+
+    def places(self, row: list[Panel]) -> list[tuple[float, float]]:
+        """Where each panel's axes begin and how wide they are, in inches."""
+        if _alone(row[0]):
+            return [(LEFT + row[0].left, ROW_WIDE)]
+        cell = (RIGHT - BAR * self.followed - LEFT) / self.across
+        return [(LEFT + column * cell + NUMBERS, cell - NUMBERS - GAP) for column in range(len(row))]
+
+    def tall(self, row: list[Panel]) -> float:
+        """Inches of a row's axes: as many as its names need where it has names."""
+        if _alone(row[0]):
+            return max(0.5, 0.15 * row[0].rows)
+        return FLAT if self.followed else TALL
+
+
+def _grid(report: Report) -> Grid:
+    found = experiment_panels(report)
+    followed = any(experiment.trajectories for experiment in report.experiments)
+    across = MANY if followed else ACROSS
+    plain = [panel for panel in found if not _alone(panel)][: MOST if followed else None]
+    across = max(1, min(across, len(plain)))
+    rows = [plain[start : start + across] for start in range(0, len(plain), across)]
+    return Grid(rows + [[panel] for panel in found if _alone(panel)], across, followed)
+
+
+def _alone(panel: Panel) -> bool:
+    """Whether it needs a row for itself: its rows have long names."""
+    return panel.left > 2 * NUMBERS
+
+
+def _legend(row: list[Panel]) -> int:
+    return max(panel.legend for panel in row)
+
+
+def _title(axes: Axes, title: str, panel: Panel) -> None:
+    axes.set_title(title, weight="bold", pad=15 + 72 * LINE * (panel.legend - 1), color=INK)
+    axes.annotate(
+        fitted(panel.note, NOTE),
+        xy=(0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 5),
+        textcoords="offset points",
+        fontsize=6.5,
+        color=MUTED,
+    )
+
+
+def _head(figure: Figure, report: Report, height: float) -> None:
+    model = report.model
+    place = LEFT / WIDTH
+    title = fitted(model_name(model.id), TITLE)
+    figure.text(place, 1 - 0.27 / height, title, fontsize=14, weight="bold", color=INK, va="center")
+    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", standing(report)[0]]
+    steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
+    facts += [counted(max(steps), "checkpoint")] if steps else []
+    figure.text(place, 1 - 0.52 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
+    made = f"{clean(report.tool.name)} {clean(report.tool.version)} · seed {report.settings.seed}"
+    text = " · ".join(fact for fact in (clean(report.settings.fed), made) if fact)
+    where = (RIGHT / WIDTH, 0.13 / height)
+    figure.text(*where, fitted(text, 150), fontsize=6.5, color=MUTED, ha="right", va="center")

@@ -1,0 +1,125 @@
+"""How do a model's heads change from checkpoint to checkpoint? Small multiples: a line a head, a picture a measure."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Normalize
+
+from attnlens.plots.captions import fitted, heading
+from attnlens.plots.fans import DEPTH
+from attnlens.plots.steps import scale_steps, scale_values
+from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, tick_positions
+from attnlens.plots.swaps.panels import Panel
+from attnlens.records import Experiment, Trajectory
+from attnlens.registry import MeasureInfo, measure_infos
+from attnlens.tables.series import NULL, measures_of, told_of
+from attnlens.wording import clean, counted, source_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from matplotlib.axes import Axes
+
+BAND = "#dcdcdc"
+"""The colour of a null, mean ± sd."""
+LOG_RANGE = 30.0
+"""How many times its least value a median must reach for its axis to be logarithmic."""
+
+
+def trajectory_panels(experiment: Experiment) -> list[Panel]:
+    """A panel for every measure that changes, what a series is about first."""
+    infos = measure_infos()
+    every = told_of(experiment) or measures_of(experiment)
+    return [_panel(experiment, name, infos.get(name) or MeasureInfo(name, "", "")) for name in every]
+
+
+def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
+    lines = [found for found in experiment.trajectories if found.measure == name]
+    source = source_of(name)
+    null = "; grey: null, mean ± sd" if name + NULL in experiment.curves else ""
+    said = f"{info.meaning}: {info.formula}. " if info.meaning else ""
+    heads = f"{counted(len(lines), 'head')}, coloured by layer. Black: their median" if lines else "One number a step"
+    caption = f"{said[:1].upper()}{said[1:]}{heads}{null}."
+    note = "nats per token" if name == "loss" else f"{source}{null}"
+    draw = partial(draw_trajectories, experiment=experiment, name=name)
+    return Panel(name, heading(name), note, caption, draw, bar=True)
+
+
+def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: bool = True) -> None:
+    """The null as a grey band, a thin line a head in its layer's colour, their median thick and black."""
+    curve = experiment.curves[name]
+    steps = np.asarray(curve.steps, dtype=float)
+    lines = [found for found in experiment.trajectories if found.measure == name]
+    null = experiment.curves.get(name + NULL)
+    if null is not None and null.low is not None and null.high is not None:
+        axes.fill_between(steps, _numbers(null.low), _numbers(null.high), color=BAND, linewidth=0, zorder=0)
+        axes.plot(steps, _numbers(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
+    _draw_heads(axes, steps, lines, depth(experiment))
+    middle = _numbers(curve.median)
+    dots = "o" if len(steps) <= 12 else ""
+    axes.plot(steps, middle, color="white", linewidth=2.9, zorder=3)
+    axes.plot(steps, middle, color="black", linewidth=1.7, zorder=4, marker=dots, markersize=2.6, clip_on=False)
+    scale_steps(axes, curve.steps, clean(fitted(experiment.axis, 30)))
+    _scale_values(axes, middle, [_numbers(found.values) for found in lines])
+    axes.spines[["top", "right"]].set_visible(False)
+    if bar and lines:
+        depth_bar(axes, experiment)
+
+
+def depth(experiment: Experiment) -> Normalize:
+    """The layers' colours, dark is the first."""
+    return Normalize(0, max(1, max((found.layer for found in experiment.trajectories), default=0)))
+
+
+def depth_bar(axes: Axes, experiment: Experiment) -> None:
+    """Which colour is which layer, to the right of the axes."""
+    wide, high = size_in_points(axes)
+    place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))
+    norm = depth(experiment)
+    bar = figure_of(axes).colorbar(ScalarMappable(norm, DEPTH), cax=place)
+    bar.outline.set_linewidth(0.4)
+    bar.set_ticks(tick_positions(int(norm.vmax or 0) + 1, max(2, int(high / 14))))
+    place.invert_yaxis()
+    place.tick_params(labelsize=6.5, length=2, pad=1.5)
+    place.set_title("layer", fontsize=6.5, pad=6, loc="left", color=INK)
+
+
+def _draw_heads(axes: Axes, steps: Float[np.ndarray, " steps"], lines: list[Trajectory], colours: Normalize) -> None:
+    if not lines:
+        return
+    # in a mixed order, so that the last layers do not cover the first; with a seed, so that the file stays the same
+    mixed = [lines[index] for index in np.random.default_rng(0).permutation(len(lines))]
+    axes.add_collection(
+        LineCollection(
+            [np.column_stack([steps, _numbers(found.values)]) for found in mixed],
+            array=np.array([found.layer for found in mixed], dtype=float),
+            cmap=DEPTH,
+            norm=colours,
+            linewidths=0.7,
+            alpha=float(np.clip(40 / len(mixed), 0.25, 0.75)),
+            rasterized=len(mixed) > CROWD,
+            zorder=2,
+        )
+    )
+
+
+def _scale_values(axes: Axes, middle: Float[np.ndarray, " steps"], heads: list[Float[np.ndarray, " steps"]]) -> None:
+    """Logarithmic where the median grows by a factor of 30; else so that all but a stray head in a hundred is seen."""
+    values = np.concatenate([middle, *heads])
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return
+    least, most = np.nanmin(middle), np.nanmax(middle)
+    if values.min() > 0 and most >= LOG_RANGE * least:
+        scale_values(axes, values.min(), values.max(), logarithmic=True)
+    else:
+        low, high = np.percentile(values, [0.5, 99.5])
+        scale_values(axes, min(low, least), max(high, most), logarithmic=False)
+
+
+def _numbers(values: list[float | None]) -> Float[np.ndarray, " steps"]:
+    return np.array([np.nan if value is None else value for value in values], dtype=float)

@@ -1,0 +1,52 @@
+"""Which tokens does a head select, and which others hold its SVM up? The queries that were posed, as text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attnlens.records.measures import Count, HeadId, Number, Record
+
+Space = Literal["input", "projected"]
+
+
+class Pick(Record):
+    """One posed query and what its head selects for it."""
+
+    sequence: Count
+    """The sequence's number among those fed, from 0."""
+    query: Count
+    """The query's place among its sequence's tokens."""
+    selected: list[Count]
+    """The places of the selected tokens: one, or those that hold the share of the weight that was asked for."""
+    support: list[Count]
+    """The places of the support tokens, the rivals whose constraints carry the SVM (λ > 0)."""
+    weight: Number
+    """p_max, the largest attention weight."""
+    margin: Number
+    """The query's least margin over the best possible, 1/‖W_mm‖: 1 or more wherever the head is the SVM."""
+
+
+class Sentence(Record):
+    """The tokens of a sequence that a pick points at."""
+
+    sequence: Count
+    """The sequence's number among those fed."""
+    keys: list[str]
+    """What is selected among, token by token."""
+    queries: list[str] | None = None
+    """What selects, where that is another sequence (cross-attention)."""
+
+
+class Selection(HeadId):
+    """A head's own selection problem, as it was posed and solved."""
+
+    space: Space
+    """Whether it was posed on the module's inputs, or on queries and keys."""
+    picks: list[Pick]
+    """The posed queries, the most decided first."""
+    best: Number
+    """1/‖W_mm‖_F, the largest least margin that any form of unit norm reaches."""
+    null_margins: list[list[Number]] = []
+    """Each null head's margins over its own best, ascending."""
+    sentences: list[Sentence] = []
+    """The sequences of the picks."""

@@ -1,0 +1,75 @@
+"""How do analyzers that gather see a model? Sequence by sequence, with the modules' inputs where M lives on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from attnlens import hooks
+from attnlens.hooks import Reached
+from attnlens.records import Call, QueryKey, Selection, Site
+from attnlens.registry import Gatherer, Gathering, Place
+from attnlens.run.collect import Collector
+from attnlens.run.pieces import finite_heads, sequences
+
+
+@dataclass
+class Gathered:
+    """The gatherers of a run: one for each site and each analyzer that gathers."""
+
+    gatherings: Sequence[Gathering]
+    """Which analyzers."""
+    collector: Collector
+    """Where their answers go."""
+    place: Callable[[Site, QueryKey | None], Place]
+    """The terms on which they work, by site and form."""
+    forms: dict[Site, QueryKey] = field(default_factory=dict)
+    """M on (x, 1), where the logits are bilinear in the module's inputs x; filled before the first sequence."""
+    shown: list[Selection] = field(default_factory=list)
+    """What was posed, where that is to be shown."""
+    _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether any of them wants the modules' inputs."""
+        return any(gathering.needs_inputs for gathering in self.gatherings)
+
+    @contextmanager
+    def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, int], None]]:
+        """Inside, a function that takes in a site's call: (site, call, number of its first sequence) → None."""
+        wanted = [found for found in reached if found.site in self.forms]
+        with hooks.inputs_of(wanted) as latest:
+
+            def visit(site: Site, call: Call, first: int) -> None:
+                self._update(site, self._with_inputs(site, call, latest), first)
+
+            yield visit
+
+    def close(self, progress: Callable[[str, int, int], None]) -> None:
+        """Let every gatherer answer, site by site; what is answered is kept where the user interrupts."""
+        for done, (site, gatherers) in enumerate(self._gatherers.items()):
+            for gathering, gatherer in gatherers:
+                progress(gathering.name, done, len(self._gatherers))
+                answers = gatherer.solve()
+                self.collector.add_answers(site, gathering, answers)
+                self.shown += [answer.shown for answer in answers.values() if answer.shown is not None]
+        for gathering in self.gatherings:
+            progress(gathering.name, len(self._gatherers), len(self._gatherers))
+
+    def _with_inputs(self, site: Site, call: Call, latest: Mapping[nn.Module, Tensor]) -> QueryKey:
+        query_key = call.query_key(site)
+        inputs = latest.get(call.module) if site in self.forms and call.module is not None else None
+        return replace(query_key, inputs=inputs) if inputs is not None else query_key
+
+    def _update(self, site: Site, query_key: QueryKey, first: int) -> None:
+        if site not in self._gatherers:
+            place = self.place(site, self.forms.get(site))
+            self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
+        for number, one in sequences(query_key):
+            # heads that are not asked for cost nothing
+            heads = [head for head in finite_heads(one) if (site, head) in self.collector.drafts]
+            for _, gatherer in self._gatherers[site] if heads else ():
+                gatherer.update(one.select(heads), first + number)

@@ -1,0 +1,49 @@
+"""Which words are the tokens that a head selects? The sequences of its picks, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attnlens import models, texts
+from attnlens.records import Selection, Sentence
+
+SIGNS = {"\n": "↵", "\t": "→"}
+"""What stands for a token of white space; a blank is ␣."""
+
+
+def told(selection: Selection, loaded: models.Loaded, batches: Sequence[texts.Batch]) -> Selection:
+    """The selection with the texts of its sequences; unchanged where the model reads no text."""
+    if loaded.kind not in ("text", "seq2seq") or loaded.tokenizer is None:
+        return selection
+    numbers = sorted({pick.sequence for pick in selection.picks})
+    starts = [sum(batch.size for batch in batches[:index]) for index in range(len(batches))]
+    sentences = []
+    for number in numbers:
+        index = max(place for place, start in enumerate(starts) if start <= number)
+        sentences.append(_sentence(selection, loaded, batches[index].inputs, number, number - starts[index]))
+    return selection.model_copy(update={"sentences": sentences})
+
+
+def _sentence(
+    selection: Selection, loaded: models.Loaded, inputs: dict[str, Tensor], number: int, row: int
+) -> Sentence:
+    decoder = "decoder_" if selection.part != "encoder" and "decoder_input_ids" in inputs else ""
+    queries = _words(loaded, inputs, decoder, row)
+    if selection.part != "cross":
+        return Sentence(sequence=number, keys=queries)
+    return Sentence(sequence=number, keys=_words(loaded, inputs, "", row), queries=queries)
+
+
+def _words(loaded: models.Loaded, inputs: dict[str, Tensor], prefix: str, row: int) -> list[str]:
+    """The real tokens of one sequence, one word each."""
+    ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
+    return [_word(loaded, number) for number in (ids if mask is None else ids[mask[row].bool()]).tolist()]
+
+
+def _word(loaded: models.Loaded, number: int) -> str:
+    word = (
+        "" if loaded.tokenizer is None else str(loaded.tokenizer.decode([number], clean_up_tokenization_spaces=False))
+    )
+    return word.strip() or SIGNS.get(word[:1], "␣")

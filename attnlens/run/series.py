@@ -1,0 +1,203 @@
+"""How do a model's heads change while it is trained? Its checkpoints, one after the other, on one text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Unpack
+
+from attnlens import models, registry, texts
+from attnlens.errors import ModelError, UsageError
+from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
+from attnlens.registry import Analyzer, Gathering
+from attnlens.run import arguments, checkpoints
+from attnlens.run.checkpoints import Checkpoint
+from attnlens.run.collect import Collector, environment, peak_memory, tool
+from attnlens.run.compare import mean_loss
+from attnlens.run.inspect import Inspection, Interrupted, Progress, silent
+from attnlens.run.tasks import feed, task_of
+from attnlens.run.training import Reading, training
+
+
+def series(
+    names: arguments.Words = (),
+    *,
+    revisions: arguments.Words = (),
+    head: tuple[int, int] | None = None,
+    source: Literal["weights", "tokens", "both"] = "both",
+    analyzers: arguments.Words = (),
+    select: str = "argmax",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    text: arguments.Words = (),
+    tokens: int | None = None,
+    sequences: int = 32,
+    batch_size: int = 8,
+    pack: bool = True,
+    seed: int = 0,
+    progress: Progress = silent,
+    **loading: Unpack[models.Loading],
+) -> Report:
+    """Every measure of every head against the training step, in one experiment with the heads' trajectories.
+
+    `names` are folders, files or hub ids (none, or `demo`: the checkpoints of the demo model), or one hub model with
+    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
+    Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
+    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head) restricts the series to it.
+    Raises UsageError, ModelError (one is missing, or they are of different shapes), TextError, and Interrupted, which
+    carries the finished checkpoints.
+    """
+    one = _one(head, layers, heads)
+    common = {"tokens": tokens, "sequences": sequences, "pack": pack, "seed": seed}
+    asked = arguments.settings(source=source, **(one or {"layers": layers, "heads": heads}), **common)  # type: ignore[arg-type]
+    arguments.whole("batch_size", batch_size, 1)
+    wanted = arguments.words("analyzers", analyzers) or _usual(source)
+    chosen, asked = arguments.chosen(asked, wanted, select, None)
+    found = _found(arguments.words("checkpoints", names), arguments.words("revisions", revisions), loading)
+    checkpoints.refuse_different(found)
+    content = texts.read_text(arguments.words("text", text)) if source != "weights" else None
+    return Series(found, asked, chosen, content, batch_size, progress, loading).run()
+
+
+def _one(head: tuple[int, int] | None, layers: object, heads: object) -> dict[str, Any]:
+    """The layer and head of the one that is named. Raises UsageError where layers or heads are named too."""
+    if head is None:
+        return {}
+    if layers is not None or heads is not None:
+        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
+    return {"layers": [head[0]], "heads": [head[1]]}
+
+
+def _usual(source: str) -> list[str]:
+    """The analyzers that run where none is named, and selection, as far as they read that source."""
+    every = [found for found in registry.every_analyzer() if found.by_default or found.name == "selection"]
+    return list(dict.fromkeys(found.name for found in every if source in ("both", found.source)))
+
+
+def _found(names: list[str], revisions: list[str], loading: models.Loading) -> list[Checkpoint]:
+    if not revisions:
+        return checkpoints.named(checkpoints.of_demo() if names in ([], ["demo"]) else names, loading)
+    if len(names) != 1:
+        raise UsageError(
+            "Revisions belong to one model of the hub.", "Name it, as in: converge MODEL --revisions step1,step2"
+        )
+    return checkpoints.revised(names[0], revisions, loading)
+
+
+@dataclass
+class Series:
+    """One run over the checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    asked: Settings
+    analyzers: list[Analyzer | Gathering]
+    content: texts.Content | None
+    batch_size: int
+    progress: Progress
+    loading: models.Loading
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Report:
+        """Checkpoint by checkpoint; an interruption keeps those that are finished."""
+        done: list[Reading] = []
+        total = len(self.checkpoints)
+        try:
+            tokenizer = self._tokenizer()
+            for number, checkpoint in enumerate(self.checkpoints):
+                self.progress("checkpoints", number, total)
+                start = time.perf_counter()
+                done.append(self._read(checkpoint, tokenizer))
+                _refuse_other_heads(done[0], done[-1])
+                self.timings[checkpoint.name] = time.perf_counter() - start
+            self.progress("checkpoints", total, total)
+        except KeyboardInterrupt:
+            if not done:
+                raise KeyboardInterrupt from None
+            raise Interrupted(self._report(done)) from None
+        return self._report(done)
+
+    def _tokenizer(self) -> Any:
+        """The tokenizer that reads the text for all; None where no checkpoint has one."""
+        giver = checkpoints.with_tokenizer(self.checkpoints) if self.content is not None else None
+        return None if giver is None else self._load(giver).tokenizer
+
+    def _load(self, checkpoint: Checkpoint) -> models.Loaded:
+        options: models.Loading = {**self.loading, "revision": checkpoint.revision}
+        return models.load(checkpoint.model, **options)
+
+    def _read(self, checkpoint: Checkpoint, tokenizer: Any) -> Reading:
+        loaded = self._load(checkpoint)
+        if tokenizer is not None:
+            loaded = replace(loaded, tokenizer=tokenizer, tokenizer_problem="")
+        settings = arguments.of_model(self.asked, loaded)
+        collector = Collector(self.asked.heads)
+        inspection = Inspection(loaded, settings, self.analyzers, collector, self.progress, {})
+        return Reading(checkpoint, inspection.run(self.content, self.batch_size), self._loss(loaded, settings))
+
+    def _loss(self, loaded: models.Loaded, settings: Settings) -> float | None:
+        """What training has reached, on the same text; None where the model predicts no tokens."""
+        task = task_of(loaded.model)
+        guesses = task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is not None
+        if self.content is None or loaded.tokenizer is None or not (task == "causal" or guesses):
+            return None
+        fed = texts.batches(
+            loaded,
+            self.content,
+            tokens=settings.tokens,
+            sequences=settings.sequences or 1,
+            batch_size=self.batch_size,
+            pack=settings.pack is not False,
+            seed=settings.seed,
+        )
+        return mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
+
+    def _report(self, done: list[Reading]) -> Report:
+        last = done[-1].report
+        files = [
+            File(name=f"{reading.checkpoint.name}/{file.name}", sha256=file.sha256)
+            for reading in done
+            for file in reading.report.model.files
+        ]
+        return Report(
+            tool=tool(),
+            command="converge",
+            model=last.model.model_copy(update={"files": files}),
+            settings=last.settings,
+            environment=environment(),
+            coverage=_coverage(done, self.checkpoints),
+            experiments=[training(done)],
+            timings=self.timings,
+            peak_memory_bytes=peak_memory(),
+        )
+
+
+def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
+    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not reached."""
+    found = [reading.report.coverage for reading in done]
+    missing = [entry for coverage in found for entry in coverage.skipped]
+    distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
+    late = [Skipped(site=one.name, reason="the run was interrupted") for one in asked[len(done) :]]
+    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
+    return Coverage(
+        sites=found[-1].sites,
+        heads=found[-1].heads,
+        analysed=min(coverage.analysed for coverage in found),
+        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
+        skipped=distinct + late,
+    )
+
+
+def _refuse_other_heads(first: Reading, other: Reading) -> None:
+    """Raise ModelError where two checkpoints don't have the same heads, which a config need not tell."""
+    own, its = (_heads(reading.report.heads) for reading in (first, other))
+    if own != its:
+        raise ModelError(
+            f"The checkpoints are of different shapes: {first.checkpoint.name} has {len(own)} heads, "
+            f"{other.checkpoint.name} has {len(its)}.",
+            "Give checkpoints of one model.",
+        )
+
+
+def _heads(heads: Sequence[Head]) -> set[tuple[int, int, str]]:
+    return {(head.layer, head.head, head.part) for head in heads}

@@ -1,0 +1,51 @@
+"""Do the papers' small experiments come out as published? Row by row: ours, published, tolerance, pass or fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from attnlens.records import Experiment, Report
+from attnlens.run import arguments
+from attnlens.run.converge import WIDTH, finished
+from attnlens.run.experiments import golden, names, run_experiments
+from attnlens.run.inspect import Progress, silent
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a row is to be run."""
+
+    quick: bool
+    """Whether with fewer trials and wider tolerances."""
+    seed: int
+    progress: Progress
+
+
+Row = Callable[[Wanted], list[Experiment]]
+
+
+def golden_row(_wanted: Wanted) -> list[Experiment]:
+    """Instances with known solutions; they take no time, so that quick changes nothing."""
+    return [golden()]
+
+
+def att_svm_row(wanted: Wanted, name: str) -> list[Experiment]:
+    """One synthetic experiment of Att-SVM at the published sizes."""
+    return run_experiments([name], quick=wanted.quick, seed=wanted.seed, overrides={}, progress=wanted.progress)
+
+
+ROWS: list[Row] = [golden_row, *(partial(att_svm_row, name=name) for name in names())]
+"""What is verified, in this order; a further claim is a further function."""
+
+
+def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -> Report:
+    """Every row of the papers' small experiments, judged; `passed` of each experiment says how it went.
+
+    `quick` takes fewer trials, and tolerances that are as much wider. Raises UsageError for a seed that is none, and
+    Interrupted with the rows that are finished.
+    """
+    arguments.whole("seed", seed, 0, arguments.LARGEST_SEED)
+    wanted = Wanted(quick, seed, progress)
+    return finished("verify", [partial(row, wanted) for row in ROWS], seed, WIDTH)

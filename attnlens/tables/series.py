@@ -1,0 +1,156 @@
+"""How is a series of checkpoints read: every measure, over the heads, against the training step?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attnlens.records import Curve, Experiment, Report
+from attnlens.shapes import by_turns
+from attnlens.tables.sections import Rows, Section
+from attnlens.tables.terminal import Column
+from attnlens.wording import NO_VALUE, clean, counted, decimals_for, written
+
+NULL = ": null"
+"""What the name of a measure's null curve ends in."""
+ASKED = ("loss", "selection", "symmetry", "effective_rank", "entropy")
+"""What a series of checkpoints is about, by source or by name; these measures stand before the others."""
+MOST_STEPS = 8
+"""Checkpoints up to which each has its column."""
+
+
+def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+    """A series of checkpoints: the measures that it is about, or, `whole`, every one with its quartiles."""
+    heads = len({(found.layer, found.head) for found in experiment.trajectories})
+    count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
+    lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
+    every = told_of(experiment)
+    shown = every if whole else [name for name in every if asked_for(name)] or every
+    help_ = "Medians over heads; quartiles over heads at the last checkpoint"
+    help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
+    nulls = any(name + NULL in experiment.curves for name in shown)
+    help_ += "; null: what independent random factors read, mean ± sd." if nulls else "."
+    more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
+    yield Section(experiment.question, tuple(lines), series_rows(experiment, shown), (help_, *more))
+    if whole:
+        yield Section("Quartiles over heads", rows=quartile_rows(experiment))
+
+
+def series_sections(report: Report) -> Iterator[Section]:
+    """Every measure of a series of checkpoints, medians and quartiles."""
+    for experiment in report.experiments:
+        if experiment.trajectories:
+            below = ("Medians over heads.",)
+            yield Section("Every measure", rows=series_rows(experiment, told_of(experiment)), below=below)
+            yield Section("Quartiles over heads", rows=quartile_rows(experiment))
+
+
+def asked_for(name: str) -> bool:
+    """Whether a measure is among those that a series of checkpoints is about."""
+    return _rank(name) < len(ASKED)
+
+
+def measures_of(experiment: Experiment) -> list[str]:
+    """The measures of a series in the order in which they are shown: what was asked first, then by turns of sources."""
+    names = [name for name in experiment.curves if not name.endswith(NULL)]
+    asked = sorted(filter(asked_for, names), key=_rank)
+    return [*asked, *by_turns(name for name in names if name not in asked)]
+
+
+def told_of(experiment: Experiment) -> list[str]:
+    """Those of the measures that change from one checkpoint to the next."""
+    return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
+
+
+def series_rows(experiment: Experiment, measures: Sequence[str]) -> Rows:
+    """A row a measure: its median over heads, a column a checkpoint (about eight of many), last quartiles, null."""
+    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
+    steps = curves[0][0].steps if curves else []
+    columns = [
+        Column(
+            clean(experiment.axis),
+            written(steps[at], decimals_for(steps)),
+            tuple(written(curve.median[at], decimals) for curve, decimals in curves),
+        )
+        for at in _spread(len(steps))
+    ]
+    quartiles = tuple(_quartiles(curve, -1, decimals) for curve, decimals in curves)
+    columns.append(Column("last", "quartiles", quartiles))
+    nulls = [experiment.curves.get(name + NULL) for name in measures]
+    if any(nulls):
+        columns.append(Column("chance", "null", tuple(map(_null, nulls))))
+    return Rows((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+
+
+def quartile_rows(experiment: Experiment) -> Rows:
+    """The first and third quartile over heads of every measure, a column a checkpoint."""
+    measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
+    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
+    steps = curves[0][0].steps if curves else []
+    columns = [
+        Column(
+            clean(experiment.axis),
+            written(steps[at], decimals_for(steps)),
+            tuple(_quartiles(curve, at, decimals) for curve, decimals in curves),
+        )
+        for at in _spread(len(steps))
+    ]
+    return Rows((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+
+
+def step_cells(experiment: Experiment) -> Iterator[dict[str, str | int | float | None]]:
+    """A row per head, measure and step, for a spreadsheet."""
+    for found in experiment.trajectories:
+        steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
+        errors = found.se or [None] * len(found.values)
+        for step, value, error in zip(steps, found.values, errors, strict=False):
+            yield {
+                "layer": found.layer,
+                "head": found.head,
+                "measure": found.measure,
+                experiment.axis: step,
+                "value": value,
+                "se": error,
+            }
+
+
+def _rank(name: str) -> int:
+    parts = {name.partition(".")[0], name.rpartition(".")[2]}
+    return next((place for place, word in enumerate(ASKED) if word in parts), len(ASKED))
+
+
+def _loss(experiment: Experiment) -> Iterator[str]:
+    losses = [value for value in experiment.curves["loss"].median if value is not None] if _has_loss(experiment) else []
+    if len(losses) > 1:
+        way = "falls" if losses[-1] < losses[0] else "rises"
+        yield f"The loss on this text {way} from {losses[0]:.3f} to {losses[-1]:.3f} nats per token."
+
+
+def _has_loss(experiment: Experiment) -> bool:
+    return "loss" in experiment.curves
+
+
+def _spread(count: int) -> list[int]:
+    """Which of so many columns are shown: all, or about eight, the first and the last among them."""
+    if count <= MOST_STEPS:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
+
+
+def _decimals_of(curve: Curve) -> int:
+    numbers = [value for value in curve.median if value is not None]
+    return decimals_for(numbers)
+
+
+def _quartiles(curve: Curve, at: int, decimals: int) -> str:
+    if curve.low is None or curve.high is None or curve.low[at] is None:
+        return NO_VALUE
+    return f"{written(curve.low[at], decimals)} … {written(curve.high[at], decimals)}"
+
+
+def _null(null: Curve | None) -> str:
+    """Mean ± sd with two figures of the sd."""
+    if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
+        return ""
+    mean, sd = null.median[-1], null.high[-1] - null.median[-1]
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"

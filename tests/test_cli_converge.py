@@ -1,0 +1,197 @@
+"""Do `attnlens converge` and `attnlens verify` do what they say: exit code, stdout, stderr, files?"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from experiment_reports import converging, experiment_report, golden
+from program import attnlens, environment_with, refused, without_torch
+from test_converge import checkpoint, other_shape
+from typer.testing import CliRunner
+
+from attnlens import run
+from attnlens.cli import app
+from attnlens.records import read_report
+
+FAST = ("--source", "weights", "--analyzer", "symmetry", "--no-progress")
+RUNNER = CliRunner()
+
+
+def test_the_flag_alone_follows_the_demo_through_its_own_checkpoints(tmp_path):
+    files = ("--json", "r.json", "--csv", "r.csv", "--png", "pictures", "--html", "r.html", "--markdown", "r.md")
+    result = attnlens("converge", "--checkpoints", *FAST, *files, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "using demo" in result.stderr
+    assert "COMPLETE: 32 of 32 heads" in result.stdout
+    assert "weights.symmetry" in result.stdout
+    report = read_report(tmp_path / "r.json")
+    assert report.experiments[0].curves["weights.symmetry"].steps == [0, 30, 100, 300, 1000, 3000, 6000]
+    assert (tmp_path / "pictures" / "overview.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "pictures" / "weights.symmetry.png").exists()
+    assert "data:image/png;base64," in (tmp_path / "r.html").read_text()
+    assert "weights.symmetry" in (tmp_path / "r.md").read_text()
+    rows = (tmp_path / "r.csv").read_text().splitlines()
+    assert rows[0] == "layer,head,measure,training step,value,se"
+    assert rows[1].startswith("0,0,weights.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--checkpoints", checkpoint(30), checkpoint(100)),
+        (checkpoint(30), "--checkpoints", checkpoint(100)),
+        ("--checkpoints", checkpoint(30), "--checkpoints", checkpoint(100), "--head", "1.2"),
+    ],
+)
+def test_checkpoints_may_be_named_in_every_way(words):
+    result = attnlens("converge", *words, *FAST, "--json", "-")
+    assert result.returncode == 0, result.stderr
+    (experiment,) = json.loads(result.stdout)["experiments"]
+    assert experiment["settings"]["checkpoints"] == ["step-00030", "step-00100"]
+    assert len(experiment["trajectories"]) % (1 if "--head" in words else 32) == 0
+    assert {(t["layer"], t["head"]) for t in experiment["trajectories"]} >= {(1, 2)}
+
+
+def test_one_experiment_prints_ours_and_writes_its_report(tmp_path):
+    sizes = ("--n", "3", "--t", "3", "--d", "2", "--trials", "4")
+    result = attnlens(
+        "converge", "--experiment", "feasibility", *sizes, "--json", "r.json", "--csv", "r.csv", cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert "one-layer attention (synthetic) · f(X, z) = h(Xᵀ softmax(XWz)) · 4 parameters" in result.stdout
+    assert "COMPLETE" not in result.stdout
+    report = read_report(tmp_path / "r.json")
+    assert (report.command, [e.settings["trials"] for e in report.experiments]) == ("converge", [4])
+    assert "feasib" in (tmp_path / "r.csv").read_text()
+
+
+def test_reports_of_the_same_words_are_the_same_bytes():
+    words = ("converge", "--experiment", "feasibility", "--trials", "3", "--n", "3", "--d", "2", "--json", "-", "-q")
+    one, two = (json.loads(attnlens(*words).stdout) for _ in range(2))
+    for report in (one, two):
+        for field in ("timings", "environment", "peak_memory_bytes"):
+            del report[field]
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--lr", "-0.1"), "lr"),
+        (("--d", "0"), "d=0"),
+        (("--t", "1"), "T=1"),
+        (("--n", "0"), "n=0"),
+        (("--experiment", "local-convergense"), "Did you mean 'local-convergence'"),
+        (("--head", "3.x"), "LAYER.HEAD"),
+        (("--head", "0.1", "--layers", "1"), "--layers belongs to checkpoints"),
+        (("--checkpoints", "--d", "3"), "--d belongs to the synthetic experiments"),
+        (("--tokens", "16"), "--tokens belongs to a head and checkpoints"),
+        (("demo",), "neither a head nor checkpoints"),
+        (("--checkpoints", "demo", "no/such/folder"), "no/such/folder"),
+        (("--revisions", "step1,step2"), "one hub model"),
+        (("demo", "--revisions", "step1,step2"), "no revision"),
+        (("org/model", "--revisions", "step1,,step2"), "empty name"),
+        (("--checkpoints", checkpoint(0), checkpoint(30), "--layers", "9"), "There is no layer 9"),
+        (("--checkpoints", "--json", "no/such/folder/r.json"), "can't be written"),
+    ],
+)
+def test_what_can_not_be_used_ends_with_two_lines_and_2(words, told):
+    refused(attnlens("converge", *words), told)
+
+
+def test_checkpoints_of_other_shapes_are_refused_by_name(tmp_path):
+    result = attnlens("converge", "--checkpoints", checkpoint(30), other_shape(tmp_path, n_head=4))
+    refused(result, "n_head is 8 in step-00030 and 4 in step-77", "Give checkpoints of one model")
+
+
+@pytest.mark.parametrize(
+    "words", [("converge", "--help"), ("verify", "--help"), ("converge", "demo"), ("verify", "--csv", "")]
+)
+def test_what_needs_no_work_loads_no_torch(words):
+    result = without_torch(*words)
+    assert result.returncode in (0, 2)
+    assert "Internal error" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["passes", "fails", "unpublished"])
+def test_verify_ends_with_1_where_a_row_misses_and_names_it(name, monkeypatch, tmp_path):
+    rows = {
+        "passes": [converging(), golden()],
+        "fails": [converging(), golden(name="spoiled", final={"vis1 ‖W‖_F": 8.7, "largest gap": 0.0, "rank": 1.0})],
+        "unpublished": [golden(published=None, tolerance=None, bounds={})],
+    }[name]
+    monkeypatch.setattr(run, "verify", lambda **_: experiment_report(*rows, command="verify"))
+    monkeypatch.chdir(tmp_path)
+    result = RUNNER.invoke(app, ["verify", "--json", "v.json", "--quick"])
+    assert result.exit_code == (1 if name == "fails" else 0)
+    assert ("Not as published: spoiled." in result.stderr) == (name == "fails")
+    assert ("FAIL" in result.stdout) == (name == "fails")
+    assert read_report(tmp_path / "v.json").command == "verify", "the report is written either way"
+
+
+@pytest.mark.slow
+def test_verify_quick_passes(tmp_path):
+    result = attnlens("verify", "--quick", "--json", "v.json", "--png", "v.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = read_report(tmp_path / "v.json")
+    assert report.experiments[0].name == "golden instances"
+    assert all(experiment.passed is not False for experiment in report.experiments)
+    assert set(report.timings) == {experiment.name for experiment in report.experiments}
+
+
+@pytest.mark.slow
+def test_a_heads_own_problem_is_drawn_like_the_others(tmp_path):
+    small = ("--sequences", "2", "--tokens", "32", "--iterations", "20")
+    result = attnlens("converge", "demo", "--head", "3.7", *small, "--json", "h.json", "--png", "h.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    report = read_report(tmp_path / "h.json")
+    assert report.model.id == "demo"
+    assert all(experiment.curves for experiment in report.experiments)
+
+
+def test_an_interruption_keeps_the_finished_checkpoints(tmp_path):
+    words = ["converge", "--checkpoints", "--source", "weights", "--json", "r.json"]
+    program = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTING, *words],
+        cwd=tmp_path,
+        env=environment_with(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, told = program.communicate(timeout=200)
+    assert program.returncode == 130, told
+    report = read_report(tmp_path / "r.json")
+    assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
+    assert "interrupted" in report.coverage.sentence
+
+
+INTERRUPTING = f"""
+import os, sys
+sys.argv[0] = "attnlens"
+from attnlens.run import series
+read = series.Series._read
+def interrupted(self, checkpoint, tokenizer):
+    if checkpoint.step == 100:
+        os.kill(os.getpid(), {int(signal.SIGINT)})
+    return read(self, checkpoint, tokenizer)
+series.Series._read = interrupted
+from attnlens.cli import main
+main()
+"""
+
+
+def test_options_of_files_and_environment_reach_the_command(tmp_path):
+    (tmp_path / "attnlens.toml").write_text("lr = 0.1\ntrials = 3\n")
+    words = ("converge", "--experiment", "feasibility", "--n", "3", "--d", "2", "--json", "-", "-q")
+    result = attnlens(*words, cwd=tmp_path)
+    refused(result, "lr would be ignored")
+    (tmp_path / "attnlens.toml").write_text("trials = 3\n")
+    assert json.loads(attnlens(*words, cwd=tmp_path).stdout)["experiments"][0]["settings"]["trials"] == 3
+    (tmp_path / "attnlens.toml").write_text('lr = "fast"\n')
+    refused(attnlens(*words, cwd=tmp_path), "lr must be a number")

@@ -1,0 +1,105 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnlens import attsvm
+from attnlens.attsvm.nearness import Nearness, score_gaps
+from attnlens.errors import UsageError
+from attnlens.run.experiments import options
+from attnlens.run.head import FACTORS, as_instances, hardening, head_experiments, posed, starts, trained
+
+HEAD = (3, 2)
+
+
+@pytest.fixture(scope="module")
+def found() -> Nearness:
+    """The problem that a head of the demo poses on a little text."""
+    from attnlens import models, texts
+    from attnlens.run import arguments
+
+    loaded = models.load("demo")
+    asked = arguments.settings(
+        source="tokens", layers=[HEAD[0]], heads=[HEAD[1]], tokens=64, sequences=6, pack=True, seed=0
+    )
+    return posed(loaded, arguments.of_model(asked, loaded), texts.read_text([]), 4)[1]
+
+
+def test_the_instances_score_the_tokens_as_the_head_does(found: Nearness) -> None:
+    problem, form = found.posed.problem, found.posed.form
+    instances = as_instances(problem)
+    W = form.left @ form.right.mT
+    scores = torch.einsum("ntd,de,ne->nt", instances.tokens[0], W, instances.queries[0])
+    assert instances.allowed is not None
+    below = scores[:, :1] - scores
+    own = below[instances.allowed[0] & (torch.arange(below.shape[1]) > 0)]
+    order = problem.query_of.argsort(stable=True)
+    assert torch.allclose(own, score_gaps(problem, form)[order], rtol=1e-9)
+    assert bool((own > 0).all())  # M itself separates what it selects
+
+
+def test_descent_leaves_the_head_for_its_svm_and_keeps_its_selection(found: Nearness) -> None:
+    result = trained(found, HEAD, options.Settings(trials=1, lr=0.1, iterations=1500, parameterisation="W"))
+    assert result.final["correlation of the head"] == pytest.approx(found.svm_cosine, abs=1e-8)
+    for name in ("zero", "the head"):
+        assert (result.final[f"correlation, from {name}"] or 0) > 0.99
+        assert result.final[f"selection kept, from {name}"] == 1
+    assert found.svm_cosine < 0.9  # so that there was a way to go
+    norms = result.curves["norm, from zero"].median
+    assert norms[0] == 0
+    assert (norms[-1] or 0) > 100
+
+
+def test_queries_that_changed_places_have_another_svm(found: Nearness) -> None:
+    """The control: descent does not end at the SVM in which every query selects the next query's token."""
+    problem = found.posed.problem
+    other = attsvm.solve(replace(problem, queries=problem.queries.roll(1, 0)), tolerance=1e-6)
+    assert found.solution.W is not None
+    assert other.W is not None
+    unit = float(found.solution.W.norm())
+    descent = attsvm.descend(as_instances(problem), starts(found, True, unit, 0)["zero"], 500, lr=0.1 * unit)
+    assert float(descent.correlation(found.solution.W[None])[-1, 0]) > 0.98
+    assert abs(float(descent.correlation(other.W[None])[-1, 0])) < 0.3
+
+
+def test_logits_times_c_harden_as_the_softmax_says(found: Nearness) -> None:
+    result = hardening(found, HEAD)
+    gaps, problem = score_gaps(found.posed.problem, found.posed.form), found.posed.problem
+    for factor, median in zip(FACTORS, result.curves["KL, the head"].median, strict=True):
+        weights = [
+            1 / (1 + (-factor * gaps[problem.query_of == row]).exp().sum()) for row in range(len(problem.queries))
+        ]
+        assert median == pytest.approx(float(-torch.stack(weights).log().quantile(0.5)), rel=1e-9)
+    falling = [value or 0 for value in result.curves["KL, the head"].median]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[0] > 1 > 0.01 > falling[-1]
+
+
+def test_factors_start_small_and_end_near_the_nuclear_svm(found: Nearness) -> None:
+    result = trained(found, HEAD, options.Settings(trials=1, lr=0.1, iterations=300, parameterisation="KQ"))
+    before = result.curves["correlation, from small random factors"].median[0]
+    after = result.final["correlation, from small random factors"]
+    assert abs(before or 0) < 0.2
+    assert (after or 0) > 0.6
+
+
+def test_a_head_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="no head 99"):
+        head_experiments("demo", head=(0, 99), sequences=1, tokens=8)
+    with pytest.raises(UsageError, match="parameterisation"):
+        head_experiments("demo", head=(0, 0), parameterisation="both")
+    with pytest.raises(UsageError, match="lr"):
+        head_experiments("demo", head=(0, 0), lr=-1.0)
+
+
+def test_the_report_carries_the_head_and_both_experiments() -> None:
+    report = head_experiments("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
+    assert report.command == "converge"
+    assert [experiment.name for experiment in report.experiments] == [
+        "training of head 3.2",
+        "hardening of head 3.2",
+    ]
+    (head,) = report.heads
+    cosine = head.measures["selection.svm_cosine"]
+    assert cosine.value == pytest.approx(report.experiments[0].final["correlation of the head"], abs=1e-8)
+    assert cosine.null is not None

@@ -1,0 +1,252 @@
+"""Do the synthetic experiments say what was published, and nothing where something else was asked?"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from attnlens import attsvm
+from attnlens.errors import UsageError
+from attnlens.records.experiments import Experiment
+from attnlens.run.experiments import EXPERIMENTS, golden, names, refuse_ignored, run_experiments
+from attnlens.run.experiments.data import draw, grid, starts
+from attnlens.run.experiments.golden import instances
+from attnlens.run.experiments.next_token import corpus
+from attnlens.run.experiments.options import checked
+
+SMALL = {"trials": 3, "iterations": 30}
+
+
+def small(name, **overrides):
+    wishes = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
+    (found,) = run_experiments([name], quick=True, overrides=wishes | overrides)
+    return found
+
+
+def test_the_data_are_drawn_in_the_published_order():
+    generator = torch.Generator().manual_seed(7)
+    v = torch.randn(10, generator=generator)
+    labels = torch.randn(6, generator=generator).sign()
+    tokens = torch.randn(6, 8, 10, generator=generator)
+    queries = torch.randn(6, 10, generator=generator)
+    drawn = draw(6, 8, 10, 3, 5)
+    assert torch.equal(drawn.instances.labels[2], labels.double())
+    assert torch.equal(drawn.instances.tokens[2], (tokens / tokens.norm(dim=-1, keepdim=True)).double())
+    assert torch.equal(drawn.instances.queries[2], (queries / queries.norm(dim=-1, keepdim=True)).double())
+    best = (labels[:, None] * (drawn.instances.tokens[2].float() @ v)).argmax(-1)
+    assert torch.equal(drawn.best[2], best)
+    assert torch.equal(draw(6, 8, 10, 1, 7, "self").instances.queries[0], drawn.instances.tokens[2][:, 0])
+
+
+def test_starts_are_those_of_a_linear_layer_and_never_all_zero():
+    W, (K, Q) = starts(draw(2, 3, 16, 200, 0), 5, "random")
+    assert W.abs().max() <= 0.25
+    assert W.std().item() == pytest.approx(0.25 / math.sqrt(3), rel=0.02)
+    assert K.shape == Q.shape == (200, 16, 5)
+    W, (K, _) = starts(draw(2, 3, 16, 2, 0), 5, "zero")
+    assert W.norm() == 0
+    assert K.norm() > 0
+
+
+def test_the_goldens_are_met_and_a_wrong_one_is_not():
+    found = golden()
+    assert found.passed is True
+    assert len(found.published) == 4 + 3 + 2 + 4
+    assert max(found.tolerance.values()) == 1e-6
+    assert found.final["prompt_c_half_square"] == pytest.approx(17 / 18, abs=1e-9)
+    wrong = found.model_copy(update={"published": found.published | {"vis1_frobenius": 8.685745}})
+    assert wrong.judged().passed is False
+
+
+def test_the_golden_problems_have_the_sizes_that_were_solved():
+    sizes = {name: len(problem.margins) for name, (problem, _) in instances().items()}
+    assert sizes["vis1"] == 4
+    assert sizes["vis2"] == 8
+    assert sizes["local_0"] == sizes["local_1"] == 42
+    assert sizes["prompt_d"] == 18
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_nothing_else(name):
+    found = small(name)
+    assert Experiment.model_validate_json(found.model_dump_json()) == Experiment.model_validate_json(
+        found.model_dump_json()
+    )
+    json.loads(found.model_dump_json())
+    assert found.settings["trials"] == 3
+    assert found.published is None
+    assert found.tolerance is None
+    assert found.bounds == {}
+    assert found.passed is None
+    assert found.curves
+    assert found.question.endswith("?")
+    assert all(figure in found.reasons for figure, value in found.final.items() if value is None)
+    for curve in found.curves.values():
+        assert len(curve.steps) == len(curve.median)
+    assert found == small(name)
+
+
+@pytest.mark.parametrize("name", names())
+def test_progress_is_told_up_to_the_end(name):
+    told = []
+    wishes = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
+    run_experiments([name], quick=True, overrides=wishes, progress=lambda *at: told.append(at))
+    assert told
+    assert all(0 <= done <= total for _, done, total in told)
+    assert told[-1][1] == told[-1][2]
+
+
+CHANGES = [
+    ("local-convergence", {"lr": 0.2}),
+    ("local-convergence", {"m": 3}),
+    ("local-convergence", {"loss": "exponential"}),
+    ("local-convergence", {"attention": "self"}),
+    ("local-convergence", {"parameterisation": "KQ"}),
+    ("local-convergence", {"head": "relu"}),
+    ("global-selection", {"start": "random"}),
+    ("feasibility", {"n": 3}),
+    ("rank", {"T": 4}),
+    ("multi-token", {"head": "linear"}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
+    study = EXPERIMENTS[name]
+    seen = []
+
+    def function(settings, published, progress):
+        seen.append((settings, published))
+        return Experiment(name=name, question="?", final={})
+
+    probe = type(study)(function, study.full, study.quick, study.uses)
+    probe.run({"seed": 4}, True, lambda *_: None)
+    probe.run({"seed": 4, "trials": 10_000}, True, lambda *_: None)
+    probe.run({"seed": 4, "trials": 1}, True, lambda *_: None)
+    probe.run(change, True, lambda *_: None)
+    assert [published for _, published in seen] == [True, True, False, False]
+    ((setting, value),) = change.items()
+    assert getattr(seen[-1][0], setting) == value
+    assert small(name, **change).settings[setting] == value
+
+
+def test_one_d_is_the_whole_sweep():
+    found = small("feasibility", d=3, n=4, T=3)
+    assert found.curves["n=4, T=3"].steps == [3, 4]
+    assert small("rank", d=5).curves["nuclear"].steps == [5]
+
+
+def test_the_ranks_are_within_the_bound_and_below_the_frobenius_ones():
+    found = small("rank", trials=5, d=10)
+    assert found.final["beyond_bound"] <= 0
+    assert found.final["nuclear_d10"] < found.final["frobenius_d10"]
+
+
+def test_a_filter_that_nothing_passes_leaves_figures_out_with_a_reason():
+    found = small("multi-token", trials=1, iterations=1)
+    assert found.final["svm_equivalent_d4"] is None
+    assert "filter" in found.reasons["svm_equivalent_d4"]
+    assert found.settings["accepted_d4"] == 0
+
+
+@pytest.mark.slow
+def test_next_token_ends_at_the_graphs_svm_and_at_its_finite_part():
+    found = small("next-token", iterations=2000)
+    assert found.final["acyclic_to_svm"] > 0.999
+    assert found.final["cyclic_to_svm"] > 0.999
+    assert found.final["cyclic_finite_distance"] < 1e-6
+    early = small("next-token", iterations=3)
+    assert early.final["cyclic_to_svm"] < 0.95
+    assert early.final["cyclic_finite_distance"] > 1e-3
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_corpus_has_cycles_where_they_are_asked_for(cyclic):
+    one = corpus(6, 4, 8, 3, cyclic)
+    assert bool((one.features[..., 64:].abs() > 1e-9).any()) == cyclic
+    assert ((one.reads > 0) <= one.component).all()
+    assert (one.reads.sum(-1) > 0).all()
+    whole = one.features[..., :64] + one.features[..., 64:]
+    assert torch.allclose(whole.norm(dim=-1), torch.ones(6, 4).double())
+    margins = (one.features[..., :64] @ one.W)[~one.component]
+    assert margins.numel() > 0
+    label = (one.features[..., :64] @ one.W).masked_fill(~one.component, -math.inf).amax(-1, keepdim=True)
+    gaps = (label - one.features[..., :64] @ one.W)[~one.component]
+    assert gaps.min() >= 1 - 1e-7
+
+
+def test_a_vocabulary_that_poses_no_problem_is_refused():
+    with pytest.raises(UsageError, match="pose no such problem"):
+        corpus(2, 3, 1, 0, False)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"lr": -1.0},
+        {"lr": 0.0},
+        {"lr": math.inf},
+        {"lr": "fast"},
+        {"d": 0},
+        {"T": 1},
+        {"n": 0},
+        {"m": 0},
+        {"m": 3, "parameterisation": "W"},
+        {"iterations": 0},
+        {"trials": 0},
+        {"trials": 2.5},
+        {"seed": -1},
+        {"loss": "hinge"},
+        {"head": "gelu"},
+        {"parameterisation": "QK"},
+        {"attention": "sefl"},
+        {"start": "ones"},
+        {"start": "zero", "parameterisation": "KQ"},
+        {"momentum": 0.9},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wish):
+    with pytest.raises(UsageError) as refused:
+        run_experiments(["local-convergence"], overrides=wish)
+    assert refused.value.remedy
+
+
+def test_names_are_checked_and_ignored_settings_can_be_refused():
+    with pytest.raises(UsageError, match="Did you mean"):
+        run_experiments(["local-convergance"])
+    refuse_ignored(["rank", "local-convergence"], {"lr": 0.2})
+    with pytest.raises(UsageError, match="lr"):
+        refuse_ignored(["rank", "feasibility"], {"lr": 0.2})
+    assert checked({"lr": None, "d": 4}) == {"d": 4}
+
+
+def test_threads_are_given_back():
+    before = torch.get_num_threads()
+    small("rank")
+    assert torch.get_num_threads() == before
+
+
+def test_the_grid_is_logarithmic_and_ends_at_the_last_iteration():
+    assert grid(60) == [1, 2, 3, 5, 10, 20, 30, 50, 60]
+    assert grid(1) == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_the_published_figures_are_met(name):
+    (found,) = run_experiments([name], quick=True)
+    missed = {figure: found.final[figure] for figure in found.published or {} if not found.meets(figure)}
+    assert missed == {}
+    assert (found.passed is None) == (name == "next-token")
+
+
+def test_where_the_inputs_are_dead_no_gradient_is_left():
+    """f_i = 0 behind ReLUs that are all off pulls on nothing, which is why the multi-token figures need a floor."""
+    drawn = draw(1, 4, 5, 1, 0, "cross", "relu")
+    off = -drawn.instances.head.V.abs()
+    positive = attsvm.Instances(
+        drawn.instances.tokens.abs(), drawn.instances.queries, -torch.ones(1, 1).double(), attsvm.Relu(off)
+    )
+    result = attsvm.descend(positive, starts(drawn, 5, "random")[0], 3)
+    assert result.stationary.all()
