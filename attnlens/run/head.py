@@ -234,9 +234,10 @@ def _read(descent: Descent, goal: Tensor, unit: float) -> dict[str, Curve]:
     def curve(values: Tensor) -> Curve:
         return Curve(steps=steps, median=[None if value != value else value for value in values.tolist()])
 
+    kept = (descent.chosen == 0).double().mean(-1)[:, 0]
     return {
         "correlation": curve(descent.correlation(goal[None])[:, 0]),
-        "selection kept": curve((descent.chosen == 0).double().mean(-1)[:, 0]),
+        "selection kept": curve(kept.where(descent.norm[:, 0] > 0, torch.nan)),  # W = 0 selects nothing
         "norm": curve(descent.norm[:, 0] / unit),
     }
 
