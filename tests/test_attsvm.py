@@ -1,5 +1,6 @@
 """Is the solved direction the max-margin one, and is every claim about it a proof?"""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -13,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from attnlens.attsvm import Problem, certified, prompt, selection, separable, soft_margin, solve
+from attnlens.attsvm import (
+    Problem,
+    certified,
+    frobenius,
+    leastdistance,
+    prompt,
+    selection,
+    separable,
+    soft_margin,
+    solve,
+)
 from attnlens.errors import UnposedError, UsageError
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "attsvm_golden.json").read_text())
@@ -362,3 +373,72 @@ def test_prompts_of_three_sequences_read_the_published_norm() -> None:
     chosen = torch.zeros(3, dtype=torch.long)
     norms = [solve(prompt(keys, chosen)).norm for keys in (tokens.double(), tokens[..., :2].double())]
     assert [0.5 * (norm or 0.0) ** 2 for norm in norms] == pytest.approx([0.3131888, 0.3713383], abs=1e-7)
+
+
+def shared(seed: int, queries: int = 3, scenes: int = 16, length: int = 12, d: int = 6) -> Problem:
+    """Scenes of few distinct queries that all keep the same token: far more constraints than dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(queries, 4, generator=generator, dtype=torch.float64)[torch.arange(scenes) % queries]
+    tokens = torch.randn(scenes, length, d, generator=generator, dtype=torch.float64)
+    tokens[:, 0] = 3.0 * torch.ones(d)
+    tokens[::2, 1:4] = tokens[0, 1:4]  # repeated constraints, and sums of others besides
+    return selection(tokens, z.abs(), torch.zeros(scenes, dtype=torch.long))
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("NNLS was asked")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_degenerate_problem_is_solved_without_nnls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = shared(seed)
+    rank = np.linalg.matrix_rank(dense(problem))
+    assert len(problem.margins) > 128 > rank
+    asked = []
+    monkeypatch.setattr(frobenius, "damped", lambda *given: asked.append(1) or leastdistance.damped(*given))
+    monkeypatch.setattr(frobenius, "nearest", refuse)
+    answer = solve(problem)
+    assert asked
+    assert answer.status == "optimal"
+    every = np.zeros(len(problem.margins), dtype=bool)
+    reference = certified(problem, torch.from_numpy(leastdistance.nearest(dense(problem), np.ones(len(every)), every)))
+    assert reference.status == "optimal"
+    assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
+
+
+def test_contradictory_problem_still_needs_nnls(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = shared(0)
+    away = replace(problem, differences=torch.cat([problem.differences[:-1], -problem.differences[:1]]))
+    away = replace(away, query_of=torch.cat([problem.query_of[:-1], problem.query_of[:1]]))
+    assert solve(away).status == "infeasible"
+    monkeypatch.setattr(frobenius, "nearest", refuse)
+    with pytest.raises(AssertionError, match="NNLS was asked"):
+        solve(away)
+
+
+@pytest.mark.parametrize("damping", [1e-12, 1e-6, 1e-2, 1.0])
+def test_damped_step_never_raises_the_objective(damping: float) -> None:
+    rows = dense(shared(1))
+    gram, bounds = rows @ rows.T, np.ones(len(rows))
+    gram /= gram.diagonal().max()
+    free, loads = np.zeros(len(rows), dtype=bool), np.zeros(len(rows))
+    values = [0.0]
+    for _ in range(30):
+        loads, damping = leastdistance.damped(gram, bounds, free, loads, damping)
+        assert (loads >= 0.0).all()
+        values.append(0.5 * loads @ gram @ loads - bounds @ loads)
+    assert values[-1] < -0.1
+    assert all(after <= before + 1e-12 * abs(before) for before, after in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_products_query_by_query_are_the_gathered_ones(grouped: bool) -> None:
+    problem = drawn(3, n=4, length=20)
+    if not grouped:
+        turn = torch.randperm(len(problem.margins), generator=torch.Generator().manual_seed(0))
+        problem = replace(problem, differences=problem.differences[turn], query_of=problem.query_of[turn])
+    assert (problem.counts is not None) == grouped
+    v = torch.randn(4, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    naive = torch.stack([u @ v[q] for u, q in zip(problem.differences, problem.query_of.tolist(), strict=True)])
+    assert torch.allclose(problem.along(v), naive, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(problem.along(v.roll(1, 0)), naive, rtol=1e-2)

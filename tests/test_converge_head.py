@@ -96,8 +96,8 @@ def test_the_report_carries_the_head_and_both_experiments() -> None:
     report = head_experiments("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
     assert report.command == "converge"
     assert [experiment.name for experiment in report.experiments] == [
-        "training of head 3.2",
-        "hardening of head 3.2",
+        "head 3.2",
+        "head 3.2, hardening",
     ]
     (head,) = report.heads
     cosine = head.measures["selection.svm_cosine"]

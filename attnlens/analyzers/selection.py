@@ -95,7 +95,7 @@ MEASURES = (
     ),
     MeasureInfo(
         "selection.support",
-        "share of the constraints that hold the SVM up",
+        "share of the constraints that hold the SVM up (not unique where constraints repeat each other)",
         "share of constraints with λ > 0",
         low=0,
         high=1,

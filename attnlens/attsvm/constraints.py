@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.sparse import csr_array
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -66,9 +67,8 @@ class Constraints:
 
     def scores(self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"]) -> Float[ndarray, " constraints"]:
         """⟨a_c, Σ_r loads_r a_r⟩ for every constraint c."""
-        weighted = np.zeros((len(self.z), self.u.shape[1]))
-        np.add.at(weighted, self.query_of[rows], loads[:, None] * self.u[rows])
-        seen = self.products @ weighted
+        shares = csr_array((loads, (self.query_of[rows], rows)), shape=(len(self.z), len(self.u)))
+        seen = self.products @ (shares @ self.u)
         found = np.empty(len(self.u))
         for query, block in self.blocks:
             found[self.order[block]] = self.ordered[block] @ seen[query]

@@ -9,11 +9,11 @@ import torch
 
 from attnlens.attsvm.certificates import PROOF, certified
 from attnlens.attsvm.constraints import Constraints
-from attnlens.attsvm.leastdistance import EPS, nearest, pivoted
+from attnlens.attsvm.leastdistance import EPS, damped, nearest, pivoted
 from attnlens.errors import UnposedError
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
     from numpy import ndarray
     from torch import Tensor
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 SMALL = 128
 """Constraints up to which all of them are worked on from the start."""
-RIDGE = 1e-13
-"""Added to the diagonal of G, which is 1, where G is singular."""
+DAMPING = 1e-2
+"""Added to the diagonal of G, which is 1, at the first damped step."""
+PATIENCE = 60
+"""Damped steps that a degenerate problem may take."""
 WORST = 4
 """How many of a query's most violated constraints enter at once."""
 
@@ -41,66 +43,89 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     if len(hopeless):
         return certified(problem, unscaled(constraints, hopeless, np.sign(constraints.bounds[hopeless])), tolerance)
     every = np.arange(len(constraints.u))
-    rows = every if len(every) <= SMALL else np.flatnonzero(constraints.free)
-    gram, loads = constraints.gram(rows, rows), np.zeros(len(rows))
+    working = Working(constraints, every if len(every) <= SMALL else np.flatnonzero(constraints.free), tolerance)
     steps = 0
     while steps < limit:
         steps += 1
-        loads = best(constraints, rows, gram, loads)
-        joining = worst(constraints, rows, loads, tolerance)
-        if not len(joining):
+        working.improve()
+        joining = working.worst()
+        if working.settled and not len(joining):
             break
-        gram = grown(constraints, gram, rows, joining)
-        rows, loads = np.append(rows, joining), np.append(loads, np.zeros(len(joining)))
-    answer = certified(problem, unscaled(constraints, rows, loads), tolerance, steps)
+        working.join(joining)
+    answer = certified(problem, unscaled(constraints, working.rows, working.loads), tolerance, steps)
     if answer.status != "inaccurate" or steps == limit:
         return answer
-    loads = nearest(constraints.explicit(rows), constraints.bounds[rows], constraints.free[rows])
-    return certified(problem, unscaled(constraints, rows, loads), tolerance, steps)
+    return certified(problem, unscaled(constraints, working.rows, working.nearest()), tolerance, steps)
 
 
-def best(
-    constraints: Constraints, rows: Int[ndarray, " k"], gram: Float[ndarray, "k k"], loads: Float[ndarray, " k"]
-) -> Float[ndarray, " k"]:
-    """λ of the working set alone; starts from the support it had."""
-    bounds, free = constraints.bounds[rows], constraints.free[rows]
-    found = pivoted(gram, bounds, free, loads != 0.0)
-    if found is None:
-        # Repeated constraints share their λ under a ridge that changes W by less than the tolerance.
-        found = pivoted(gram + RIDGE * np.eye(len(rows)), bounds, free, loads != 0.0)
-        if found is not None and RIDGE * np.abs(found).max() > 1e-11 * np.abs(bounds).max():
-            found = None
-    return nearest(constraints.explicit(rows), bounds, free) if found is None else found
+class Working:
+    """The constraints that are worked on, and their λ."""
 
+    def __init__(self, constraints: Constraints, rows: Int[ndarray, " k"], tolerance: float) -> None:
+        self.constraints = constraints
+        self.tolerance = tolerance
+        self.rows = rows
+        self.bounds: Float[ndarray, " k"] = constraints.bounds[rows]
+        self.free: Bool[ndarray, " k"] = constraints.free[rows]
+        self.loads = np.zeros(len(rows))
+        self.gram = constraints.gram(rows, rows)
+        self.settled = False  # whether λ is the best for these constraints
+        self.joined = True  # whether any of them is new
+        self.damping = 0.0  # 0 as long as signs are exchanged
+        self.patience = PATIENCE
 
-def worst(
-    constraints: Constraints, rows: Int[ndarray, " k"], loads: Float[ndarray, " k"], tolerance: float
-) -> Int[ndarray, " joining"]:
-    """Each query's WORST most violated constraints outside the working set; none when λ proves that no W exists."""
-    if len(rows) == len(constraints.u):
-        return rows[:0]
-    held = np.flatnonzero(loads)
-    scores = constraints.scores(rows[held], loads[held])
-    bounds, worth = constraints.bounds, float(loads @ constraints.bounds[rows])
-    reach = float(np.abs(loads).sum())
-    if worth > PROOF * reach and loads @ scores[rows] <= (PROOF * reach) ** 2:
-        return rows[:0]
-    short = bounds - scores - 0.1 * tolerance * np.abs(bounds) - EPS * reach
-    short[rows] = -np.inf
-    joining = []
-    for _, block in constraints.blocks:
-        candidates = constraints.order[block]
-        top = candidates[np.argsort(-short[candidates])[:WORST]]
-        joining.append(top[short[top] > 0.0])
-    return np.concatenate(joining)
+    def improve(self) -> None:
+        """The best λ of these constraints alone, from their support; a better λ where they are degenerate."""
+        if not self.damping or not self.joined:
+            found = pivoted(self.gram, self.bounds, self.free, self.loads != 0.0)
+            if found is not None:
+                self.loads, self.settled = found, True
+                return
+        if not self.patience:
+            self.loads, self.settled = self.nearest(), True
+            return
+        self.patience -= 1
+        self.loads, self.damping = damped(self.gram, self.bounds, self.free, self.loads, self.damping or DAMPING)
+        short = self.bounds - self.gram @ self.loads
+        short = np.where(self.free | (self.loads > 0.0), np.abs(short), short)
+        self.settled = bool((short <= self._rounding(self.bounds)).all())
 
+    def worst(self) -> Int[ndarray, " joining"]:
+        """Each query's WORST most violated constraints outside the working set; none when λ proves that no W exists."""
+        constraints, held = self.constraints, np.flatnonzero(self.loads)
+        scores = constraints.scores(self.rows[held], self.loads[held])
+        proven = PROOF * float(np.abs(self.loads).sum())
+        if self.loads @ self.bounds > proven and self.loads @ scores[self.rows] <= proven**2:
+            # λ that grows by damped steps only tends to a proof; NNLS finds one that is exact.
+            self.patience = 0
+            return self.rows[:0]
+        short = constraints.bounds - scores - self._rounding(constraints.bounds)
+        short[self.rows] = -np.inf
+        joining = [self.rows[:0]]
+        for _, block in constraints.blocks:
+            candidates = constraints.order[block]
+            top = candidates[np.argsort(-short[candidates])[:WORST]]
+            joining.append(top[short[top] > 0.0])
+        return np.concatenate(joining)
 
-def grown(
-    constraints: Constraints, gram: Float[ndarray, "k k"], rows: Int[ndarray, " k"], joining: Int[ndarray, " more"]
-) -> Float[ndarray, "whole whole"]:
-    """The Gram matrix of the working set and what joins it."""
-    side = constraints.gram(rows, joining)
-    return np.block([[gram, side], [side.T, constraints.gram(joining, joining)]])
+    def join(self, joining: Int[ndarray, " more"]) -> None:
+        """They are worked on too, from λ = 0."""
+        self.joined = len(joining) > 0
+        if not self.joined:
+            return
+        side = self.constraints.gram(self.rows, joining)
+        self.gram = np.block([[self.gram, side], [side.T, self.constraints.gram(joining, joining)]])
+        self.rows, self.loads = np.append(self.rows, joining), np.append(self.loads, np.zeros(len(joining)))
+        self.bounds, self.free = self.constraints.bounds[self.rows], self.constraints.free[self.rows]
+
+    def nearest(self) -> Float[ndarray, " k"]:
+        """λ by NNLS, from nothing and slowly, whatever they are."""
+        return nearest(self.constraints.explicit(self.rows), self.bounds, self.free)
+
+    def _rounding(self, bounds: Float[ndarray, " some"]) -> Float[ndarray, " some"]:
+        """What a constraint may lack."""
+        lacking: Float[ndarray, " some"] = 0.1 * self.tolerance * np.abs(bounds) + EPS * np.abs(self.loads).sum()
+        return lacking
 
 
 def unscaled(

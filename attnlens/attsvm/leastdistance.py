@@ -1,4 +1,4 @@
-"""Which λ is best when the constraints are few? By exchanging signs, or by NNLS where these are degenerate."""
+"""Which λ is best when the constraints are few? By exchanging signs, damped Newton steps, or NNLS, as these allow."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ DEPENDENT = 1e-11
 """Singular value, against the largest, below which equalities repeat each other."""
 INCONSISTENT = 1e-9
 """What may remain of equalities, against the largest b, that can be met."""
+LEAST_DAMPING = 1e-12
+"""Damping, against the diagonal of G, below which a step is Newton's to rounding."""
+SHORTEST = 1e-6
+"""Share of a Newton step below which it leads nowhere."""
 LONG = 1e-3
 """Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist."""
 RESOLVED = 1e-12
@@ -30,7 +34,7 @@ def pivoted(
 ) -> Float[ndarray, " k"] | None:
     """argmin ½λᵀGλ − bᵀλ, λ ≥ 0 unless free, by exchanging all wrong signs at once (Kim and Park 2011, Algorithm 2).
 
-    `support` is the first guess. None where a block of G is singular or the exchanges don't settle: then ask `nearest`.
+    `support` is the first guess. None where a block of G is singular or the exchanges don't settle: then ask `damped`.
     """
     support = support | free
     fewest, patience = len(bounds) + 1, PATIENCE
@@ -41,7 +45,7 @@ def pivoted(
             return None
         multipliers = np.zeros(len(bounds))
         multipliers[held] = loads
-        slack = gram[:, held] @ loads - bounds
+        slack = gram @ multipliers - bounds
         # A sign is wrong beyond the rounding of the sums it comes from: ties must not be exchanged forever.
         noise = 64.0 * EPS * (np.abs(loads).sum() + np.abs(bounds).max(initial=0.0))
         wrong = np.where(support, ~free & (multipliers < 0.0), slack < -noise)
@@ -54,6 +58,37 @@ def pivoted(
         fewest = min(fewest, count)
         support = support ^ wrong
     return None
+
+
+def damped(
+    gram: Float[ndarray, "k k"],
+    bounds: Float[ndarray, " k"],
+    free: Bool[ndarray, " k"],
+    loads: Float[ndarray, " k"],
+    damping: float,
+) -> tuple[Float[ndarray, " k"], float]:
+    """A better λ for the same problem, and the damping of the next step: Newton's, projected to λ ≥ 0 (Bertsekas 1982).
+
+    With G + damping · I a repeated constraint is as good as any, and the objective never rises, so that nothing cycles.
+    Where no step lowers it, λ stays and the damping grows.
+    """
+    slack = gram @ loads - bounds
+    held = np.flatnonzero(free | (loads > 0.0) | (slack < 0.0))
+    block = gram[np.ix_(held, held)]
+    ridge = damping * np.eye(len(held))
+    move, failed = dposv(block + ridge, -slack[held])[1:] if len(held) else (np.zeros(0), 0)
+    share = 0.0 if failed else 1.0
+    while share > SHORTEST:
+        moved = loads[held] + share * move
+        moved = np.where(free[held], moved, moved.clip(min=0.0)) - loads[held]
+        slope = float(slack[held] @ moved)
+        if slope + 0.5 * float(moved @ block @ moved) <= 1e-4 * slope:
+            better = loads.copy()
+            better[held] += moved
+            factor = 0.1 if share == 1.0 else 10.0 if share < 0.3 else 1.0
+            return better, max(damping * factor, LEAST_DAMPING)
+        share *= 0.5
+    return loads, 100.0 * damping
 
 
 def nearest(

@@ -93,8 +93,7 @@ def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
 
 def score_gaps(problem: Problem, form: Form) -> Float[Tensor, " constraints"]:
     """u_cᵀ M z_q(c): how far the head itself scores the kept token above the other."""
-    seen = problem.queries @ form.right
-    return ((problem.differences @ form.left) * seen[problem.query_of]).sum(-1)
+    return problem.along((problem.queries @ form.right) @ form.left.mT)
 
 
 def projected_norm(problem: Problem, form: Form) -> float:
@@ -105,7 +104,9 @@ def projected_norm(problem: Problem, form: Form) -> float:
 
 def span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
     """An orthonormal basis of the rows' span, from their Gram matrix; directions below SPAN are left out."""
-    values, vectors = torch.linalg.eigh(rows.mT @ rows)
+    numbers = rows.numpy()
+    # numpy knows that a matrix times its own transpose is symmetric, which halves the work.
+    values, vectors = torch.linalg.eigh(torch.from_numpy(numbers.T @ numbers))
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: tokens that don't differ span nothing
     return basis
 

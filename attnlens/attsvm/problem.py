@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+MANY = 8
+"""Constraints a query from which products are taken query by query."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,29 @@ class Problem:
         u, z = self.differences, self.queries
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
+    @cached_property
+    def counts(self) -> list[int] | None:
+        """How many constraints each query has, where they stand in the order of the queries; None elsewhere."""
+        if not bool((self.query_of.diff() >= 0).all()):
+            return None
+        counts: list[int] = self.query_of.bincount(minlength=len(self.queries)).tolist()
+        return counts
+
     def scores(self, W: Float[Tensor, "d d_query"]) -> Float[Tensor, " constraints"]:
         """u_cᵀ W z_q(c), which is to be ≥ b_c."""
-        seen = self.queries @ W.mT
-        return (self.differences * seen[self.query_of]).sum(-1)
+        return self.along(self.queries @ W.mT)
+
+    def along(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
+        """u_c · v_q(c): how far each constraint reaches along its query's direction."""
+        if self.counts is None or len(self.query_of) < MANY * len(self.queries):
+            return (self.differences * directions[self.query_of]).sum(-1)
+        # A direction for every constraint would be as much memory as the differences.
+        blocks = torch.split(self.differences, self.counts)
+        return torch.cat([block @ direction for block, direction in zip(blocks, directions, strict=True)])
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
         """W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
+        held = multipliers.nonzero().flatten()
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
-        weighted.index_add_(0, self.query_of, multipliers[:, None] * self.differences)
+        weighted.index_add_(0, self.query_of[held], multipliers[held, None] * self.differences[held])
         return weighted.mT @ self.queries

@@ -34,7 +34,7 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     axes.set_xlim(low, high if high > low else low + 1)
     axes.xaxis.set_major_locator(FixedLocator(_named(axes, present)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))  # each as short as it may be
     axes.set_xlabel(name, labelpad=1.5)
 
 

@@ -143,7 +143,7 @@ def trained(found: Nearness, head: tuple[int, int], s: options.Settings, progres
         final |= {f"{what}, from {name}": curve.median[-1] for what, curve in read.items()}
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
-        name=f"training of head {head[0]}.{head[1]}",
+        name=f"head {head[0]}.{head[1]}",
         question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
         settings=size_of(found) | {name: getattr(s, name) for name in SHOWN},
         final=final,
@@ -177,7 +177,7 @@ def hardening(found: Nearness, head: tuple[int, int]) -> Experiment:
     }
     curves = {f"KL, {name}": _hardened(problem, gap) for name, gap in gaps.items()}
     return Experiment(
-        name=f"hardening of head {head[0]}.{head[1]}",
+        name=f"head {head[0]}.{head[1]}, hardening",
         question="How fast does the head's softmax become a selection when its logits are multiplied by c?",
         settings=size_of(found),
         final={f"{name}, c = 1": curve.median[FACTORS.index(1.0)] for name, curve in curves.items()},
@@ -234,9 +234,10 @@ def _read(descent: Descent, goal: Tensor, unit: float) -> dict[str, Curve]:
     def curve(values: Tensor) -> Curve:
         return Curve(steps=steps, median=[None if value != value else value for value in values.tolist()])
 
+    kept = (descent.chosen == 0).double().mean(-1)[:, 0]
     return {
         "correlation": curve(descent.correlation(goal[None])[:, 0]),
-        "selection kept": curve((descent.chosen == 0).double().mean(-1)[:, 0]),
+        "selection kept": curve(kept.where(descent.norm[:, 0] > 0, torch.nan)),  # W = 0 selects nothing
         "norm": curve(descent.norm[:, 0] / unit),
     }
 
