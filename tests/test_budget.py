@@ -22,7 +22,7 @@ from attnlens.kernels import parsed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run import budget as room
 from attnlens.run.plan import Sizes, break_even, costs, saving, sizes
-from attnlens.run.sensitivities import bases, sensitivities
+from attnlens.run.sensitivities import _between, bases, levels, sensitivities
 from attnlens.run.swap import swap_kernel
 from attnlens.run.tasks import feed
 from attnlens.tables.swaps.plans import plan_lines, plan_rows
@@ -40,6 +40,12 @@ def demo():
 def report(demo):
     """The plan of 1 % for `demo`, on what follows in its own text."""
     return swap_kernel(demo, "rank", budget="loss:1%")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A fit and a choice on little text: what is tested holds for any length of it."""
+    monkeypatch.setattr(room, "SEQUENCES", 32)
 
 
 def batches_of(model, sequences=8, tokens=32, skip=0):
@@ -106,31 +112,94 @@ def test_half_a_group_of_query_heads_is_refused():
 # --- sensitivities ----------------------------------------------------------------------------------------------------
 
 
-def test_sensitivities_are_the_second_moments_of_a_naive_sum_over_queries():
-    """½ Σ_i (Σ_{l>r} ⟨q_i, a_l⟩⟨b_l, g_i⟩)², from queries and gradients captured here, query by query."""
+def sampled(model, sites, fed, seed):
+    """Calls, their outputs, the loss of targets drawn from the model, and how many: one batch, the graph kept."""
+    calls, answers, generator = {}, {}, torch.Generator().manual_seed(seed)
+    model.model.requires_grad_(True)
+    with hooks.watch(model.model, sites, calls.__setitem__, answers.__setitem__):
+        logits = hooks.forward(model.model, fed.inputs).logits[fed.targets != -100]
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+    return calls, answers, -logits.log_softmax(-1).gather(1, drawn[:, None]).sum(), len(drawn)
+
+
+def test_sensitivities_are_the_second_moments_of_a_naive_softmax_over_queries():
+    """½ Σ_i ⟨g_i, Σ_j p_ij v_j − o_i⟩², from keys, values and gradients captured here, query by query."""
     model = grouped()
     found = budgeting(model)
     fed = feed(model, batches_of(model, sequences=4, tokens=12), "causal", 0)
     maps = bases(model, found.sites, found.swaps, fed, lambda _: None)
     ours = sensitivities(model, found.sites, maps, fed, "causal", 3, lambda _: None)
-
-    queries, generator = {}, torch.Generator().manual_seed(3)
-    model.model.requires_grad_(True)
-    with hooks.watch(model.model, found.sites, lambda site, call: queries.update({site: call.query})):
-        logits = hooks.forward(model.model, fed[0].inputs).logits[fed[0].targets != -100]
-    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-    loss = -logits.log_softmax(-1).gather(1, drawn[:, None]).sum()
-    gradients = dict(zip(queries, torch.autograd.grad(loss, list(queries.values())), strict=True))
+    calls, answers, loss, drawn = sampled(model, found.sites, fed[0], 3)
+    gradients = dict(zip(answers, torch.autograd.grad(loss, list(answers.values())), strict=True))
     for site, basis in maps.items():
         expected = torch.zeros(2, 11, dtype=torch.float64)
-        query, gradient = queries[site].detach().double(), gradients[site].double()
-        for sequence, head, i in itertools.product(range(4), range(6), range(query.shape[2])):
+        call, output, gradient = calls[site], answers[site].detach().double(), gradients[site].double()
+        for sequence, head, i in itertools.product(range(4), range(6), range(12)):
             a, b = basis.query_map[head // 3], basis.key_map[head // 3]
+            query = call.query[sequence, head, i].detach().double()
+            seen = (slice(sequence, sequence + 1), head // 3, slice(i + 1))
+            key, value = (tensor[seen][0].detach().double() for tensor in (call.key, call.value))
             for rank in range(10):
-                lost = a[:, rank:] @ b[:, rank:].mT
-                expected[head // 3, rank] += (query[sequence, head, i] @ lost @ gradient[sequence, head, i]) ** 2 / 2
-        assert apart([expected / len(drawn)], [ours[site]]) < 1e-5
+                share = (key @ b[:, :rank] @ a[:, :rank].mT @ query * call.scale).softmax(0)
+                change = gradient[sequence, i, head] @ (share @ value - output[sequence, i, head])
+                expected[head // 3, rank] += change**2 / 2
+        assert apart([expected / drawn], [ours[site]]) < 1e-5
         assert bool((ours[site][:, 10] == 0).all())
+
+
+def test_only_levels_are_estimated_and_the_ranks_between_lie_on_lines():
+    assert levels(10) == list(range(11))
+    assert levels(64) == list(range(0, 65, 4))
+    assert levels(17) == [*range(0, 17, 2), 17]
+    table = torch.full((1, 65), torch.nan)
+    table[0, levels(64)] = torch.arange(16.0, -1, -1).square()
+    found = _between(table)
+    assert bool(found.isfinite().all())
+    assert found[0, 6] == (found[0, 4] + found[0, 8]) / 2
+    assert len(room.nested(found.double())) == 16, "no step ends between two levels"
+
+
+def of_logits(loaded, sites, found, batches, task, seed, progress):
+    """What a gradient of the logits says: ½ Σ_i (Σ_{l>r} ⟨q_i, a_l⟩⟨b_l, g_i⟩)², g_i = ∂loss/∂q_i."""
+    totals = {site: torch.zeros(len(basis.kv_heads), basis.head_dim + 1) for site, basis in found.items()}
+    count = 0
+    for fed in batches:
+        calls, _, loss, drawn = sampled(loaded, sites, fed, seed)
+        count += drawn
+        for site, slope in zip(found, torch.autograd.grad(loss, [calls[site].query for site in found]), strict=True):
+            query = calls[site].query.detach().double()
+            lost = (query @ found[site].query_map) * (slope.double() @ found[site].key_map)
+            totals[site][:, :-1] += lost.flip(-1).cumsum(-1).flip(-1).square().sum((0, 2))
+    return {site: total / (2 * count) for site, total in totals.items()}
+
+
+@pytest.mark.parametrize("naive", [False, True], ids=["softmax", "control"])
+def test_a_saturated_head_that_is_needed_keeps_its_directions(demo, monkeypatch, naive):
+    """A head whose logits are × 100: their gradient vanishes, and without them the loss is 12 % higher.
+
+    The control estimates by that gradient, cuts the head among the first, and is left with what was cheap before it.
+    """
+    planted = replace(demo, model=copy.deepcopy(demo.model))
+    part, columns = planted.model.transformer.h[0].attn.c_attn, slice(4 * 16, 5 * 16)
+    with torch.no_grad():
+        part.weight[:, columns] *= 100
+        part.bias[columns] *= 100
+    if naive:
+        monkeypatch.setattr(room, "sensitivities", of_logits)
+    search = budgeting(planted, layers=[0])
+    choice = search.choose(batches_of(planted, sequences=48, tokens=64), 0.01)
+    ranks = next(iter(choice.ranks.values()))
+    cliffs = [step.rise.share for step in choice.steps if step.rise.share > 0.1]
+    none_left = float(search.table[4, 0]) / 2.6
+    if naive:
+        assert none_left < 0.01
+        assert cliffs
+        assert search.mean_rank(ranks) > 6
+    else:
+        assert none_left > 0.1
+        assert not cliffs
+        assert ranks[4] > 8
+        assert search.mean_rank(ranks) < 4
 
 
 def test_sensitivities_leave_the_model_as_it_was():
@@ -211,7 +280,7 @@ def test_the_promise_lies_within_the_budget_and_within_the_interval_of_the_held_
 def test_the_ranks_of_a_plan_are_what_was_swapped_in(demo, report):
     """The evaluated loss, again, by the plan's ranks alone: maps fitted here, the head's own ranks kept."""
     evaluated = feed(demo, texts.batches(demo, texts.read_text(()), sequences=32), "causal", 0)
-    calibrated = texts.batches(demo, texts.read_text(()), sequences=96, skip=32)
+    calibrated = texts.batches(demo, texts.read_text(()), sequences=room.SEQUENCES, skip=32)
     search = budgeting(demo)
     fitting = feed(demo, room.split(calibrated)[0], "causal", 0)
     search.found = bases(demo, search.sites, search.swaps, fitting, lambda _: None)
@@ -221,7 +290,7 @@ def test_the_ranks_of_a_plan_are_what_was_swapped_in(demo, report):
     assert float((means * counts).sum() / counts.sum()) == pytest.approx(report.swap.loss.after, rel=1e-6)
 
 
-def test_a_larger_budget_buys_smaller_ranks(demo):
+def test_a_larger_budget_buys_smaller_ranks(demo, few):
     found = [swap_kernel(demo, "rank", budget=f"loss:{percent}%", **SHORT).plan for percent in (0.5, 5)]
     assert found[1].mean_rank < found[0].mean_rank
     # nested: no head has more directions under the larger budget
@@ -229,7 +298,7 @@ def test_a_larger_budget_buys_smaller_ranks(demo):
         assert large.rank <= small.rank
 
 
-def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo):
+def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo, few):
     found = swap_kernel(demo, "rank", budget="loss:1e-9%", **SHORT)
     assert found.plan.mean_rank == 16
     assert "within the budget" in found.plan.reasons["mean_rank"]
@@ -237,6 +306,7 @@ def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo):
     assert found.plan.parameters.before == found.plan.parameters.after
 
 
+@pytest.mark.slow
 def test_a_promise_that_breaks_on_another_text_is_told(demo, tmp_path):
     """Python's licence has words that `demo` never met: what its heads need for the Bible is not seen there."""
     other = tmp_path / "other.txt"
@@ -247,7 +317,7 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, tmp_path):
     assert any("beyond the budget" in line for line in plan_lines(found.plan))
 
 
-def test_a_healed_plan_has_both_rises(demo):
+def test_a_healed_plan_has_both_rises(demo, few):
     found = swap_kernel(demo, "rank", budget="loss:10%", heal=6, tokens=32, sequences=8)
     assert found.plan.healed is not None
     assert found.plan.healed.share < found.plan.measured.share
@@ -368,7 +438,7 @@ def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
         read_plan(tmp_path / "none.json")
 
 
-def test_a_saved_plan_is_the_same_model(demo, tmp_path):
+def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
     found = swap_kernel(demo, "rank", budget="loss:5%", save=tmp_path / "cut", **SHORT)
     again = attnlens.load_swapped(tmp_path / "cut")
     evaluated = feed(demo, texts.batches(demo, texts.read_text(()), **SHORT), "causal", 0)
@@ -428,21 +498,48 @@ def test_too_little_calibration_text_is_refused(demo):
         room.split(batches_of(demo, sequences=4))
 
 
+def test_calibration_on_evaluated_text_is_refused(demo, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(f"{texts.read_text(()).text}\nAnd more.\n")
+    with pytest.raises(TextError, match="evaluated sequences"):
+        swap_kernel(demo, "rank", budget="loss:1%", calibration=[str(text)], **SHORT)
+
+
+@pytest.mark.slow
 def test_the_program_writes_a_plan_and_refuses_what_makes_none(tmp_path):
-    plan, text = tmp_path / "plan.json", tmp_path / "text.txt"
-    small = ("--sequences", "8", "--tokens", "32", "--no-progress")
+    plan, small = tmp_path / "plan.json", ("--sequences", "8", "--tokens", "32", "--no-progress")
     done = program("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", "--plan", plan, *small)
     assert done.returncode == 0, done.stderr
     assert "Mean rank" in done.stdout
     assert "rank by key head" in done.stdout
     assert isinstance(read_plan(plan), Plan)
     assert str(plan) in done.stderr
-    refused(program("swap-kernel", "demo", "--kernel", "rank", "--budget", "5", *small), "--budget loss:1%")
-    refused(program("swap-kernel", "demo", "--budget", "loss:1%", *small), "--kernel rank")
     refused(program("swap-kernel", "demo", "--plan", plan, *small), "--budget")
-    text.write_text(f"{texts.read_text(()).text}\nAnd more.\n")
-    wanted = ("--kernel", "rank", "--budget", "loss:1%")
-    refused(program("swap-kernel", "demo", *wanted, "--calibration", text, *small), "evaluated sequences")
+    refused(program("swap-kernel", "demo", "--budget", "loss:1%", *small), "--kernel rank")
+
+
+class Fitted(Exception):  # noqa: N818  # it is no error: it carries what was about to be fitted on
+    """Stops a search before its fit."""
+
+
+def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
+    """A sequence of each in turn, though either text alone would be long enough."""
+
+    def stop(loaded, sites, swaps, batches, progress):
+        raise Fitted({tuple(row) for fed in batches for row in fed.inputs["input_ids"].tolist()})
+
+    def fitted_on(*names):
+        with pytest.raises(Fitted) as caught:
+            swap_kernel(demo, "rank", budget="loss:1%", calibration=[str(tmp_path / name) for name in names], **SHORT)
+        return caught.value.args[0]
+
+    monkeypatch.setattr(room, "bases", stop)
+    (tmp_path / "code.txt").write_text("def f(x): return x ** 2  # {0!r} [1, 2, 3] <a href='b'>\n" * 500)
+    (tmp_path / "psalm.txt").write_text("The heavens declare the glory of his handiwork, day unto day.\n" * 500)
+    both = fitted_on("code.txt", "psalm.txt")
+    assert fitted_on("code.txt") & both
+    assert fitted_on("psalm.txt") & both
+    assert not fitted_on("code.txt") & fitted_on("psalm.txt")
 
 
 @pytest.mark.slow

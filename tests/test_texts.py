@@ -23,6 +23,8 @@ from attnlens.texts.sources import SAMPLE
 
 WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
 PROSE = "the cat sat on the mat, the dog lay by the door.\n\nit was a quiet evening, and no one came.\n" * 20
+WORDS = {"the": 40, "cat": 1, "dog": 40}
+"""Three texts of so many lines."""
 LINES = "a cat\nthe dog lay by the door\n\n   \nhe\r\nand so on and on, no end\n"
 
 
@@ -67,6 +69,15 @@ def test_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     assert found == ("first\nsecond\n", "one.txt + two.txt")
 
 
+def test_files_are_read_each_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("first")
+    (tmp_path / "two.txt").write_text("second\n")
+    paths = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
+    found = texts.read_each(paths)
+    assert found == (("first", "one.txt"), ("second\n", "two.txt"))
+    assert texts.joined(found) == texts.read_text(paths)
+
+
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
     assert texts.read_text(["-"]) == ("naïve\n", "stdin")
@@ -95,6 +106,21 @@ def test_unreadable_texts(tmp_path: Path) -> None:
 
 
 # windows
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["windows", "lines"])
+def test_several_parts_give_a_sequence_each_in_turn(pack: bool) -> None:
+    """Of a short part all that it has; the control is the joined text, whose first sequences are the first part's."""
+    model = reading("gpt2")
+    parts = [texts.Content(f"{word} and so on, and on and on.\n" * lines, word) for word, lines in WORDS.items()]
+    options: dict[str, Any] = {"tokens": 12, "sequences": 7, "batch_size": 4, "pack": pack}
+    alone = [rows(texts.batches(model, part, **options)) for part in parts]
+    assert len(alone[1]) < 3 <= len(alone[0])
+    turns = [alone[index][turn] for turn in range(7) for index in range(3) if turn < len(alone[index])][:7]
+    found = texts.batches(model, texts.joined(parts), **options, parts=parts)
+    assert rows(found) == turns
+    assert found.text.name == "the + cat + dog"
+    assert rows(texts.batches(model, texts.joined(parts), **options)) == alone[0]
 
 
 @pytest.mark.parametrize("name", WRAPPED)

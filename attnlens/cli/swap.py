@@ -76,7 +76,8 @@ Calibration = Annotated[
     opt.option(
         "--calibration",
         panel=opt.INPUT,
-        help="Text file for --fit and --heal; repeatable. Default: what follows the evaluated text.",
+        help="Text file for --fit, --heal and --budget; repeatable: several are read in turn, a sequence of each. "
+        "Default: what follows the evaluated text.",
         metavar="FILE",
     ),
 ]

@@ -114,12 +114,23 @@ class Swap:
 
 
 @contextmanager
-def watch(model: PreTrainedModel, sites: tuple[Site, ...], visit: Callable[[Site, Call], None]) -> Iterator[Door]:
-    """Show every attention computation to `visit` and answer it with the model's own kernel."""
+def watch(
+    model: PreTrainedModel,
+    sites: tuple[Site, ...],
+    visit: Callable[[Site, Call], None],
+    answered: Callable[[Site, Tensor], None] | None = None,
+) -> Iterator[Door]:
+    """Show every attention computation to `visit` and answer it with the model's own kernel.
+
+    `answered` is shown the answer, (batch, queries, heads, value_dim), as the model goes on with it.
+    """
 
     def answer(site: Site, call: Call) -> Tensor:
         visit(site, call)
-        return attend(call, OWN)
+        found = attend(call, OWN)
+        if answered is not None:
+            answered(site, found)
+        return found
 
     with _counted(model, sites, answer) as door:
         yield door

@@ -27,11 +27,11 @@ from attnlens.texts import Batches
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-SEQUENCES = 96
+SEQUENCES = 128
 """Sequences of calibration text that a budget asks for."""
-CHOOSING = 1 / 3
-"""Share of them that is kept apart from the fit, to choose by."""
-TRIES = 10
+CHOOSING = 1 / 2
+"""Share of them that is kept apart from the fit, to choose by: the wider the interval, the fewer directions go."""
+TRIES = 7
 """How many nested plans are measured."""
 
 Step = tuple[int, int]
@@ -106,6 +106,11 @@ def rise_in(found: Comparison, seed: int) -> Rise | None:
     return rise_of(before, after, counts, seed)
 
 
+def _upper(rise: Rise) -> float:
+    """The largest rise that its interval leaves open."""
+    return rise.ci95[1] if rise.ci95 else rise.share
+
+
 @dataclass(frozen=True)
 class Choice:
     """The cheapest plan that was found."""
@@ -153,28 +158,35 @@ class Budgeting:
         return self._searched(choosing, budget, loss)
 
     def _searched(self, choosing: Sequence[Fed], budget: float, loss: float) -> Choice:
-        """Bisection over the number of steps, the first try where the sensitivities put the budget."""
-        tried: dict[int, tuple[PlanStep, list[int]]] = {}
+        """The step where the interval meets the budget, between those tried, guessed from what they predicted."""
+        tried: dict[int, PlanStep] = {}
         whole = Rise(share=0.0, ci95=None, sequences=len(self.own[1]))
         best, promised, low, high = 0, whole, 0, len(self.steps) + 1
-        at = max(1, self._steps_within(budget * loss))
+        at = min(max(1, self._steps_within(budget * loss)), len(self.steps))
         for _ in range(TRIES):
             ranks = self.ranks_after(at)
             rise = self._measured(choosing, ranks)
+            predicted = self.predicted(ranks)
             if rise is not None:
-                predicted = self.predicted(ranks) / loss
-                tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=predicted, rise=rise), ranks
-            if rise is not None and (rise.ci95[1] if rise.ci95 else rise.share) <= budget:
+                tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=predicted / loss, rise=rise)
+            upper = math.inf if rise is None else _upper(rise)
+            if rise is not None and upper <= budget:
                 best, promised, low = at, rise, at
             else:
                 high = at
             if high - low < 2:
                 break
-            at = (low + high) // 2
+            at = self._next(predicted, budget / upper if upper > 0 else math.inf, low, high)
         chosen = self.by_site(self.ranks_after(best))
-        reason = None if best else "no plan with fewer directions stayed within the budget on the calibration text"
-        steps = [tried[number][0] for number in sorted(tried)]
+        reason = None if best else "no plan tried with fewer directions stayed within the budget on calibration text"
+        steps = [tried[number] for number in sorted(tried)]
         return Choice(self.found, chosen, self.swapped(chosen), promised, steps, reason)
+
+    def _next(self, predicted: float, share: float, low: int, high: int) -> int:
+        """Where the rise meets the budget if it grows as predicted, an eighth of the way from either end at least."""
+        least = max(1, (high - low) // 8)
+        guess = self._steps_within(predicted * share) if math.isfinite(share) else high
+        return min(max(guess, low + least), high - least)
 
     def ranks_after(self, count: int) -> list[int]:
         """The rank of every key head after so many steps."""

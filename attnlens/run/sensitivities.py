@@ -1,10 +1,11 @@
-"""How much does the loss rise when a key head's logits lose directions? For every rank at once, from gradients."""
+"""How much does the loss rise when a key head's logits lose directions? From gradients and the heads' own outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import hooks
+from attnlens.attention import attend
 from attnlens.errors import ModelError, UsageError
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.models import Loaded
@@ -21,6 +23,10 @@ from attnlens.run.tasks import Fed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+
+LEVELS = 16
+"""Ranks whose loss is estimated, evenly spaced from 0 to head_dim; the others lie on the lines between them."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,6 @@ class Basis:
     def group(self) -> int:
         """How many query heads share a key head."""
         return len(self.heads) // len(self.kv_heads)
-
-    def shared(self, tensor: Float[Tensor, "batch all_heads tokens head_dim"]) -> Float[Tensor, "batch kv rows dim"]:
-        """The swapped query heads' rows, those of one key head below each other."""
-        chosen = tensor[:, list(self.heads)].detach().double()
-        batch, _, tokens, width = chosen.shape
-        return chosen.reshape(batch, len(self.kv_heads), self.group * tokens, width)
 
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
         """`query_map` and `key_map` of the swapped query heads, rank by key head.
@@ -126,25 +126,26 @@ def sensitivities(
     seed: int,
     progress: Callable[[int], None],
 ) -> dict[Site, Float[Tensor, "kv_heads ranks"]]:
-    """The rise of the loss in nats per prediction, second order, where that head alone keeps 0 … head_dim directions.
+    """The rise of the loss in nats per prediction where that head alone keeps 0 … head_dim directions.
 
-    Without the directions l > r the logits of query i change by −⟨q_i, Σ_l a_l b_lᵀ k_j⟩, and the loss by −Σ_l x_il,
-    x_il = ⟨q_i, a_l⟩⟨b_l, g_i⟩, g_i = ∂loss/∂q_i, since ∂loss/∂⟨q_i, k_j⟩ summed over the keys is g_i. With targets
-    drawn from the model's own predictions the gradient has mean 0 and its second moment is the Fisher information
-    (Martens 2020, Eq. 7), so that the rise is ½ Σ_i (Σ_{l>r} x_il)², queries taken as independent. Raises ModelError
-    where the loss has no gradient.
+    The output of query i changes by δo_i, computed through the softmax, and the loss by ⟨g_i, δo_i⟩, g_i = ∂loss/∂o_i.
+    With targets drawn from the model's own predictions that has mean 0 and its second moment is the Fisher information
+    (Martens 2020, Eq. 7), so that the rise is ½ Σ_i ⟨g_i, δo_i⟩², queries and heads taken as independent. A gradient
+    of the logits would say 0 for a saturated head, which loses everything once the logits that saturate it are cut.
+    Raises ModelError where the loss has no gradient.
     """
     totals = {site: torch.zeros(len(basis.kv_heads), basis.head_dim + 1) for site, basis in found.items()}
     generator, count = torch.Generator().manual_seed(seed), 0
     for fed in batches:
-        queries, loss, drawn = _sampled(loaded, sites, found, fed, task, generator)
-        gradients = torch.autograd.grad(loss, list(queries.values()), allow_unused=True)
+        calls, outputs, loss, drawn = _sampled(loaded, sites, found, fed, task, generator)
+        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
         count += drawn
-        for (site, query), gradient in zip(queries.items(), gradients, strict=True):
+        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
             if gradient is not None:
-                totals[site] = totals[site] + _risen(found[site], query, gradient).cpu()
+                with torch.no_grad():
+                    totals[site] = totals[site] + _risen(found[site], calls[site], output, gradient).cpu()
         progress(next(iter(fed.inputs.values())).shape[0])
-    return {site: total / (2 * count) for site, total in totals.items()}
+    return {site: _between(total / (2 * count)) for site, total in totals.items()}
 
 
 def _sampled(
@@ -154,27 +155,59 @@ def _sampled(
     fed: Fed,
     task: Task,
     generator: torch.Generator,
-) -> tuple[dict[Site, Tensor], Tensor, int]:
-    """Queries in the graph, the summed loss of targets that the model itself draws, and how many those are."""
-    queries: dict[Site, Tensor] = {}
+) -> tuple[dict[Site, Call], dict[Site, Tensor], Tensor, int]:
+    """Calls, their outputs in the graph, the summed loss of targets that the model itself draws, how many those are."""
+    calls: dict[Site, Call] = {}
+    outputs: dict[Site, Tensor] = {}
 
-    def visit(site: Site, call: Call) -> None:
-        if site in found:
-            queries[site] = call.query
-
-    with torch.enable_grad(), _differentiable(loaded.model), hooks.watch(loaded.model, sites, visit):
+    with (
+        torch.enable_grad(),
+        _differentiable(loaded.model),
+        hooks.watch(loaded.model, sites, calls.__setitem__, outputs.__setitem__),
+    ):
         logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
         if logits is None or not logits.requires_grad:
             raise ModelError("This model's loss has no gradient.", "Give ranks by hand, as in --kernel rank:32.")
         drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
-        return queries, torch.nn.functional.cross_entropy(logits, drawn, reduction="sum"), len(drawn)
+        loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+        return calls, {site: outputs[site] for site in found if site in outputs}, loss, len(drawn)
 
 
-def _risen(basis: Basis, query: Tensor, gradient: Tensor) -> Float[Tensor, "kv_heads ranks"]:
-    """Σ_i (Σ_{l>r} x_il)² for r = 0 … head_dim."""
-    parts = (basis.shared(query) @ basis.query_map) * (basis.shared(gradient) @ basis.key_map)
-    lost = parts.flip(-1).cumsum(-1).flip(-1).square().sum((0, 2))
-    return torch.cat([lost, torch.zeros_like(lost[:, :1])], -1)
+def levels(head_dim: int) -> list[int]:
+    """The ranks whose loss is estimated, head_dim among them."""
+    return [*range(0, head_dim, -(-head_dim // LEVELS)), head_dim]
+
+
+def _risen(
+    basis: Basis,
+    call: Call,
+    output: Float[Tensor, "batch queries all_heads value_dim"],
+    gradient: Float[Tensor, "batch queries all_heads value_dim"],
+) -> Float[Tensor, "kv_heads ranks"]:
+    """Σ_i ⟨g_i, δo_i⟩² at every level of rank; 0 at the others."""
+    heads, kv_heads = list(basis.heads), len(basis.kv_heads)
+    own, slope = output[:, :, heads], gradient[:, :, heads].double()
+    part, found = call.select(heads), torch.zeros(kv_heads, basis.head_dim + 1, dtype=torch.float64)
+    low_query, low_key = (
+        tensor.double() @ side.repeat_interleave(basis.group, 0)
+        for tensor, side in ((part.query, basis.query_map), (part.key, basis.key_map))
+    )
+    for rank in levels(basis.head_dim)[:-1]:
+        # no direction at all: one of zeros, as in the swap
+        query, key = (low[..., : max(1, rank)] * (rank > 0) for low in (low_query, low_key))
+        cut = replace(part, query=query.to(own), key=key.to(own), softcap=None)
+        change = (slope * (attend(cut, hooks.OWN) - own)).sum(-1)
+        found[:, rank] = change.square().sum((0, 1)).reshape(kv_heads, -1).sum(-1).cpu()
+    return found
+
+
+def _between(costs: Float[Tensor, "kv_heads ranks"]) -> Float[Tensor, "kv_heads ranks"]:
+    """The ranks between two levels on the line that joins those."""
+    known = levels(costs.shape[-1] - 1)
+    for low, high in pairwise(known):
+        share = torch.arange(high - low, dtype=costs.dtype) / (high - low)
+        costs[:, low:high] = costs[:, [low]] + (costs[:, [high]] - costs[:, [low]]) * share
+    return costs
 
 
 @contextmanager

@@ -50,11 +50,11 @@ def swap_kernel(
     arguments.refuse_ignored(model, loading)
     files = arguments.words("text", text)
     content = texts.read_text(files)
-    other = texts.read_text(wish.calibration) if wish.calibration else content
+    others = texts.read_each(wish.calibration) if wish.calibration else (content,)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     arguments.refuse_text(loaded, files, tokens)
     asked = arguments.of_model(asked, loaded).model_copy(update={"source": "tokens"})
-    work = _prepared(loaded, wish, asked, content, other, batch_size, progress)
+    work = _prepared(loaded, wish, asked, content, others, batch_size, progress)
     swaps = work.run()
     work.timings["all"] = time.perf_counter() - start
     report = work.report(swaps)
@@ -68,7 +68,7 @@ def _prepared(
     wish: Wish,
     asked: Settings,
     content: texts.Content,
-    other: texts.Content,
+    others: Sequence[texts.Content],
     batch_size: int,
     progress: Progress,
 ) -> Swapping:
@@ -80,6 +80,7 @@ def _prepared(
     if wish.budget is not None:
         budget.check_task(task)
     if wish.calibrates:
+        other = texts.joined(others)
         same, packed = other.text == content.text, asked.pack is not False
         calibrated = cut(
             other,
@@ -87,6 +88,7 @@ def _prepared(
             skip=evaluated.sequences if same and packed else 0,
             start=evaluated.end if same else 0,
             skip_noise=evaluated.sequences,
+            parts=() if same else others,
         )
         if not same:
             _refuse_shared(evaluated, calibrated)

@@ -9,7 +9,10 @@ from functools import partial
 from attnlens.records import Experiment, Report
 from attnlens.run import arguments
 from attnlens.run.converge import WIDTH, finished
-from attnlens.run.experiments import golden, names, run_experiments
+from attnlens.run.experiments import golden, names, one_thread, run_experiments
+from attnlens.run.experiments.depth_decay import depth_decay
+from attnlens.run.experiments.ksvd_identities import ksvd_identities
+from attnlens.run.experiments.primal_decay import primal_decay
 from attnlens.run.inspect import Progress, silent
 
 
@@ -36,7 +39,31 @@ def att_svm_row(wanted: Wanted, name: str) -> list[Experiment]:
     return run_experiments([name], quick=wanted.quick, seed=wanted.seed, overrides={}, progress=wanted.progress)
 
 
-ROWS: list[Row] = [golden_row, *(partial(att_svm_row, name=name) for name in names())]
+def identities_row(wanted: Wanted) -> list[Experiment]:
+    """The identities of the kernel SVD; they take no time, so that quick changes nothing."""
+    return [ksvd_identities(wanted.seed, wanted.progress)]
+
+
+def depth_row(wanted: Wanted) -> list[Experiment]:
+    """The spectra of a trained model's layers; without a verdict, as Figure 1 is about another model."""
+    return [depth_decay(wanted.quick, wanted.progress)]
+
+
+def training_row(wanted: Wanted) -> list[Experiment]:
+    """Training with and without Primal-Attention, about a minute, which quick leaves out; without a verdict too."""
+    if wanted.quick:
+        return []
+    with one_thread():
+        return [primal_decay(wanted.seed, wanted.progress)]
+
+
+ROWS: list[Row] = [
+    golden_row,
+    *(partial(att_svm_row, name=name) for name in names()),
+    identities_row,
+    depth_row,
+    training_row,
+]
 """What is verified, in this order; a further claim is a further function."""
 
 

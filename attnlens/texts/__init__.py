@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import zip_longest
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.inputs import noise, text_inputs, token_tensors
 from attnlens.texts.sequences import lines, position_limit, window_length, windows
-from attnlens.texts.sources import Content, read_text
+from attnlens.texts.sources import Content, joined, read_each, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +25,10 @@ __all__ = [
     "Batches",
     "Content",
     "batches",
+    "joined",
     "placeholder",
     "position_limit",
+    "read_each",
     "read_text",
     "reads_text",
     "window_length",
@@ -97,27 +100,25 @@ def batches(
     start: int = 0,
     skip_noise: int = 0,
     seed: int = 0,
+    parts: Sequence[Content] = (),
 ) -> Batches:
     """The inputs of `loaded` made of `content`: windows of the running text, or its lines (`pack=False`).
 
     `tokens` is the length of a window, of which the special tokens are a part; None means 128, or what the model has
     positions for, if that is less. The text is read from its character `start` on, and its first `skip` sequences are
-    left out. A model of pixels or sound gets noise from `seed`, the first `skip_noise` draws left out (and its decoder,
-    or CLIP's text side, the text). Raises TextError where the text is too short or there is no
-    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
+    left out. Where `content` is joined of several `parts`, one sequence of each is taken in turn, from its beginning
+    on; where one has no more, of those that have. A model of pixels or sound gets noise from `seed`, the first
+    `skip_noise` draws left out (and its decoder, or CLIP's text side, the text). Raises TextError where a text is too
+    short or there is no usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has
+    positions.
     """
     _check(loaded, sequences, batch_size)
-    rows, end = list[list[int]](), 0
-    if reads_text(loaded):
-        length = window_length(loaded.model, tokens)
-        rows, end = _rows(loaded, content, length, slice(skip, skip + sequences), pack, start)
+    rows, end = _cut(loaded, content, parts, tokens, slice(skip, skip + sequences), pack, start)
     made = _noise(loaded, len(rows) or sequences, seed, skip_noise)
     count = len(rows) or sequences
-    parts = [slice(start, start + batch_size) for start in range(0, count, batch_size)]
+    cuts = [slice(start, start + batch_size) for start in range(0, count, batch_size)]
     return Batches(
-        batches=tuple(
-            _batch(loaded, rows[part], {name: tensor[part] for name, tensor in made.items()}) for part in parts
-        ),
+        batches=tuple(_batch(loaded, rows[cut], {name: tensor[cut] for name, tensor in made.items()}) for cut in cuts),
         sequences=count,
         tokens=max(map(len, rows), default=0),
         text=_text(content if rows else None, made),
@@ -158,8 +159,32 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     return Batches((batch,), sequences, tokens * bool(rows), Text(name=name, sha256=_digest(rows, made)), 0, 0.0)
 
 
+def _cut(
+    loaded: Loaded,
+    content: Content,
+    parts: Sequence[Content],
+    tokens: int | None,
+    wanted: slice,
+    pack: bool,
+    start: int,
+) -> tuple[list[list[int]], int]:
+    """The sequences of one text, and where the last line ends; of several parts one each in turn, and 0."""
+    if not reads_text(loaded):
+        return [], 0
+    length = window_length(loaded.model, tokens)
+    if len(parts) < 2:
+        return _rows(loaded, content, length, wanted, pack, start)
+    found = [_rows(loaded, part, length, slice(0, wanted.stop), pack, 0)[0] for part in parts]
+    return [row for turn in zip_longest(*found) for row in turn if row is not None][wanted], 0
+
+
 def _rows(
-    loaded: Loaded, content: Content, length: int, part: slice, pack: bool, start: int
+    loaded: Loaded,
+    content: Content,
+    length: int,
+    part: slice,
+    pack: bool,
+    start: int,
 ) -> tuple[list[list[int]], int]:
     """Those sequences of ids, and where the last line ends; every id is one that the model knows."""
     if loaded.tokenizer is None:

@@ -28,16 +28,28 @@ def read_text(paths: Sequence[str]) -> Content:
     Raises TextError for a file that is missing, unreadable, binary or not in UTF-8, and where there is nothing but
     white space in all of them.
     """
+    return joined(read_each(paths))
+
+
+def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
+    """Those texts each by itself; raises what `read_text` raises."""
     if not paths:
-        return Content(_decoded(_bytes_of(str(SAMPLE)), "built-in sample"), "built-in sample")
-    names = ["stdin" if path == "-" else Path(path).name for path in paths]
-    texts = [_decoded(_bytes_of(path), path) for path in paths]
-    # the last line of one file and the first of the next stay two lines
-    ended = [text if text.endswith("\n") else f"{text}\n" for text in texts[:-1]]
-    content = Content("".join((*ended, texts[-1])), " + ".join(names))
-    if not content.text.strip():
+        return (Content(_decoded(_bytes_of(str(SAMPLE)), "built-in sample"), "built-in sample"),)
+    found = tuple(Content(_decoded(_bytes_of(path), path), _name(path)) for path in paths)
+    if not any(content.text.strip() for content in found):
         raise TextError(f"The text is empty: {', '.join(paths)}.", "Give a text of at least a few hundred words.")
-    return content
+    return found
+
+
+def joined(contents: Sequence[Content]) -> Content:
+    """One after the other; the last line of one and the first of the next stay two lines."""
+    texts = [content.text for content in contents]
+    ended = [text if text.endswith("\n") else f"{text}\n" for text in texts[:-1]]
+    return Content("".join((*ended, texts[-1])), " + ".join(content.name for content in contents))
+
+
+def _name(path: str) -> str:
+    return "stdin" if path == "-" else Path(path).name
 
 
 def _bytes_of(path: str) -> bytes:

@@ -1,0 +1,263 @@
+"""Does `verify` measure what it says of the kernel SVD, fail where an identity breaks, and judge nothing unfairly?"""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import attnlens
+from attnlens import ksvd, primal
+from attnlens.run.experiments import depth_decay as depth
+from attnlens.run.experiments import ksvd_identities as identities
+from attnlens.run.experiments.equal_training import CANONICAL, PRIMAL, Training, fit, nats, pair
+from attnlens.run.experiments.primal_decay import MATRICES, SMALL, compared, read
+from attnlens.run.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
+from attnlens.run.inspect import silent
+from attnlens.run.verify import ROWS, Wanted
+
+TINY = SMALL | {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_inner": 48, "n_positions": 16}
+FEW = Training(steps=6, batch=4, scores=5)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return demo()
+
+
+@pytest.fixture(scope="module")
+def tiny(loaded):
+    config = copy.deepcopy(loaded.model.config)
+    config.update(TINY)
+    return config
+
+
+@pytest.fixture(scope="module")
+def ids(loaded):
+    return sample(loaded, 16, 24)
+
+
+def first_share(matrix):
+    values = torch.linalg.svdvals(matrix.double())
+    return values[..., 0] / values.sum(-1)
+
+
+# --- the identities --------------------------------------------------------------------------------------------------
+
+
+def test_the_identities_hold_on_every_kernel_and_the_control_does_not():
+    told = []
+    found = identities.ksvd_identities(progress=lambda *words: told.append(words))
+    assert found.passed is True
+    names = [case.name for case in identities.cases(0)]
+    assert len(set(names)) == 6
+    assert sum("F = X'" in name for name in names) == 3
+    assert told[-1][1:] == (6, 6)
+    errors = {name: value for name, value in found.final.items() if name != "J_perturbed"}
+    assert set(errors) == {"eigen_residual", "primal_minus_dual", "Λe − h", "J", "Σe² − σ²", "rank_s_error"}
+    assert all(0 <= value <= 1e-10 for value in errors.values())
+    assert {found.bounds[name] for name in errors} == {"at most"}
+    assert {found.published[name] + found.tolerance[name] for name in errors} == {1e-10}
+    assert (found.bounds["J_perturbed"], found.published["J_perturbed"]) == ("at least", 0.1)
+    assert found.final["J_perturbed"] >= 0.1
+
+
+def test_seeds_reproduce_and_change_what_is_drawn():
+    first, again, other = (identities.ksvd_identities(seed) for seed in (3, 3, 4))
+    assert first.final == again.final
+    assert first.final["J_perturbed"] != other.final["J_perturbed"]
+    assert other.passed is True
+
+
+def uncrossed(solution, queries, keys, projection=None):
+    found = ksvd.primal(solution, queries, keys, projection)
+    return replace(found, query_weight=found.key_weight, key_weight=found.query_weight)
+
+
+def not_inverted(solution, queries, keys, projection=None):
+    return replace(ksvd.primal(solution, queries, keys, projection), multipliers=solution.values)
+
+
+def turned(*words):
+    solution = ksvd.dual(*words)
+    return replace(solution, right=solution.right.flip(0))
+
+
+def scaled(*words):
+    solution = ksvd.dual(*words)
+    return replace(solution, values=solution.values * (1 + 1e-6))
+
+
+BREAKS = {
+    "uncrossed W": ("primal", uncrossed, {"primal_minus_dual", "Λe − h", "Σe² − σ²", "rank_s_error"}),
+    "uncrossed Λ": ("primal", not_inverted, {"Λe − h", "J"}),
+    "other vectors": ("dual", turned, {"eigen_residual", "primal_minus_dual", "rank_s_error", "Σe² − σ²", "Λe − h"}),
+    "other values": ("dual", scaled, {"eigen_residual", "primal_minus_dual", "Λe − h", "Σe² − σ²"}),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_broken_fails_and_is_named(name, monkeypatch):
+    part, broken, expected = BREAKS[name]
+
+    class Broken:
+        def __getattr__(self, called):
+            return broken if called == part else getattr(ksvd, called)
+
+    monkeypatch.setattr(identities, "ksvd", Broken())
+    found = identities.ksvd_identities()
+    assert found.passed is False
+    assert {figure for figure in found.final if not found.meets(figure)} >= expected
+
+
+def test_a_control_that_changes_nothing_fails(monkeypatch):
+    monkeypatch.setattr(identities, "NOISE", 0.0)
+    found = identities.ksvd_identities()
+    assert found.passed is False
+    assert [figure for figure in found.final if not found.meets(figure)] == ["J_perturbed"]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_controls_objective_is_its_written_out_sum(number):
+    case = list(identities.cases(0))[number]
+    moved = identities._perturbed(ksvd.dual(case.queries, case.keys, 4, case.projection), 0)
+    projection = torch.eye(case.queries.shape[1]).double() if case.projection is None else case.projection
+    kernel = torch.stack([torch.stack([(projection @ q) @ (projection @ k) for k in case.keys]) for q in case.queries])
+    torch.testing.assert_close(case.kernel, kernel)
+    total = 0.0
+    for component in range(4):
+        h_e, h_r, sigma = moved.left[:, component], moved.right[:, component], moved.values[component]
+        total += ((kernel @ h_r).square().sum() + (kernel.mT @ h_e).square().sum()) / (2 * sigma) - h_e @ kernel @ h_r
+    assert identities._objective(case, moved) == pytest.approx(abs(float(total)), rel=1e-10)
+
+
+# --- decay by depth --------------------------------------------------------------------------------------------------
+
+
+def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged():
+    found = depth.depth_decay(quick=True)
+    assert found.passed is found.published is None
+    assert "0.16, 0.39 and 0.62" in found.source
+    report = attnlens.inspect("demo", source="tokens", analyzers=["ksvd"], sequences=depth.FEW, tokens=depth.TOKENS)
+    layers = [[h.measures["ksvd.first_share"].value for h in report.heads if h.layer == layer] for layer in range(4)]
+    means = [sum(layer) / len(layer) for layer in layers]
+    expected = [(means[0] + means[1]) / 2, means[2], means[3]]
+    for third, value in zip(depth.THIRDS, expected, strict=True):
+        assert found.final[f"attention_{third}"] == pytest.approx(value, abs=1e-5)
+        assert 0 < found.errors[f"attention_{third}"] < 0.05
+    assert found.final["attention_holds"] == float(expected[0] < expected[1] < expected[2])
+
+
+def test_the_claim_holds_only_where_every_third_has_more_than_the_one_before():
+    assert depth.holds([0.16, 0.39, 0.62]) == 1.0
+    assert [depth.holds(shares) for shares in ([0.2, 0.1, 0.3], [0.1, 0.2, 0.2], [0.3, 0.2, 0.1])] == [0.0] * 3
+
+
+def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
+    call, query_key = calls(loaded.model, ids[:2])[2]
+    q, k = query_key.query[1, 5].double(), query_key.key[1, 5].double()
+    scores = (q @ k.mT * query_key.scale).masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
+    means = [torch.stack([x[: i + 1].mean(0) for i in range(16)]) for x in (q, k)]
+    unit = [[row / row.norm() for row in x] for x in (q, k, *means)]
+    K, K_means = (torch.tensor([[float(x @ y) for y in b] for x in a]) for a, b in (unit[:2], unit[2:]))
+    found = attention_curve(query_key), cosine_curve(call), cosine_curve(call, averaged=True)
+    for values, matrix in zip(found, (scores.softmax(-1), K, K_means), strict=True):
+        assert float(values[1, 5, 0]) == pytest.approx(float(first_share(matrix)), abs=1e-5)
+        assert values[..., -1].sub(1).abs().max() < 1e-9
+    assert abs(first_share(K) - first_share(K_means)) > 0.01, "the control: averaging changes the kernel"
+
+
+# --- decay after training --------------------------------------------------------------------------------------------
+
+
+def test_both_models_begin_alike_and_only_the_last_layer_is_primal(tiny):
+    models = pair(tiny, 5, 1)
+    canonical, changed = (dict(models[way].named_parameters()) for way in (CANONICAL, PRIMAL))
+    assert all(torch.equal(changed[name], value) for name, value in canonical.items())
+    assert {name.split(".primal")[0] for name in set(changed) - set(canonical)} == {"transformer.h.1.attn"}
+    again, other = (dict(pair(tiny, 5, seed)[PRIMAL].named_parameters()) for seed in (1, 2))
+    assert all(torch.equal(again[name], value) for name, value in changed.items())
+    assert not torch.equal(other["transformer.wte.weight"], changed["transformer.wte.weight"])
+
+
+def test_drawing_models_leaves_the_callers_random_numbers_alone(tiny):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    pair(tiny, 5, 1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny, ids, monkeypatch):
+    seen = {CANONICAL: [], PRIMAL: []}
+    penalties = []
+    original = primal.objective
+    monkeypatch.setattr(primal, "objective", lambda *words: penalties.append(way) or original(*words))
+    for way, model in pair(tiny, 5, 1).items():
+        model.register_forward_pre_hook(lambda _, args, way=way: seen[way].append(args[0].clone()))
+        before = nats(model, ids[:8]).item()
+        fit(model, ids, replace(FEW, steps=40), 1, lambda _: None)
+        assert nats(model, ids[:8]).item() < before - 0.5, "it learns"
+        assert not model.training
+    assert len(seen[PRIMAL]) == 42
+    assert all(torch.equal(*both) for both in zip(*seen.values(), strict=True))
+    assert not torch.equal(seen[PRIMAL][1], seen[PRIMAL][2])
+    assert penalties == [PRIMAL] * 40
+
+
+def test_training_is_reproduced_by_its_seeds_and_its_figures_are_means_over_them(tiny, ids):
+    train = partial(compared, tiny, ids[:16], ids[16:])
+    told = []
+    found, again = train(FEW, [0, 1], lambda *words: told.append(words)), train(FEW, [0, 1])
+    assert found == again
+    assert told[-1][1:] == (24, 24)
+    alone = [train(FEW, [seed]) for seed in (0, 1)]
+    for name, value in found.final.items():
+        assert value == pytest.approx(sum(one.final[name] for one in alone) / 2, abs=1e-9)
+    assert alone[0].final["loss_primal"] != alone[1].final["loss_primal"]
+    assert alone[0].errors == {}
+    assert set(found.errors) == {name for name in found.final if "holds" not in name}
+
+
+def test_the_regulariser_moves_primal_alone_and_a_verdict_is_never_given(tiny, ids):
+    found, stronger = (compared(tiny, ids[:16], ids[16:], replace(FEW, eta=eta), [0]) for eta in (0.1, 10.0))
+    for name, value in found.final.items():
+        if "canonical" in name:
+            assert stronger.final[name] == value
+    assert stronger.final["attention_primal"] != found.final["attention_primal"]
+    assert found.passed is found.published is None
+    assert "0.77" in found.source
+    assert "0.93" in found.source
+    for matrix in MATRICES:
+        more = found.final[f"{matrix}_primal"] > found.final[f"{matrix}_canonical"]
+        assert found.final[f"{matrix}_holds"] == float(more)
+
+
+def test_what_stands_for_attention_in_the_primal_layer_is_its_scores_kernel(tiny, ids):
+    model = pair(tiny, 5, 0)[PRIMAL]
+    fit(model, ids[:16], FEW, 0, lambda _: None)
+    held = ids[16:19]
+    found = read(model, held)
+    with torch.no_grad():
+        assert found.loss == pytest.approx(float(model(held, labels=held).loss), rel=1e-5)
+        heads = model.transformer.h[-1].attn.primal
+        e, r, _ = heads.last
+        kernel = e.double() @ heads.log_multipliers.exp().diag_embed().double() @ r.double().mT
+    shares = first_share(kernel).mean(0)
+    torch.testing.assert_close(found.curves["attention"][:, 0], shares, rtol=1e-4, atol=1e-4)
+    plain = first_share(e @ r.mT).mean(0)
+    assert (plain - shares).abs().max() > 1e-3, "the control: without Λ it is another kernel"
+    canonical = read(pair(tiny, 5, 0)[CANONICAL], held)
+    assert canonical.curves["attention"].shape == (2, 16)
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+
+def test_they_are_the_last_rows_and_quick_leaves_training_out():
+    quick = Wanted(quick=True, seed=0, progress=silent)
+    found = [row(quick) for row in ROWS[-3:]]
+    assert [[one.name for one in row] for row in found] == [["KSVD identities"], ["decay by depth"], []]
+    assert found[0][0].passed is True
+    assert found[1][0].settings["windows"] == depth.FEW
