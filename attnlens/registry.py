@@ -144,7 +144,7 @@ _GATHERINGS: dict[tuple[str, Source], Gathering] = {}
 def analyzer(
     name: str, source: Source, measures: Iterable[MeasureInfo], *, by_default: bool = True
 ) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
-    """Enter a function QueryKey → Readings as the analyzer `name` for `source`; also where none is named, if `by_default`."""
+    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs where none is named too."""
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
         question = (function.__doc__ or name).splitlines()[0]
