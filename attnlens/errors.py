@@ -2,6 +2,7 @@
 
 AttnlensError
 ├── UsageError        the call's words make no sense (unknown analyzer, heads 7-3)
+│   └── UnaskedError  a model is named, and nothing is asked of it
 ├── ModelError        the model can't be found, read or reached
 ├── TextError         the text is missing, empty, binary or too short
 ├── OutputError       a result can't be written where it was asked for
@@ -21,6 +22,16 @@ class AttnlensError(Exception):
 
 class UsageError(AttnlensError):
     """The words of the call make no sense."""
+
+
+class UnaskedError(UsageError):
+    """A model is named to `converge`, and nothing is asked of it."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} is named, and neither a head nor checkpoints.",
+            "Add --head LAYER.HEAD, --checkpoints or --revisions, or name no model for the synthetic experiments.",
+        )
 
 
 class ModelError(AttnlensError):

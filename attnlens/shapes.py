@@ -76,7 +76,10 @@ class Reading:
         """Whether most heads lie within two sd of the null."""
         if self.null is None or not self.null[1]:
             return False
-        return middle(np.abs(self.values - self.null_means) / self.null_sds) < 2
+        away = np.abs(self.values - self.null_means)
+        # a null that never varies is met exactly or not at all
+        unvaried = np.where(away > 0, np.inf, away)
+        return middle(np.divide(away, self.null_sds, out=unvaried, where=self.null_sds != 0)) < 2
 
     @property
     def error(self) -> float | None:

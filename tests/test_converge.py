@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from program import DEMO
+from safetensors.torch import load_file, save_file
 
 import attnlens
 from attnlens import run
@@ -102,6 +104,7 @@ def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
     (experiment,) = of_weights.experiments
     assert experiment.final["loss"] is None
     assert "none was fed" in experiment.reasons["loss"]
+    assert "weights alone" in experiment.reasons["loss"]
 
 
 def test_selection_is_followed_where_nothing_is_named():
@@ -160,6 +163,78 @@ def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
 def test_a_series_needs_two_checkpoints_that_are_there(names, words):
     with pytest.raises((UsageError, ModelError), match=words):
         series(names)
+
+
+def broken(tmp_path: Path, *tensors: str) -> str:
+    """A checkpoint of the demo in which these tensors hold NaN."""
+    folder = tmp_path / "step-00100"
+    shutil.copytree(checkpoint(100), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in tensors or tuple(weights):
+        weights[name] = torch.full_like(weights[name], torch.nan)
+    (folder / "model.safetensors").chmod(0o644)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
+    (name,) = [name for name in load_file(checkpoint(100) + "/model.safetensors") if "h.1.attn.c_attn.weight" in name]
+    names = [checkpoint(30), broken(tmp_path, name)]
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, names[1])
+    report = series(names, head=(3, 2), analyzers=["symmetry"], **SMALL)
+    assert report.coverage.skipped
+    assert all(entry.reason.startswith("in step-00100, ") for entry in report.coverage.skipped)
+    assert "in step-00100" in report.coverage.sentence
+    assert "step-00030" not in report.coverage.sentence
+    (experiment,) = report.experiments
+    assert "not a number" in experiment.reasons["loss"]
+
+
+def test_a_checkpoint_of_nan_alone_is_named_in_the_error(tmp_path):
+    with pytest.raises(ModelError, match=r"step-00100: No head could be analysed"):
+        series([checkpoint(30), broken(tmp_path)], source="weights", analyzers=["symmetry"])
+
+
+def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
+    for step in (30, 100):
+        folder = tmp_path / f"step-{step:05d}"
+        shutil.copytree(checkpoint(step), folder)
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    report = series([str(folder) for folder in sorted(tmp_path.iterdir())], analyzers=["symmetry"], **SMALL)
+    assert report.coverage.skipped
+    assert {entry.reason.partition(":")[2] for entry in report.coverage.skipped} == {
+        " no checkpoint has tokenizer files"
+    }
+    assert not any("step" in entry.reason for entry in report.coverage.skipped)
+    assert "no checkpoint has tokenizer files" in report.experiments[0].reasons["loss"]
+
+
+def test_progress_names_the_checkpoint():
+    told = []
+    names = [checkpoint(30), checkpoint(100)]
+    series(names, source="weights", analyzers=["symmetry"], progress=lambda stage, *_: told.append(stage))
+    assert list(dict.fromkeys(told)) == ["checkpoints", "step-00030, weights", "step-00100, weights"]
+
+
+@pytest.mark.parametrize("head", [3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2")])
+def test_a_head_that_is_none_is_refused(head):
+    with pytest.raises(UsageError, match="is no head"):
+        attnlens.converge("demo", head=head)
+
+
+def test_a_head_may_be_written_as_a_word():
+    report = attnlens.converge(
+        checkpoints=[checkpoint(30), checkpoint(100)], head="3.2", source="weights", analyzers=["symmetry"]
+    )
+    assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(3, 2)}
+
+
+@pytest.mark.parametrize("nothing", [[], (), iter([])])
+def test_an_empty_list_of_checkpoints_is_not_demos(nothing):
+    with pytest.raises(UsageError, match=r"checkpoints=\[\] names none"):
+        attnlens.converge(checkpoints=nothing)
 
 
 def test_an_interrupted_series_keeps_what_is_finished():

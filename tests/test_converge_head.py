@@ -1,10 +1,13 @@
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from attnlens import attsvm
-from attnlens.attsvm.nearness import Nearness, score_gaps
+from attnlens.analyzers.selection import Selector
+from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
+from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
 from attnlens.run.experiments import options
 from attnlens.run.head import FACTORS, as_instances, hardening, head_experiments, posed, starts, trained
@@ -13,8 +16,8 @@ HEAD = (3, 2)
 
 
 @pytest.fixture(scope="module")
-def found() -> Nearness:
-    """The problem that a head of the demo poses on a little text."""
+def gathered() -> tuple[Selector, Nearness]:
+    """What a head of the demo sees of a little text, and the problem that it poses there."""
     from attnlens import models, texts
     from attnlens.run import arguments
 
@@ -22,7 +25,12 @@ def found() -> Nearness:
     asked = arguments.settings(
         source="tokens", layers=[HEAD[0]], heads=[HEAD[1]], tokens=64, sequences=6, pack=True, seed=0
     )
-    return posed(loaded, arguments.of_model(asked, loaded), texts.read_text([]), 4)[1]
+    return posed(loaded, arguments.of_model(asked, loaded), texts.read_text([]), 4)[1:]
+
+
+@pytest.fixture(scope="module")
+def found(gathered: tuple[Selector, Nearness]) -> Nearness:
+    return gathered[1]
 
 
 def test_the_instances_score_the_tokens_as_the_head_does(found: Nearness) -> None:
@@ -62,14 +70,73 @@ def test_queries_that_changed_places_have_another_svm(found: Nearness) -> None:
     assert abs(float(descent.correlation(other.W[None])[-1, 0])) < 0.3
 
 
-def test_logits_times_c_harden_as_the_softmax_says(found: Nearness) -> None:
-    result = hardening(found, HEAD)
-    gaps, problem = score_gaps(found.posed.problem, found.posed.form), found.posed.problem
-    for factor, median in zip(FACTORS, result.curves["KL, the head"].median, strict=True):
-        weights = [
-            1 / (1 + (-factor * gaps[problem.query_of == row]).exp().sum()) for row in range(len(problem.queries))
-        ]
-        assert median == pytest.approx(float(-torch.stack(weights).log().quantile(0.5)), rel=1e-9)
+def divergences(scene: Scene, softmax: Softmax, factor: float) -> list[float]:
+    """−log of the largest kind's weight by an independent softmax over every copy of every token, for x = z."""
+    found = []
+    for position in range(len(scene.queries)):
+        kinds, logits = [], []
+        for place, count in enumerate(scene.log_copies[position].exp().round().int().tolist()):
+            score = float(scene.queries[position] @ scene.tokens[place])
+            capped = score if softmax.softcap is None else softmax.softcap * math.tanh(score / softmax.softcap)
+            kinds += [place] * count
+            logits += [factor * capped] * count
+        best = kinds[max(range(len(kinds)), key=lambda index: logits[index])]
+        sink = [] if softmax.sink is None else [factor * softmax.sink]
+        weights = torch.tensor([*logits, *sink], dtype=torch.float64).softmax(0)
+        found.append(-math.log(sum(float(w) for w, kind in zip(weights, kinds, strict=False) if kind == best)))
+    return found
+
+
+def planted(softmax: Softmax) -> tuple[list[Scene], Nearness]:
+    """One sequence of three equal tokens and four others, seen by queries that are tokens themselves."""
+    tokens = torch.randn(7, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tokens[1] = tokens[2] = tokens[0]
+    copies = first_copies(tokens, torch.ones(7, 7, dtype=torch.bool)).double().log()
+    scenes, unit = [Scene(tokens, tokens, copies)], torch.eye(5, dtype=torch.float64)
+    chosen, near = nearness(scenes, Form(unit, unit), softmax)
+    assert isinstance(near, Nearness)
+    assert len(chosen.sets) == 7
+    return scenes, near
+
+
+SOFTMAXES = [Softmax(), Softmax(softcap=2.0), Softmax(sink=3.0), Softmax(softcap=2.0, sink=1.0)]
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_logits_times_c_harden_as_the_heads_own_softmax_says(softmax: Softmax) -> None:
+    scenes, near = planted(softmax)
+    result = hardening(near, scenes, softmax, HEAD)
+    curve = result.curves["KL, the head"]
+    assert curve.low is not None
+    assert curve.high is not None
+    for place, factor in enumerate(FACTORS):
+        every = torch.tensor(divergences(scenes[0], softmax, factor), dtype=torch.float64)
+        read = [curve.low[place], curve.median[place], curve.high[place]]
+        assert read == pytest.approx([float(every.quantile(share)) for share in (0.25, 0.5, 0.75)], rel=1e-9, abs=1e-14)
+    own = float((-near.chosen.log_odds.sigmoid().log()).quantile(0.5))
+    assert result.final["KL, the head, c = 1"] == pytest.approx(own, rel=1e-12)
+
+
+def test_what_the_softmax_knows_changes_how_the_head_hardens_and_not_its_svm() -> None:
+    scenes, near = planted(Softmax())
+    of_head, of_svm = [], []
+    for softmax in SOFTMAXES:
+        final = hardening(near, scenes, softmax, HEAD).final
+        of_head.append(final["KL, the head, c = 1"])
+        of_svm.append(final["KL, its SVM at the same norm, c = 1"])
+    assert len(set(of_head)) == 4
+    assert len(set(of_svm)) == 1
+    single = [replace(scenes[0], log_copies=scenes[0].log_copies.clamp(max=0.0))]
+    without = hardening(near, single, Softmax(), HEAD).final
+    assert without["KL, its SVM at the same norm, c = 1"] != of_svm[0]
+    assert without["KL, the head, c = 1"] != of_head[0]
+
+
+def test_a_real_head_hardens_from_its_own_weights_to_a_selection(gathered: tuple[Selector, Nearness]) -> None:
+    selector, found = gathered
+    result = hardening(found, selector.scenes(HEAD[1]), selector.softmax[HEAD[1]], HEAD)
+    own = float((-found.chosen.log_odds.sigmoid().log()).quantile(0.5))
+    assert result.final["KL, the head, c = 1"] == pytest.approx(own, rel=1e-9)
     falling = [value or 0 for value in result.curves["KL, the head"].median]
     assert falling == sorted(falling, reverse=True)
     assert falling[0] > 1 > 0.01 > falling[-1]

@@ -131,6 +131,27 @@ def test_a_changed_setting_is_used_and_compared_with_nothing(name, change):
     assert small(name, **change).settings[setting] == value
 
 
+@pytest.mark.parametrize(("trials", "judged"), [(9, False), (10, True), (50, True)])
+def test_the_quick_trials_are_enough_for_a_verdict_of_the_whole_sweep(trials, judged):
+    study, seen = EXPERIMENTS["rank"], []
+
+    def function(settings, published, progress):
+        seen.append((settings.d, settings.trials, published))
+        return Experiment(name="rank", question="?", final={})
+
+    probe = type(study)(function, study.full, study.quick, study.uses)
+    probe.run({"trials": trials, "seed": 7}, False, lambda *_: None)
+    assert seen == [(study.full.d, trials, judged)]
+
+
+def test_in_one_dimension_nothing_is_sure():
+    found = small("feasibility", n=1, T=2, d=1, trials=20)
+    assert 0 < found.final["n1_T2_d1"] < 1
+    assert found.final["sure_n1_T2"] is None
+    assert "±1" in found.reasons["sure_n1_T2"]
+    assert small("feasibility", n=2, T=2, d=1).final["sure_n2_T2"] == 1
+
+
 def test_one_d_is_the_whole_sweep():
     found = small("feasibility", d=3, n=4, T=3)
     assert found.curves["n=4, T=3"].steps == [3, 4]

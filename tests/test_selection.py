@@ -209,6 +209,33 @@ def test_a_form_that_is_w_fin_and_r_w_mm_reads_1_in_the_generalised_sense():
     assert float(again.shares.min()) == pytest.approx(1, abs=1e-5)
 
 
+def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative():
+    """M scores what it selects above the rest; M − W_fin need not, which is why the margin has no least value."""
+    found, form = scenes(2, 6, 16), dense(random(16, 16, seed=3) / 160)
+    chosen, near = judged(found, form, most=4, top_p=0.6)
+    M, least, rows, gaps = form.left @ form.right.mT, [], [], []
+    for number, position, kept in chosen.rows:
+        x, z = found[number].tokens, found[number].queries[position]
+        inside, outside = x[kept], x[~kept]
+        least.append(float((inside @ M @ z).min() - (outside @ M @ z).max()))
+        rows += [torch.outer(one - inside[0], z).flatten() for one in inside[1:]]
+        gaps += [float((one - inside[0]) @ M @ z) for one in inside[1:]]
+    finite = torch.linalg.pinv(torch.stack(rows)) @ torch.tensor(gaps, dtype=torch.float64)
+    left = M - finite.reshape(16, 16)
+    assert min(least) > 0
+    margins = []
+    for number, position, kept in chosen.rows:
+        x, z = found[number].tokens, found[number].queries[position]
+        margins.append(float((x[kept] @ left @ z).min() - (x[~kept] @ left @ z).max()))
+    assert min(margins) < 0
+    reached = near.margins * near.norm
+    assert reached.tolist() == pytest.approx(margins, abs=1e-6)
+    by_name = {info.name: info for info in MEASURES}
+    for name in ("margin", "efficiency", "efficiency_q05", "margins"):
+        assert by_name[f"selection.{name}"].low is None
+        assert name == "efficiency_q05" or "W_fin" in by_name[f"selection.{name}"].formula
+
+
 def test_sets_that_no_form_can_keep_have_the_reason():
     """One dimension for queries and tokens: three tokens can't have two equal scores and one less."""
     tokens = torch.tensor([[0.0], [1.0], [1.2]], dtype=torch.float64)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 from reports import planted, synthetic_report
 
 from attnlens.plots.shares import layer_means
+from attnlens.records import Null
 from attnlens.shapes import Shapes, by_turns
 
 
@@ -32,3 +35,24 @@ def test_a_report_with_absurd_numbers_of_layers_makes_no_absurd_map() -> None:
     far = [head.model_copy(update={"layer": head.layer * 10**9, "head": head.head * 10**9}) for head in report]
     shapes = Shapes(report.model_copy(update={"heads": far}))
     assert shapes.readings["weights.planted"].values.shape == (2, 2)
+
+
+def test_a_null_that_never_varies_is_met_or_not_without_a_division_by_zero() -> None:
+    def chance(values: list[float], sds: list[float]) -> bool:
+        report = planted(np.array([values]))
+        heads = []
+        for head, sd in zip(report.heads, sds, strict=True):
+            (measure,) = head.measures.values()
+            null = Null(mean=0.0, sd=sd)
+            heads.append(
+                head.model_copy(update={"measures": {"weights.planted": measure.model_copy(update={"null": null})}})
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (reading,) = Shapes(report.model_copy(update={"heads": heads})).readings.values()
+            return reading.chance
+
+    assert chance([0.0, 0.5, 0.1], [0.0, 1.0, 1.0])  # 0/0 is no distance at all
+    assert not chance([3.0, 0.0, 4.0], [0.0, 1.0, 1.0])  # 3/0 is the farthest
+    assert not chance([1.0, 2.0, 0.1], [0.0, 0.0, 1.0]), "the median sd is 0"
+    assert chance([3.0, 0.5, 0.1], [0.0, 1.0, 1.0])

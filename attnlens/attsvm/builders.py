@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.attsvm.arguments import indices, real
 from attnlens.attsvm.problem import Problem
 from attnlens.errors import UnposedError, UsageError
 
@@ -31,6 +32,7 @@ def selection(
     samples, length = tokens.shape[:2]
     seen = mask("allowed", allowed, samples, length)
     every = torch.arange(samples)
+    chosen = indices("chosen tokens", chosen)
     if chosen.shape != (samples,) or queries.shape[0] != samples:
         raise UsageError(f"{samples} samples don't have one query and one chosen token each.", "Give one of each.")
     within = (chosen >= 0) & (chosen < length)
@@ -52,6 +54,7 @@ def prompt(
 
     Raises what `selection` raises.
     """
+    tokens = finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
 
 
@@ -64,6 +67,7 @@ def causal(
 
     Raises what `selection` raises; UnposedError for a sequence of one token.
     """
+    tokens = finite("tokens", tokens, 2)
     length = len(tokens)
     sees = torch.ones(length, length, dtype=torch.bool).tril()
     return selection(tokens.expand(length, *tokens.shape), tokens if queries is None else queries, chosen, sees)
@@ -135,7 +139,8 @@ def posed(
 
 
 def finite(name: str, numbers: Tensor, axes: int) -> Tensor:
-    """The numbers in float64; raises UsageError when they have other axes, no width, or a number that isn't finite."""
+    """The numbers in float64; raises UsageError for other than real tensors, other axes, no width, or NaN and ∞."""
+    numbers = real(name, numbers)
     if numbers.ndim != axes:
         raise UsageError(f"The {name} have {numbers.ndim} axes, not {axes}.", "Give them as documented.")
     if axes > 1 and not numbers.shape[-1]:
@@ -149,7 +154,7 @@ def mask(name: str, given: Bool[Tensor, "n tokens"] | None, samples: int, length
     """The mask, or all true; raises UsageError when its shape differs."""
     if given is None:
         return torch.ones(samples, length, dtype=torch.bool)
-    if given.shape != (samples, length):
+    if real(f"flags `{name}`", given).shape != (samples, length):
         raise UsageError(f"`{name}` has shape {tuple(given.shape)}, not {(samples, length)}.", "Give one flag a token.")
     return given.bool()
 

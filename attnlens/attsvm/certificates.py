@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.attsvm.arguments import bounded, ordinary
 from attnlens.attsvm.solution import Solution
 from attnlens.errors import UsageError
 
@@ -33,8 +34,11 @@ def certified(
     Negative λ at inequalities are set to 0, so that D is a true bound for any λ. Where equalities with b ≠ 0 forbid
     scaling, or where b ≤ 0, what rounding leaves of a violation r is charged to P as Σ|λ|r, its first-order price, and
     more than rounding is `inaccurate` with an infinite gap. The gap is (P − D)/P. λ itself is scaled so that
-    Σλb = ‖W(λ)‖². Raises UsageError when λ has another length or isn't finite.
+    Σλb = ‖W(λ)‖². Raises UsageError when λ has another length or isn't finite, for a tolerance ≤ 0, and for sizes
+    outside [1e-50, 1e50], at which rounding to 0 or ∞ would pass for a proof.
     """
+    bounded(tolerance)
+    ordinary(problem)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
         raise UsageError("The multipliers are not one finite number a constraint.", "Give λ of this problem.")
     free, bounds = problem.equal, problem.margins

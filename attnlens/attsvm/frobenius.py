@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from attnlens.attsvm.arguments import bounded, ordinary
 from attnlens.attsvm.certificates import PROOF, certified
 from attnlens.attsvm.constraints import Constraints
+from attnlens.attsvm.equalities import Eliminated
 from attnlens.attsvm.leastdistance import EPS, damped, nearest, pivoted
 from attnlens.errors import UnposedError
 
@@ -33,35 +35,62 @@ WORST = 4
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
     """W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c, = b_c where equal (Tarzanagh et al. 2023, Eq. Att-SVM), certified.
 
-    min ½λᵀGλ − bᵀλ over the working set, then each query's most violated constraints join it, at most `limit` times.
-    Status `inaccurate` with its gap where that is not enough. Raises UnposedError for a problem without constraints.
+    min ½λᵀGλ − bᵀλ over the working set, then each query's most violated constraints join it, at most `limit` times;
+    many equalities are eliminated first. Status `inaccurate` with its gap where that is not enough. Raises UsageError
+    for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without constraints.
     """
+    bounded(tolerance, limit)
+    ordinary(problem)
     if not len(problem.margins):
         raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
     constraints = Constraints(problem)
     hopeless = constraints.hopeless
     if len(hopeless):
         return certified(problem, unscaled(constraints, hopeless, np.sign(constraints.bounds[hopeless])), tolerance)
+    if int(constraints.free.sum()) > SMALL:
+        return solve_eliminated(problem, Eliminated(constraints), tolerance, limit)
     every = np.arange(len(constraints.u))
     working = Working(constraints, every if len(every) <= SMALL else np.flatnonzero(constraints.free), tolerance)
-    steps = 0
-    while steps < limit:
-        steps += 1
-        working.improve()
-        joining = working.worst()
-        if working.settled and not len(joining):
-            break
-        working.join(joining)
+    steps = working.run(limit)
     answer = certified(problem, unscaled(constraints, working.rows, working.loads), tolerance, steps)
     if answer.status != "inaccurate" or steps == limit:
         return answer
     return certified(problem, unscaled(constraints, working.rows, working.nearest()), tolerance, steps)
 
 
+def solve_eliminated(problem: Problem, space: Eliminated, tolerance: float, limit: int) -> Solution:
+    """The same where equalities are many: on the inequalities alone, by what the equalities leave of them."""
+    working, steps = Working(space, np.arange(0), tolerance), 0
+
+    def certain(rows: Int[ndarray, " k"], loads: Float[ndarray, " k"], met: bool = True) -> Solution:
+        return certified(problem, unscaled(space.whole, *space.completed(rows, loads, met)), tolerance, steps)
+
+    def sharp(loads: Float[ndarray, " k"]) -> Solution:
+        return certain(working.rows, space.sharpened(working.rows, loads))
+
+    clash = space.inconsistent
+    while steps < limit:
+        if len(clash[0]):
+            refuted = certain(*clash, met=False)
+            if refuted.status == "infeasible":
+                return refuted
+        steps += 1
+        joining = working.advance()
+        if joining is None:
+            break
+        clash = space.contradicted(joining)
+    answer = sharp(working.loads)
+    if answer.status != "inaccurate" or steps == limit:
+        return answer
+    loads = working.nearest() if working.patience else working.loads  # without patience they are the nearest already
+    refuted = certain(working.rows, loads, met=False)
+    return refuted if refuted.status == "infeasible" else sharp(loads)
+
+
 class Working:
     """The constraints that are worked on, and their λ."""
 
-    def __init__(self, constraints: Constraints, rows: Int[ndarray, " k"], tolerance: float) -> None:
+    def __init__(self, constraints: Constraints | Eliminated, rows: Int[ndarray, " k"], tolerance: float) -> None:
         self.constraints = constraints
         self.tolerance = tolerance
         self.rows = rows
@@ -73,6 +102,22 @@ class Working:
         self.joined = True  # whether any of them is new
         self.damping = 0.0  # 0 as long as signs are exchanged
         self.patience = PATIENCE
+
+    def run(self, limit: int) -> int:
+        """The steps taken until no constraint joins, at most `limit`."""
+        for step in range(1, limit + 1):
+            if self.advance() is None:
+                return step
+        return limit
+
+    def advance(self) -> Int[ndarray, " joining"] | None:
+        """One step; the constraints that join by it, or None where λ is the best for all."""
+        self.improve()
+        joining = self.worst()
+        if self.settled and not len(joining):
+            return None
+        self.join(joining)
+        return joining
 
     def improve(self) -> None:
         """The best λ of these constraints alone, from their support; a better λ where they are degenerate."""

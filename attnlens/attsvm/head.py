@@ -21,6 +21,9 @@ TIE = 1e-6
 MOST_CONSTRAINTS = 2**15
 """Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers."""
 
+MOST_EQUALITIES = 2**11
+"""Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -130,7 +133,7 @@ def choose(scenes: Sequence[Scene], form: Form, softmax: Softmax, most: int = 64
     query that selects all it sees poses nothing, and neither does one that sees less than half of what another of its
     sequence sees: at the start of a causal sequence p_max is near 1 for want of choice. A query whose least selected
     and largest other score are equal within TIE is counted and left out. There are fewer queries where constraints
-    would exceed MOST_CONSTRAINTS.
+    would exceed MOST_CONSTRAINTS, or with `top_p` equalities MOST_EQUALITIES.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -155,7 +158,7 @@ def choose(scenes: Sequence[Scene], form: Form, softmax: Softmax, most: int = 64
         places += [(number, position) for position in found.tolist()]
         sets += list(chosen[found])
     every = torch.cat(odds)
-    order = every.argsort(descending=True, stable=True)[:most]
+    order = _solvable(every.argsort(descending=True, stable=True)[:most], sets)
     kept = torch.tensor(places).reshape(-1, 2)[order]
     whole = tuple(sets[index] for index in order.tolist())
     return Chosen(kept[:, 0], kept[:, 1], whole, every[order], tied, mean_share(shares))
@@ -221,6 +224,12 @@ def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_q
     border = torch.finfo(torch.float64).eps * max(queries.shape) * values[:1]
     basis: Tensor = vectors[values > border].mT  # strict: queries that are zero span nothing
     return basis
+
+
+def _solvable(order: Int[Tensor, " queries"], sets: Sequence[Tensor]) -> Int[Tensor, " fewer"]:
+    """The first queries whose sets O_i pose at most MOST_EQUALITIES together, |O_i| − 1 each; at least one query."""
+    equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
+    return order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
 
 
 def _turned(factor: Tensor, generator: torch.Generator) -> Tensor:

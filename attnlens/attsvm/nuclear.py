@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.attsvm.arguments import bounded, ordinary
 from attnlens.attsvm.cone import Constraints, Found, interior_point
 from attnlens.attsvm.face import on_face, part
 from attnlens.attsvm.frobenius import solve
@@ -36,9 +37,12 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     """argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. Att-SVM⋆).
 
     An interior-point method on a working set of constraints, which grows by the violated ones, in the row spaces of u
-    and z (W never leaves them). `tolerance` is the relative gap (P − D)/P; `limit` the interior-point steps in all.
+    and z (W never leaves them). `tolerance` is the relative gap (P − D)/P that suffices: by default 1e-4, so that the
+    norm is known to 1e-4 and W less well; it is exact, to rounding, only when asked, say by 1e-10. `gap` in the answer
+    is what was reached. `limit` bounds the interior-point steps in all.
     An infeasible problem returns Gordan's certificate, which knows no norm. Raises what `solve` raises.
     """
+    bounded(tolerance, limit)
     frobenius = solve(problem)
     if frobenius.status == "infeasible":
         return frobenius
@@ -93,8 +97,11 @@ def certified_nuclear(
     """What λ and W prove, whoever found them: P = ‖W‖_*, W scaled to its least margin, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
 
     D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0; where no
-    multiple of W is feasible, W and the norm are None and the gap is infinite.
+    multiple of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0
+    and sizes outside [1e-50, 1e50].
     """
+    bounded(tolerance)
+    ordinary(problem)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
     size = float(torch.linalg.matrix_norm(problem.form(multipliers), 2))
     multipliers = multipliers / size if size > 0 else torch.zeros_like(multipliers)

@@ -29,7 +29,7 @@ class Separability:
 def separable(problem: Problem, limit: int = 200) -> Separability:
     """Whether any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
-    Raises UnposedError for a problem without constraints.
+    Raises what `solve` raises.
     """
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":

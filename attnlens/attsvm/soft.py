@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from scipy.linalg.lapack import dposv
 
+from attnlens.attsvm.arguments import bounded, ordinary
 from attnlens.attsvm.constraints import Constraints
 from attnlens.attsvm.frobenius import solve
 from attnlens.errors import UnposedError, UsageError
@@ -56,8 +57,11 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     """max bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by accelerated projected gradient and Newton on the face.
 
     Stops at a gap of `tolerance` or after `limit` steps; the gap is in the answer. Raises UsageError unless C is finite
-    and positive, UnposedError for a problem without constraints.
+    and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
+    constraints.
     """
+    bounded(tolerance, limit)
+    ordinary(problem)
     if not (C > 0.0 and math.isfinite(C)):
         raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
     if not len(problem.margins):

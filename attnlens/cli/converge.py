@@ -11,7 +11,7 @@ from attnlens.cli import options as opt
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import INTERRUPTED, complain, console, guarded
 from attnlens.cli.work import working
-from attnlens.errors import UsageError
+from attnlens.errors import UnaskedError, UsageError
 
 FAILED, PARTLY = 1, 3
 """Exit codes where a check that was asked for failed, and where a part could not be done, with --strict."""
@@ -169,10 +169,7 @@ def kind_of(given: Mapping[str, Any]) -> str:
     if given["head"] is not None:
         return "a head"
     if given["models"]:
-        raise UsageError(
-            f"{given['models'][0]} is named, and neither a head nor checkpoints.",
-            "Add --head LAYER.HEAD, --checkpoints or --revisions, or name no model for the synthetic experiments.",
-        )
+        raise UnaskedError(given["models"][0])
     return "the synthetic experiments"
 
 
@@ -195,10 +192,10 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "the synthetic experiments":
         return {
             **{name: given[name] for name in names if name != "experiment"},
-            **_chosen(given),
+            "experiments": given["experiment"] or (),
             "seed": given["seed"],
         }
-    shared = opt.asked({**given, "layers": given["layers"], "heads": given["heads"]}) | opt.loading(given)
+    shared = opt.asked(given) | opt.loading(given)
     head = opt.head(given["head"])
     if kind == "a head":
         if len(models) > 1:
@@ -208,14 +205,8 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
             name: given[name] for name in ("lr", "loss", "iterations", "parameterisation") if given[name] is not None
         }
         return {**kept, **own, "model": models[0] if models else None, "head": head}
-    revisions = _revisions(given["revisions"], models, checkpoints=given["checkpoints"])
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    named = {"model": models[0], "revisions": revisions} if revisions else {"checkpoints": models or True}
-    return {**kept, **named, "head": head}
-
-
-def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"experiments": given["experiment"] or ()}
+    return {**kept, "checkpoints": models or True, "revisions": _revisions(given["revisions"]), "head": head}
 
 
 def _named(model: str) -> str:
@@ -224,17 +215,13 @@ def _named(model: str) -> str:
     return model
 
 
-def _revisions(words: str | None, models: list[str], *, checkpoints: bool) -> list[str]:
-    """`step1000,step2000` as a list. Raises UsageError where one is empty, or not exactly one model has them."""
+def _revisions(words: str | None) -> list[str]:
+    """`step1000,step2000` as a list. Raises UsageError where one is empty."""
     if words is None:
         return []
     found = [word.strip() for word in words.split(",")]
     if not all(found):
         raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
-    if len(models) != 1 or checkpoints:
-        raise UsageError(
-            "--revisions are those of one hub model.", "Name it, as in: attnlens converge MODEL --revisions step1,step2"
-        )
     return found
 
 

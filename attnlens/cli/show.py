@@ -103,7 +103,7 @@ def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
         def tell(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+            bars.update(tasks[stage], completed=done, total=total, visible=done < total)  # long series have many
 
         yield tell
 

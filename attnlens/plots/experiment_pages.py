@@ -29,11 +29,15 @@ ACROSS, TALL = 3, 1.9
 """Panels in a row, and how tall one is, in inches."""
 MANY, FLAT = 4, 1.35
 """The same where heads are followed."""
+NAMED = 0.16
+"""Inches of the quantity beside an axis' numbers."""
 ROW_WIDE, BAR = 4.6, 0.45
 """Inches of the picture that has a row for itself, and of the layers' colours."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST = 12
 """Measures that are followed on one page."""
+SHORTEST = 8
+"""Characters of an experiment's name that still tell which it is."""
 TITLE, FACTS, NOTE = 80, 165, 42
 """Characters that fit into the page's title, into a line of facts, and over a panel."""
 
@@ -51,7 +55,7 @@ def experiment_overview(report: Report) -> Figure:
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
         for (left, wide), panel in zip(grid.places(row), row, strict=True):
             axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, talls[number] / height))
-            _title(axes, f"{LETTERS[count % len(LETTERS)]}  {fitted(panel.title, int(wide * 14))}", panel)
+            _title(axes, f"{LETTERS[count % len(LETTERS)]}  {_shortened(panel.title, int(wide * 14))}", panel)
             count += 1
             last = number == 0 and panel is row[-1]
             panel.draw(axes, **({"bar": last} if panel.bar else {}))
@@ -66,14 +70,15 @@ class Grid:
     across: int
     """Columns."""
     followed: bool
-    """Whether they are trajectories, whose layers' colours take room at the right."""
+    """Whether they are trajectories, whose layers' colours take room at the right, and whose titles are quantities."""
 
     def places(self, row: list[Panel]) -> list[tuple[float, float]]:
         """Where each panel's axes begin and how wide they are, in inches."""
         if _alone(row[0]):
             return [(LEFT + row[0].left, ROW_WIDE)]
         cell = (RIGHT - BAR * self.followed - LEFT) / self.across
-        return [(LEFT + column * cell + NUMBERS, cell - NUMBERS - GAP) for column in range(len(row))]
+        beside = NUMBERS if self.followed else NUMBERS + NAMED
+        return [(LEFT + column * cell + beside, cell - beside - GAP) for column in range(len(row))]
 
     def tall(self, row: list[Panel]) -> float:
         """Inches of a row's axes: as many as its names need where it has names."""
@@ -94,7 +99,18 @@ def _grid(report: Report) -> Grid:
 
 def _alone(panel: Panel) -> bool:
     """Whether it needs a row for itself: its rows have long names."""
-    return panel.left > 2 * NUMBERS
+    return panel.left > 2 * (NUMBERS + NAMED)
+
+
+def _shortened(title: str, width: int) -> str:
+    """The title, or where it is too long less of the experiment's name before the colon, as far as that suffices."""
+    name, _, quantity = title.rpartition(": ")
+    room = width - len(quantity) - 2
+    return (
+        f"{fitted(name, room)}: {quantity}"
+        if len(title) > width and name and room >= SHORTEST
+        else fitted(title, width)
+    )
 
 
 def _legend(row: list[Panel]) -> int:

@@ -15,7 +15,8 @@ from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, legend_ab
 from attnlens.plots.swaps.panels import Panel
 from attnlens.plots.trajectories import trajectory_panels
 from attnlens.records import Curve, Experiment, Report
-from attnlens.tables.experiments import judgement, worded
+from attnlens.tables.experiments import judgement
+from attnlens.tables.figures import bounded, quantity_of, setting, worded
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -27,14 +28,24 @@ COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))
 """Lines that can be told apart on white."""
 MARKED = 12
 """Steps up to which each is marked."""
-LOG_RANGE = 50.0
-"""How many times their least value curves must reach for their axis to be logarithmic."""
+LOG_RANGE = 100.0
+"""How many times their least value above 0 curves must reach for their axis to be logarithmic."""
+DEEPEST = 1e-16
+"""The part of the largest value below which a logarithmic axis shows nothing: float64 tells no smaller ones apart."""
+ALIKE = 100.0
+"""How many times as large curves of unknown quantities may be that share axes."""
+EXACT = 0.03
+"""Half the width, in tolerances, of the line where nothing but the published value is allowed."""
 FARTHEST = 3.0
 """Tolerances beyond which a figure stands at the edge."""
-MOST_ROWS = 30
-"""Figures that one picture compares; of more, those that are farthest off."""
-NAME = 40
+MOST_ROWS = 80
+"""Figures that one picture compares; of more, those that are farthest off, and the picture says so."""
+NAME = 44
 """Characters of a figure's name beside its row."""
+BESIDE = 0.6
+"""Inches that an axis' numbers and quantity take."""
+BELOW = " Not shown: 0 and what is under 1e−16 of the largest value."
+"""What a reader of a logarithmic axis must know where it does not show all."""
 LEGEND = 46
 """Characters of names that fit side by side above a picture."""
 
@@ -44,17 +55,17 @@ def experiment_panels(report: Report) -> list[Panel]:
     found: list[Panel] = []
     for experiment in report.experiments:
         found += trajectory_panels(experiment) if experiment.trajectories else _curve_panels(experiment)
-    rows = compared(report)
-    return [*found, _compared_panel(rows)] if rows else found
+    rows, every = compared(report)
+    return [*found, _compared_panel(rows, every)] if rows else found
 
 
-def compared(report: Report) -> list[tuple[Experiment, str]]:
-    """The figures that have a published counterpart; of more than thirty, those that are farthest off."""
+def compared(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
+    """The figures that have a published counterpart, of more than eighty those farthest off; how many there are."""
     every = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
-    if len(every) > MOST_ROWS:
-        worst = sorted(every, key=lambda row: -abs(deviation(*row)))[:MOST_ROWS]
-        every = [row for row in every if row in worst]
-    return every
+    worst = sorted(
+        range(len(every)), key=lambda number: (every[number][0].meets(every[number][1]), -_off(every[number]))
+    )
+    return [every[number] for number in sorted(worst[:MOST_ROWS])], len(every)
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
@@ -70,22 +81,29 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Which curves share axes: those with one name before a colon or `, from`; of the others, those within [−1, 1]."""
+    """Which curves share axes: those with one name before a colon or `, from`; of the others, those of one quantity.
+
+    Where the quantity is not known, those whose middle values are within a factor of a hundred.
+    """
     found: dict[str, dict[str, Curve]] = {}
-    plain: dict[bool, dict[str, Curve]] = {True: {}, False: {}}
+    plain: list[dict[str, Curve]] = []
     for name, curve in experiment.curves.items():
         quantity, *line = SEPARATOR.split(name, maxsplit=1)
         if line:
             found.setdefault(quantity, {})[line[0]] = curve
+            continue
+        near = next((curves for curves in plain if _alike(experiment, *next(iter(curves.items())), name, curve)), None)
+        if near is None:
+            plain.append({name: curve})
         else:
-            plain[_unit(curve)][name] = curve
-    for curves in filter(None, plain.values()):
+            near[name] = curve
+    for curves in plain:
         name = next(iter(curves)) if len(curves) == 1 or "" in found else ""
-        found[name] = curves
+        found.setdefault(name, {}).update(curves)
     return found
 
 
-def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
+def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve], quantity: str = "") -> None:
     """A line and a band of quartiles for each curve."""
     for colour, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
         steps, middle = np.asarray(curve.steps, dtype=float), _numbers(curve.median)
@@ -95,7 +113,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             low, high = _numbers(curve.low), _numbers(curve.high)
             axes.fill_between(steps[order], low[order], high[order], color=colour, alpha=0.18, linewidth=0)
         style = "--" if "published" in name else "-"
-        label = fitted(clean(name), 40)
+        label = fitted(worded(name), 40)
         axes.plot(
             steps[order],
             middle[order],
@@ -108,7 +126,8 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             label=label,
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], clean(fitted(experiment.axis, 30)))
-    _scale_values(axes, list(curves.values()))
+    _scale_values(axes, list(curves.values()), quantity)
+    axes.set_ylabel(fitted(clean(quantity), 30), labelpad=2)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
         legend_above(axes, _across(curves), handlelength=1.4)
@@ -118,8 +137,9 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
     """A row a figure: how many tolerances ours is from the published; what is allowed is shaded."""
     for row, (experiment, figure) in enumerate(rows):
         bound = experiment.bounds.get(figure, "within")
-        low = -FARTHEST * 1.1 if bound == "at most" else -1.0
-        high = FARTHEST * 1.1 if bound == "at least" else 1.0
+        reach = 1.0 if (experiment.tolerance or {}).get(figure) else EXACT
+        low = -FARTHEST * 1.1 if bound == "at most" else -reach
+        high = FARTHEST * 1.1 if bound == "at least" else reach
         axes.fill_between([low, high], row - 0.38, row + 0.38, color="#e3edf6", linewidth=0, zorder=0)
         at, met = deviation(experiment, figure), experiment.meets(figure)
         missing = experiment.final.get(figure) is None
@@ -153,39 +173,58 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         quantity = group if len(experiment.curves) > 1 else ""
         stem = f"{experiment.name}-{quantity}" if quantity else experiment.name
         title = clean(fitted(f"{experiment.name}: {quantity}" if quantity else experiment.name, 60))
+        shown = quantity_of(experiment.name, group or next(iter(curves)))
         bands = any(curve.low is not None for curve in curves.values())
         note = "" if len(curves) > 1 else "median, quartiles" if bands else ""
         said = "Lines: median, bands: first to third quartile." if bands else ""
-        facts = ", ".join(f"{name} {value}" for name, value in experiment.settings.items() if value is not None)
-        caption = " ".join(part for part in (experiment.question, said, f"({facts})" if facts else "") if part)
-        draw = partial(draw_curves, experiment=experiment, curves=curves)
+        said += BELOW if _some_below(list(curves.values()), shown) else ""
+        facts = ", ".join(setting(name, value) for name, value in experiment.settings.items() if value is not None)
+        caption = " ".join(part for part in (experiment.question, said.strip(), f"({facts})" if facts else "") if part)
+        draw = partial(draw_curves, experiment=experiment, curves=curves, quantity=shown)
         lines = -(-len(curves) // _across(curves)) if len(curves) > 1 else 1
-        yield Panel(_stem(stem), title, note, clean(caption), draw, legend=lines)
+        yield Panel(_stem(stem), title, note, clean(caption), draw, left=BESIDE, legend=lines)
 
 
-def _compared_panel(rows: list[tuple[Experiment, str]]) -> Panel:
+def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
     caption = (
         "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: what is allowed; a bound is "
-        "open to one side. At the edge: three tolerances or more."
+        "open to one side, and a mere line allows nothing but the published value. At the edge: three tolerances or "
+        "more."
     )
-    longest = max(min(NAME, len(f"{e.name}: {figure}")) for e, figure in rows)
+    longest = max(min(NAME, len(f"{e.name}: {worded(figure)}")) for e, figure in rows)
     draw = partial(draw_compared, rows=rows)
-    note = "shaded: what is allowed"
-    return Panel("published", "ours against the published", note, caption, draw, len(rows), 0.3 + 0.058 * longest)
+    note = "shaded: what is allowed" + (f"; {len(rows)} of {every}, farthest off" if len(rows) < every else "")
+    left = max(1.4, 0.3 + 0.058 * longest)  # the overview gives a row to what has names this long
+    return Panel("published", "ours against the published", note, caption, draw, len(rows), left)
 
 
 def _stem(name: str) -> str:
     return clean(name).replace(" ", "-")
 
 
-def _unit(curve: Curve) -> bool:
-    values = _numbers(curve.median)
-    return bool(np.all(np.abs(values[np.isfinite(values)]) <= 1 + 1e-9))
+def _off(row: tuple[Experiment, str]) -> float:
+    return abs(deviation(*row))
+
+
+def _alike(experiment: Experiment, name: str, curve: Curve, other_name: str, other: Curve) -> bool:
+    """Whether two curves are of one quantity or, where that is not known of both, of one size."""
+    quantities = [quantity_of(experiment.name, name), quantity_of(experiment.name, other_name)]
+    if all(quantities):
+        return quantities[0] == quantities[1]
+    small, large = sorted([_size(curve), _size(other)])
+    return large <= ALIKE * small
+
+
+def _size(curve: Curve) -> float:
+    """The median over steps of the absolute value; 0 where there is none."""
+    values = np.abs(_numbers(curve.median))
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if values.size else 0.0
 
 
 def _across(curves: dict[str, Curve]) -> int:
     """How many names stand side by side."""
-    longest = max(min(40, len(name)) for name in curves)
+    longest = max(min(40, len(worded(name))) for name in curves)
     return max(1, min(len(curves), LEGEND // (longest + 5)))
 
 
@@ -193,17 +232,43 @@ def _cycle(count: int) -> list[str]:
     return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 
-def _scale_values(axes: Axes, curves: list[Curve]) -> None:
-    """Logarithmic where all is above 0 and spans a factor of 50."""
-    every = np.concatenate([_numbers(part) for c in curves for part in (c.median, c.low, c.high) if part is not None])
-    values = every[np.isfinite(every)]
+def _scale_values(axes: Axes, curves: list[Curve], quantity: str) -> None:
+    """Logarithmic where what is above 0 spans a factor of 100, unless the quantity ends at 1 by its nature."""
+    values = _every(curves)
     if not values.size:
         return
     least, most = float(values.min()), float(values.max())
-    if least > 0 and most >= LOG_RANGE * least:
-        scale_values(axes, least, most, logarithmic=True)
-    else:
+    floor = _floor(values, quantity)
+    if floor is None:
         scale_values(axes, min(0.0, least) if least < 0.5 * most else least, most, logarithmic=False)
+        return
+    scale_values(axes, floor, most, logarithmic=True)
+    for line in axes.lines:
+        heights = np.asarray(line.get_ydata(), dtype=float)
+        line.set_ydata(np.where(heights > 0, heights, np.nan))  # a line to 0 would fall through the frame
+        line.set_clip_on(least < floor)
+
+
+def _some_below(curves: list[Curve], quantity: str) -> bool:
+    values = _every(curves)
+    floor = _floor(values, quantity)
+    return floor is not None and bool(values.min() < floor)
+
+
+def _floor(values: np.ndarray, quantity: str) -> float | None:
+    """The least value that a logarithmic axis shows; None where the axis is linear."""
+    above = values[values > 0]
+    if bounded(quantity) or 2 * above.size <= values.size or np.any(values < 0):
+        return None
+    least, most = float(above.min()), float(above.max())
+    return max(least, DEEPEST * most) if most >= LOG_RANGE * least else None
+
+
+def _every(curves: list[Curve]) -> np.ndarray:
+    """All finite values of all curves and their quartiles."""
+    parts = [_numbers(part) for c in curves for part in (c.median, c.low, c.high) if part is not None]
+    every = np.concatenate(parts)
+    return np.asarray(every[np.isfinite(every)])
 
 
 def _numbers(values: list[float | None]) -> np.ndarray:

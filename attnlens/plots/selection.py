@@ -1,4 +1,4 @@
-"""With what margins does a head select? Every posed query's beside those of its null heads and the best possible."""
+"""With what margins does a head select? Every posed query's beside its null heads' and the best least margin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 6.2, 4.7
 CAPTION = (
-    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending. "
+    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending; "
+    "a single query may exceed 1. "
     "Null: the head turned by random rotations on both sides, with its own selection and its own best."
 )
 
@@ -52,7 +53,7 @@ def draw_margins(axes: Axes, found: Selection) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the posed queries with no larger margin")
-    axes.set_ylabel("margin over the best")
+    axes.set_ylabel("margin over the best least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
     legend_above(axes, 3, handlelength=1.6)
 

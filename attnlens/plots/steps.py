@@ -17,6 +17,8 @@ WIDE = 20.0
 """How far the last step must lie above the first one that is not 0 for the axis to be logarithmic."""
 DIGIT, BETWEEN = 4.8, 5.0
 """Points that a digit of a step's number takes, and that two numbers keep between them."""
+ROOM = 0.05
+"""The part of their range that an axis is wider than its values, at each end."""
 NARROW = 0.35
 """The part of a decade that the stretch from 0 to the first step takes."""
 
@@ -42,14 +44,16 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
     """The values' axis, a little wider than they are; powers of ten where it is logarithmic."""
     if logarithmic:
         axes.set_yscale("log")
-        axes.set_ylim(least / 1.3, most * 1.3)
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        low, high = least / 1.3, most * 1.3
+        axes.set_ylim(low, high)
+        powers = LogLocator(numticks=6).tick_values(low, high)
+        axes.yaxis.set_major_locator(FixedLocator([power for power in powers if low <= power <= high]))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(
             FuncFormatter(lambda tick, _: f"{tick:g}".replace("e-0", "e−").replace("-", "−"))
         )
         return
-    room = 0.05 * (most - least) or 0.5
+    room = ROOM * (most - least) or 0.5
     axes.set_ylim(least - room, most + room)
     axes.yaxis.set_major_formatter(PlainNumbers())
 

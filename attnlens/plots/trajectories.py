@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 
 from attnlens.plots.captions import fitted, heading
 from attnlens.plots.fans import DEPTH
-from attnlens.plots.steps import scale_steps, scale_values
+from attnlens.plots.steps import ROOM, scale_steps, scale_values
 from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, tick_positions
 from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Experiment, Trajectory
@@ -29,6 +29,9 @@ BAND = "#dcdcdc"
 LOG_RANGE = 30.0
 """How many times its least value a median must reach for its axis to be logarithmic."""
 
+STRAY = 2.0
+"""How many times the range of all but one value in a hundred the others may widen the axis to."""
+
 
 def trajectory_panels(experiment: Experiment) -> list[Panel]:
     """A panel for every measure that changes, what a series is about first."""
@@ -38,35 +41,51 @@ def trajectory_panels(experiment: Experiment) -> list[Panel]:
 
 
 def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
-    lines = [found for found in experiment.trajectories if found.measure == name]
+    lines = _lines(experiment, name)
     source = source_of(name)
-    null = "; grey: null, mean ± sd" if name + NULL in experiment.curves else ""
+    null = "; grey: null ± sd" if name + NULL in experiment.curves else ""
+    beyond = _beyond(experiment, name)
+    cut = f"; {counted(beyond, 'head')} cut" if beyond else ""
     said = f"{info.meaning}: {info.formula}. " if info.meaning else ""
-    heads = f"{counted(len(lines), 'head')}, coloured by layer. Black: their median" if lines else "One number a step"
-    caption = f"{said[:1].upper()}{said[1:]}{heads}{null}."
-    note = "nats per token" if name == "loss" else f"{source}{null}"
+    heads = f"{_heads(experiment, lines)}{'; grey: null, mean ± sd' if null else ''}."
+    left = f" {counted(beyond, 'head')} of {len(lines)} partly beyond the frame." if beyond else ""
+    caption = f"{said[:1].upper()}{said[1:]}{heads}{left}"
+    note = "nats per token" if name == "loss" else f"{source}{null}{cut}"
     draw = partial(draw_trajectories, experiment=experiment, name=name)
-    return Panel(name, heading(name), note, caption, draw, bar=True)
+    return Panel(name, heading(name), note, caption, draw, bar=_deep(experiment))
+
+
+def _heads(experiment: Experiment, lines: list[Trajectory]) -> str:
+    """Whose lines these are."""
+    if len(lines) == 1:
+        return f"Layer {lines[0].layer} head {lines[0].head}"
+    if not lines:
+        return "One number a step"
+    return f"{counted(len(lines), 'head')}{', coloured by layer' * _deep(experiment)}. Black: their median"
 
 
 def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: bool = True) -> None:
     """The null as a grey band, a thin line a head in its layer's colour, their median thick and black."""
     curve = experiment.curves[name]
     steps = np.asarray(curve.steps, dtype=float)
-    lines = [found for found in experiment.trajectories if found.measure == name]
+    lines = _lines(experiment, name)
     null = experiment.curves.get(name + NULL)
     if null is not None and null.low is not None and null.high is not None:
         axes.fill_between(steps, _numbers(null.low), _numbers(null.high), color=BAND, linewidth=0, zorder=0)
         axes.plot(steps, _numbers(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
-    _draw_heads(axes, steps, lines, depth(experiment))
+    if len(lines) > 1:
+        _draw_heads(axes, steps, lines, depth(experiment))
     middle = _numbers(curve.median)
     dots = "o" if len(steps) <= 12 else ""
     axes.plot(steps, middle, color="white", linewidth=2.9, zorder=3)
     axes.plot(steps, middle, color="black", linewidth=1.7, zorder=4, marker=dots, markersize=2.6, clip_on=False)
     scale_steps(axes, curve.steps, clean(fitted(experiment.axis, 30)))
-    _scale_values(axes, middle, [_numbers(found.values) for found in lines])
+    limits = _limits(experiment, name)
+    if limits is not None:
+        low, high, logarithmic = limits
+        scale_values(axes, low, high, logarithmic=logarithmic)
     axes.spines[["top", "right"]].set_visible(False)
-    if bar and lines:
+    if bar and lines and _deep(experiment):
         depth_bar(axes, experiment)
 
 
@@ -107,18 +126,44 @@ def _draw_heads(axes: Axes, steps: Float[np.ndarray, " steps"], lines: list[Traj
     )
 
 
-def _scale_values(axes: Axes, middle: Float[np.ndarray, " steps"], heads: list[Float[np.ndarray, " steps"]]) -> None:
-    """Logarithmic where the median grows by a factor of 30; else so that all but a stray head in a hundred is seen."""
-    values = np.concatenate([middle, *heads])
+def _lines(experiment: Experiment, name: str) -> list[Trajectory]:
+    return [found for found in experiment.trajectories if found.measure == name]
+
+
+def _deep(experiment: Experiment) -> bool:
+    """Whether more than one layer is followed, so that colours tell layers apart."""
+    return len({found.layer for found in experiment.trajectories}) > 1
+
+
+def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
+    """Least and largest value shown, and whether by factors; None where there is no value.
+
+    By factors where the median grows by a factor of 30; else all, unless one value in a hundred would double the range.
+    """
+    middle = _numbers(experiment.curves[name].median)
+    values = np.concatenate([middle, *(_numbers(found.values) for found in _lines(experiment, name))])
     values = values[np.isfinite(values)]
     if not values.size:
-        return
-    least, most = np.nanmin(middle), np.nanmax(middle)
+        return None
+    least, most = float(np.nanmin(middle)), float(np.nanmax(middle))
     if values.min() > 0 and most >= LOG_RANGE * least:
-        scale_values(axes, values.min(), values.max(), logarithmic=True)
-    else:
-        low, high = np.percentile(values, [0.5, 99.5])
-        scale_values(axes, min(low, least), max(high, most), logarithmic=False)
+        return float(values.min()), float(values.max()), True
+    low, high = np.percentile(values, [0.5, 99.5])
+    low, high = min(float(low), least), max(float(high), most)
+    if values.max() - values.min() <= STRAY * (high - low):
+        low, high = float(values.min()), float(values.max())
+    return low, high, False
+
+
+def _beyond(experiment: Experiment, name: str) -> int:
+    """How many heads leave the frame, which is a twentieth wider than the values it is made for."""
+    limits = _limits(experiment, name)
+    if limits is None or limits[2]:
+        return 0
+    low, high, _ = limits
+    room = ROOM * (high - low)
+    rows = [_numbers(found.values) for found in _lines(experiment, name)]
+    return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
 
 
 def _numbers(values: list[float | None]) -> Float[np.ndarray, " steps"]:

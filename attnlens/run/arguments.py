@@ -63,6 +63,18 @@ def numbers(what: str, given: Any) -> list[int] | None:
     return list(dict.fromkeys(found))
 
 
+def head(given: Any) -> tuple[int, int]:
+    """(layer, head), or `3.7`, as two whole numbers from 0 on; UsageError for anything else."""
+    several = given.strip().split(".") if isinstance(given, str) else given
+    if isinstance(given, str) and all(part.isascii() and part.isdecimal() for part in several):
+        several = [int(part) for part in several]
+    found = [_integer(part) for part in several] if isinstance(several, Iterable) else []
+    if len(found) != 2 or any(part is None or part < 0 for part in found):
+        raise UsageError(f"head={_shown(given)} is no head.", "Give layer and head, such as (3, 7) or '3.7'.")
+    layer, number = (part for part in found if part is not None)
+    return layer, number
+
+
 def settings(
     *,
     source: Any = "both",

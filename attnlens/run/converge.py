@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypedDict, Unpack
 
-from attnlens.errors import UsageError
+from attnlens.errors import UnaskedError, UsageError
 from attnlens.models import Loading
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.registry import checked_name
@@ -26,7 +26,7 @@ WIDTH = 10
 def converge(
     model: str | PathLike[str] | None = None,
     *,
-    head: tuple[int, int] | None = None,
+    head: tuple[int, int] | str | None = None,
     checkpoints: arguments.Words | bool = False,
     revisions: arguments.Words = (),
     progress: Progress = silent,
@@ -34,24 +34,25 @@ def converge(
 ) -> Report:
     """Token selection under training, against the max-margin solution of Att-SVM (Tarzanagh et al. 2023).
 
-    Alone: the paper's synthetic experiments (`synthetic` names the options). With `model` and `head` = (layer, head):
-    that head's own selection problem. With `checkpoints` (several names; True means those of `demo`), or `model` and
-    `revisions`: every head's measures against the training step (`series` names the options). Raises UsageError for
-    what does not belong together and for options of another kind of run, ModelError, TextError, Interrupted.
+    Alone: the paper's synthetic experiments (`synthetic` names the options). With `model` and `head` = (layer, head)
+    or `3.7`: that head's own selection problem. With `checkpoints` (several names; True means those of `demo`), or
+    `model` and `revisions`: every head's measures against the training step (`series` names the options). Raises
+    UsageError for what does not belong together and for options of another kind of run, ModelError, TextError,
+    Interrupted.
     """
+    one = None if head is None else arguments.head(head)
     if checkpoints is not False or revisions:
-        names = () if isinstance(checkpoints, bool) else arguments.words("checkpoints", checkpoints)
+        names = [] if isinstance(checkpoints, bool) else arguments.words("checkpoints", checkpoints)
+        if not names and not isinstance(checkpoints, bool):
+            raise UsageError("checkpoints=[] names none.", "Name two or more, or give True for those of demo.")
         named = (*names, *([] if model is None else [str(model)]))
-        return _called(series, options, named, head=head, revisions=revisions, progress=progress)
-    if head is not None:
+        return _called(series, options, named, head=one, revisions=revisions, progress=progress)
+    if one is not None:
         from attnlens.run.head import head_experiments
 
-        return _called(head_experiments, options, "demo" if model is None else model, head=head, progress=progress)
+        return _called(head_experiments, options, "demo" if model is None else model, head=one, progress=progress)
     if model is not None:
-        raise UsageError(
-            f"{model} is named, and neither a head nor checkpoints.",
-            "Add --head LAYER.HEAD, --checkpoints or --revisions, or name no model for the synthetic experiments.",
-        )
+        raise UnaskedError(str(model))
     return _called(synthetic, options, progress=progress)
 
 
@@ -98,8 +99,9 @@ def synthetic(
 ) -> Report:
     """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
 
-    `experiments` are their names (none: all), `sizes` the fields of `Sizes`; an experiment whose settings differ from
-    the published ones has no verdict. Raises UsageError for values that make no sense, Interrupted with the experiments
+    `experiments` are their names (none: all), `sizes` the fields of `Sizes`. An experiment has no verdict where one of
+    them changes what is asked. Another seed does not, and neither do other trials, as long as there are at least as
+    many as `verify --quick` takes. Raises UsageError for values that make no sense, Interrupted with the experiments
     that are finished.
     """
     overrides = checked({NAMES.get(name, name): value for name, value in sizes.items()})

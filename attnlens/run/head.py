@@ -14,7 +14,8 @@ from pydantic import JsonValue
 from attnlens import attsvm, models, texts
 from attnlens.analyzers.selection import Selector
 from attnlens.attsvm.descent import Instances, Scores
-from attnlens.attsvm.nearness import Nearness, score_gaps, span
+from attnlens.attsvm.head import Softmax, log_odds
+from attnlens.attsvm.nearness import Nearness, span
 from attnlens.errors import UsageError
 from attnlens.records import Curve, Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
@@ -24,10 +25,13 @@ from attnlens.run.experiments import options
 from attnlens.run.inspect import Inspection, Progress, silent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxtyping import Float
     from torch import Tensor
 
     from attnlens.attsvm.descent import Descent, Factors, Form
+    from attnlens.attsvm.head import Scene
     from attnlens.attsvm.problem import Problem
 
 FACTORS = tuple(2.0**power for power in range(-4, 7))
@@ -73,9 +77,10 @@ def head_experiments(
     files = arguments.words("text", text)
     content = texts.read_text(files)
     loaded = _loaded(model, files, tokens, loading)
-    report, found = posed(loaded, arguments.of_model(asked, loaded), content, batch_size, progress)
+    report, selector, found = posed(loaded, arguments.of_model(asked, loaded), content, batch_size, progress)
     start = time.perf_counter()
-    experiments = [trained(found, head, wanted, progress), hardening(found, head)]
+    meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)
+    experiments = [trained(found, head, wanted, progress), meant]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
 
@@ -91,8 +96,8 @@ def _loaded(
 
 def posed(
     loaded: models.Loaded, settings: Settings, content: texts.Content, batch_size: int, progress: Progress = silent
-) -> tuple[Report, Nearness]:
-    """What `inspect` says of the one head that `settings` ask for, and its own selection problem, solved.
+) -> tuple[Report, Selector, Nearness]:
+    """What `inspect` says of the one head that `settings` ask for, what it gathered, and the head's problem, solved.
 
     Raises UsageError where there is none.
     """
@@ -111,7 +116,7 @@ def posed(
     found = selectors[0].nearness(head) if selectors else "no token reached it"
     if isinstance(found, str):
         raise UsageError(f"Head {head} poses no problem: {found}.", "Choose another head or text.")
-    return report, found
+    return report, selectors[0], found
 
 
 def trained(found: Nearness, head: tuple[int, int], s: options.Settings, progress: Progress = silent) -> Experiment:
@@ -165,17 +170,19 @@ def read_at(iterations: int) -> list[int]:
     return [0, *sorted({round(10 ** (eighth / 8)) for eighth in range(64) if 10 ** (eighth / 8) < iterations})]
 
 
-def hardening(found: Nearness, head: tuple[int, int]) -> Experiment:
+def hardening(found: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
     """KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries, against c.
 
-    Beside the head stands the SVM that selects the same tokens, at the head's own norm ‖ΠM‖.
+    Logits are what the softmax sees, so that c multiplies the scores behind the softcap, and the sink's logit too;
+    copies of a token are one outcome. At c = 1 it is the head's own p_max. Beside the head stands the SVM that selects
+    the same tokens, at the head's own norm ‖ΠM‖, with the same copies, and without softcap and sink: it knows
+    differences of scores alone, and those two need the scores themselves.
     """
-    problem, best = found.posed.problem, found.posed.problem.form(found.solution.multipliers)
-    gaps = {
-        "the head": score_gaps(problem, found.posed.form),
-        "its SVM at the same norm": problem.scores(best) * (found.norm / float(best.norm())),
+    odds = {
+        "the head": _own_odds(found, scenes, softmax),
+        "its SVM at the same norm": _svm_odds(found, scenes),
     }
-    curves = {f"KL, {name}": _hardened(problem, gap) for name, gap in gaps.items()}
+    curves = {f"KL, {name}": _hardened(each) for name, each in odds.items()}
     return Experiment(
         name=f"head {head[0]}.{head[1]}, hardening",
         question="How fast does the head's softmax become a selection when its logits are multiplied by c?",
@@ -242,12 +249,38 @@ def _read(descent: Descent, goal: Tensor, unit: float) -> dict[str, Curve]:
     }
 
 
-def _hardened(problem: Problem, gaps: Float[Tensor, " constraints"]) -> Curve:
+def _own_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
+    """log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
+    columns = []
+    for query, (number, position, _) in zip(found.posed.problem.queries, found.chosen.rows, strict=True):
+        scene = scenes[number]
+        scores, copies = found.posed.form.scores(scene.tokens, query[None]), scene.log_copies[[position]]
+        masked, logits = scores.masked_fill(copies == -torch.inf, -torch.inf), softmax.capped(scores)
+        sinks = [None if softmax.sink is None else factor * softmax.sink for factor in FACTORS]
+        odds = [
+            log_odds(masked, factor * logits + copies, Softmax(sink=sink))
+            for factor, sink in zip(FACTORS, sinks, strict=True)
+        ]
+        columns.append(torch.cat(odds))
+    return torch.stack(columns, -1)
+
+
+def _svm_odds(found: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
+    """The same of the SVM's scores, which are differences to the selected token's."""
+    problem = found.posed.problem
+    best = problem.form(found.solution.multipliers)
+    gaps = problem.scores(best) * (found.norm / float(best.norm()))
+    columns = []
+    for row, (number, position, kept) in enumerate(found.chosen.rows):
+        own, copies = problem.query_of == row, scenes[number].log_copies[position]
+        more = copies[found.posed.token_of[own]] - copies[int(kept.int().argmax())]
+        columns.append(-torch.stack([(more - factor * gaps[own]).logsumexp(0) for factor in FACTORS]))
+    return torch.stack(columns, -1)
+
+
+def _hardened(odds: Float[Tensor, "factors queries"]) -> Curve:
     """−log p of the selected token, over queries, for every c."""
-    rows = []
-    for factor in FACTORS:
-        total = torch.zeros(len(problem.queries), dtype=torch.float64)
-        others = total.index_add(0, problem.query_of, (-factor * gaps).exp())
-        rows.append(others.log1p().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist())
-    low, median, high = (list(column) for column in zip(*rows, strict=True))
+    divergence = -torch.nn.functional.logsigmoid(odds)
+    thirds = divergence.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=-1)
+    low, median, high = (column.tolist() for column in thirds)
     return Curve(steps=list(FACTORS), median=median, low=low, high=high)

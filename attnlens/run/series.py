@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from attnlens import models, registry, texts
@@ -80,7 +81,8 @@ def _found(names: list[str], revisions: list[str], loading: models.Loading) -> l
         return checkpoints.named(checkpoints.of_demo() if names in ([], ["demo"]) else names, loading)
     if len(names) != 1:
         raise UsageError(
-            "Revisions belong to one model of the hub.", "Name it, as in: converge MODEL --revisions step1,step2"
+            "Revisions belong to one model of the hub.",
+            "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
         )
     return checkpoints.revised(names[0], revisions, loading)
 
@@ -103,11 +105,11 @@ class Series:
         done: list[Reading] = []
         total = len(self.checkpoints)
         try:
-            tokenizer = self._tokenizer()
+            reader = self._reader()
             for number, checkpoint in enumerate(self.checkpoints):
                 self.progress("checkpoints", number, total)
                 start = time.perf_counter()
-                done.append(self._read(checkpoint, tokenizer))
+                done.append(self._read(checkpoint, reader))
                 _refuse_other_heads(done[0], done[-1])
                 self.timings[checkpoint.name] = time.perf_counter() - start
             self.progress("checkpoints", total, total)
@@ -117,30 +119,46 @@ class Series:
             raise Interrupted(self._report(done)) from None
         return self._report(done)
 
-    def _tokenizer(self) -> Any:
-        """The tokenizer that reads the text for all; None where no checkpoint has one."""
-        giver = checkpoints.with_tokenizer(self.checkpoints) if self.content is not None else None
-        return None if giver is None else self._load(giver).tokenizer
+    def _reader(self) -> dict[str, Any]:
+        """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
+        if self.content is None:
+            return {}
+        giver = checkpoints.with_tokenizer(self.checkpoints)
+        if giver is None:
+            return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
+        loaded = self._load(giver)
+        return {"tokenizer": loaded.tokenizer, "tokenizer_problem": loaded.tokenizer_problem}
 
     def _load(self, checkpoint: Checkpoint) -> models.Loaded:
         options: models.Loading = {**self.loading, "revision": checkpoint.revision}
         return models.load(checkpoint.model, **options)
 
-    def _read(self, checkpoint: Checkpoint, tokenizer: Any) -> Reading:
-        loaded = self._load(checkpoint)
-        if tokenizer is not None:
-            loaded = replace(loaded, tokenizer=tokenizer, tokenizer_problem="")
+    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> Reading:
+        loaded = replace(self._load(checkpoint), **reader)
         settings = arguments.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
-        inspection = Inspection(loaded, settings, self.analyzers, collector, self.progress, {})
-        return Reading(checkpoint, inspection.run(self.content, self.batch_size), self._loss(loaded, settings))
+        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
+        try:
+            report = inspection.run(self.content, self.batch_size)
+        except ModelError as error:
+            raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
+        loss = self._loss(loaded, settings)
+        return Reading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
 
-    def _loss(self, loaded: models.Loaded, settings: Settings) -> float | None:
-        """What training has reached, on the same text; None where the model predicts no tokens."""
+    def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
+        self.progress(f"{checkpoint.name}, {stage}", done, total)
+
+    def _loss(self, loaded: models.Loaded, settings: Settings) -> float | str:
+        """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
+        if self.content is None:
+            return "it is that of a text, and none was fed, for the weights alone were read"
         task = task_of(loaded.model)
-        guesses = task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is not None
-        if self.content is None or loaded.tokenizer is None or not (task == "causal" or guesses):
-            return None
+        if task not in ("causal", "masked"):
+            return "the model predicts no tokens of a text"
+        if loaded.tokenizer is None:
+            return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
+        if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
+            return "the tokenizer has no mask, behind which the model would guess"
         fed = texts.batches(
             loaded,
             self.content,
@@ -150,7 +168,8 @@ class Series:
             pack=settings.pack is not False,
             seed=settings.seed,
         )
-        return mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
+        loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
+        return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
     def _report(self, done: list[Reading]) -> Report:
         last = done[-1].report
@@ -175,7 +194,7 @@ class Series:
 def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
     """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not reached."""
     found = [reading.report.coverage for reading in done]
-    missing = [entry for coverage in found for entry in coverage.skipped]
+    missing = [entry for reading in done for entry in _missing(reading, found)]
     distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
     late = [Skipped(site=one.name, reason="the run was interrupted") for one in asked[len(done) :]]
     sources = dict.fromkeys(source for coverage in found for source in coverage.without)
@@ -186,6 +205,14 @@ def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
         without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
         skipped=distinct + late,
     )
+
+
+def _missing(reading: Reading, every: Sequence[Coverage]) -> Iterator[Skipped]:
+    """What one checkpoint lacks; what others don't lack names it."""
+    for entry in reading.report.coverage.skipped:
+        everywhere = all(entry in coverage.skipped for coverage in every)
+        reason = entry.reason if everywhere else f"in {reading.checkpoint.name}, {entry.reason}"
+        yield entry.model_copy(update={"reason": reason})
 
 
 def _refuse_other_heads(first: Reading, other: Reading) -> None:

@@ -10,7 +10,6 @@ from attnlens.records import Curve, Experiment, Measure, Null, Report, Trajector
 from attnlens.run.checkpoints import Checkpoint
 
 QUESTION = "How do the heads change while the model is trained?"
-NO_LOSS = "the model predicts no tokens of a text, or none was fed"
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,8 @@ class Reading:
     """As `inspect` gives it."""
     loss: float | None
     """Nats per predicted token on the same text."""
+    no_loss: str | None = None
+    """Why there is none."""
 
 
 def training(done: Sequence[Reading]) -> Experiment:
@@ -46,7 +47,7 @@ def training(done: Sequence[Reading]) -> Experiment:
         settings={"checkpoints": [reading.checkpoint.name for reading in done], "steps": [*steps]},
         final={"loss": None, **final},
         reasons={
-            name: NO_LOSS if name == "loss" else "no head has a value at the last checkpoint"
+            name: (done[-1].no_loss if name == "loss" else None) or "no head has a value at the last checkpoint"
             for name, value in {"loss": None, **final}.items()
             if value is None
         },

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from attnlens.records import Experiment, Report
+from attnlens.tables.figures import setting, worded
 from attnlens.tables.sections import Rows, Section
 from attnlens.tables.series import step_cells, told
 from attnlens.tables.terminal import Column
@@ -33,14 +34,21 @@ def experiment_sections(report: Report, *, whole: bool = False) -> Iterator[Sect
 
 
 def verdict(report: Report) -> str:
-    """`All 5 experiments meet what was published.`, or which miss it; empty where nothing was published."""
+    """`All 5 experiments meet what was published.`, or which miss it, and how many have nothing to meet."""
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
     failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
+    every = counted(len(report.experiments), "experiment")
     if not judged:
-        return f"{counted(len(report.experiments), 'experiment')}; nothing published to compare with."
+        return f"{every}; nothing published to compare with."
+    some = f"{len(judged)} of {every} {'has' if len(judged) == 1 else 'have'} published figures to meet"
+    partly = len(judged) < len(report.experiments)
     if failed:
         verb = "misses" if len(failed) == 1 else "miss"
-        return f"{len(failed)} of {counted(len(judged), 'experiment')} {verb} what was published: {listed(failed)}."
+        if partly:
+            return f"{some}, and {len(failed)} of these {verb} them: {listed(failed)}."
+        return f"{len(failed)} of {every} {verb} what was published: {listed(failed)}."
+    if partly:
+        return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
     if len(judged) == 1:
         return "The experiment meets what was published."
     return f"All {counted(len(judged), 'experiment')} meet what was published."
@@ -72,11 +80,6 @@ def figure_rows(experiments: Sequence[Experiment]) -> Rows:
             Column("", "verdict", tuple(judgement(*row) for row in every), words=True),
         ]
     return Rows(names, tuple(columns))
-
-
-def worded(figure: str) -> str:
-    """A figure's name as words: `from_zero` becomes `from zero`, and ‖W‖_F stays."""
-    return clean(figure).replace("_", " ") if figure.isidentifier() and figure.isascii() else clean(figure)
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
@@ -147,22 +150,16 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 def _asked(experiment: Experiment, report: Report) -> str:
     """Name, question, settings, and how long it took."""
-    facts = [f"{worded(name)} {_setting(value)}" for name, value in experiment.settings.items() if value is not None]
+    facts = [setting(name, value) for name, value in experiment.settings.items() if value is not None]
     seconds = report.timings.get(experiment.name)
     facts += [] if seconds is None else [f"{seconds:.1f} s"]
     return clean(f"{experiment.name}: {experiment.question}" + (f" ({', '.join(facts)})" if facts else ""))
 
 
-def _setting(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_setting, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 def _missing(experiment: Experiment) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for figure, reason in experiment.reasons.items():
-        reasons.setdefault(reason, []).append(figure)
+        reasons.setdefault(reason, []).append(worded(figure))
     for reason, figures in reasons.items():
         yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
 

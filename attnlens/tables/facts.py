@@ -8,6 +8,7 @@ from attnlens.records import Report, Skipped, Standout
 from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
+from attnlens.tables.nulls import null_words
 from attnlens.wording import big, clean, counted, listed, short, written
 
 
@@ -59,9 +60,8 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     if any(reading.error is not None for reading in shapes.readings.values()):
         sentence += "; ± is one head's standard error (median)"
     if any(reading.null for reading in shapes.readings.values()):
-        turned = all(name.startswith("selection.") for name, reading in shapes.readings.items() if reading.null)
-        chance = "the head reads turned by random rotations" if turned else "independent random factors read"
-        sentence += f"; null is what {chance}, mean ± sd"
+        chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
+        sentence += f"; null is {chance}, mean ± sd"
     return f"{sentence}."
 
 

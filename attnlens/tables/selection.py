@@ -33,7 +33,8 @@ def _shown(found: Selection) -> Iterator[RenderableType]:
     yield Text(f"What layer {found.layer} head {found.head} selects", style="bold")
     posed = f"{counted(len(found.picks), 'query')} posed".replace("querys", "queries")
     places = "on the module's inputs" if found.space == "input" else "on queries and keys"
-    yield Text(f"{posed} {places}; a margin of 1 is the best possible, 1/‖W_mm‖", style="dim")
+    yield Text(f"{posed} {places}; margins are over the best least margin, 1/‖W_mm‖:", style="dim")
+    yield Text("no head's least exceeds 1, a single query's may", style="dim")
     yield Text(LEGEND, style="dim")
     sentences = {sentence.sequence: sentence for sentence in found.sentences}
     for pick in _one_a_sequence(found.picks)[:MOST_SHOWN]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import Curve, Experiment, Report
 from attnlens.shapes import by_turns
+from attnlens.tables.nulls import null_words
 from attnlens.tables.sections import Rows, Section
 from attnlens.tables.terminal import Column
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, written
@@ -20,18 +21,18 @@ MOST_STEPS = 8
 
 def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     """A series of checkpoints: the measures that it is about, or, `whole`, every one with its quartiles."""
-    heads = len({(found.layer, found.head) for found in experiment.trajectories})
+    heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
     every = told_of(experiment)
     shown = every if whole else [name for name in every if asked_for(name)] or every
-    help_ = "Medians over heads; quartiles over heads at the last checkpoint"
+    help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
-    nulls = any(name + NULL in experiment.curves for name in shown)
-    help_ += "; null: what independent random factors read, mean ± sd." if nulls else "."
+    nulls = [name for name in shown if name + NULL in experiment.curves]
+    help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
     yield Section(experiment.question, tuple(lines), series_rows(experiment, shown), (help_, *more))
-    if whole:
+    if whole and heads > 1:
         yield Section("Quartiles over heads", rows=quartile_rows(experiment))
 
 
@@ -39,9 +40,16 @@ def series_sections(report: Report) -> Iterator[Section]:
     """Every measure of a series of checkpoints, medians and quartiles."""
     for experiment in report.experiments:
         if experiment.trajectories:
-            below = ("Medians over heads.",)
+            several = heads_of(experiment) > 1
+            below = ("Medians over heads." if several else "One head's values.",)
             yield Section("Every measure", rows=series_rows(experiment, told_of(experiment)), below=below)
-            yield Section("Quartiles over heads", rows=quartile_rows(experiment))
+            if several:
+                yield Section("Quartiles over heads", rows=quartile_rows(experiment))
+
+
+def heads_of(experiment: Experiment) -> int:
+    """How many heads are followed."""
+    return len({(found.layer, found.head) for found in experiment.trajectories})
 
 
 def asked_for(name: str) -> bool:
@@ -73,8 +81,9 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Rows:
         )
         for at in _spread(len(steps))
     ]
-    quartiles = tuple(_quartiles(curve, -1, decimals) for curve, decimals in curves)
-    columns.append(Column("last", "quartiles", quartiles))
+    if heads_of(experiment) > 1:
+        quartiles = tuple(_quartiles(curve, -1, decimals) for curve, decimals in curves)
+        columns.append(Column("last", "quartiles", quartiles))
     nulls = [experiment.curves.get(name + NULL) for name in measures]
     if any(nulls):
         columns.append(Column("chance", "null", tuple(map(_null, nulls))))

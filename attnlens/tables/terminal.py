@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+FILLING = re.compile(" +$", re.MULTILINE)
+"""Blanks before the end of a line."""
 
 PIPED = 100
 """Width of the page where the output is no terminal and COLUMNS says nothing."""
@@ -22,6 +27,16 @@ GAP = 2
 
 
 class _Page(Console):
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """As rich prints; into a pipe or file without the blanks that fill its lines up to a table's width."""
+        if self.is_terminal:
+            super().print(*objects, **settings)
+            return
+        with self.capture() as printed:
+            super().print(*objects, **settings)
+        self.file.write(FILLING.sub("", printed.get()))
+        self.file.flush()
+
     def on_broken_pipe(self) -> None:
         """Let the caller see that nobody reads any longer; rich would end the program with a code of its own."""
         raise  # noqa: PLE0704  # rich calls this while it handles the BrokenPipeError

@@ -20,20 +20,22 @@ PUBLISHED = {
     (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
 }
 PUBLISHED_TRIALS = 60
+EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
 SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
 
 
 def feasibility(settings: Settings, published: bool, progress: Progress) -> Experiment:
     """Share of draws for which the SVM of each input's first token (any other is as good) has a solution, by d.
 
-    `sure_n_T` is that share at d = max(T−1, n), where theory puts it at 1 for almost all data. At another n or T than
-    the default, that size alone. The tolerance is three standard errors of the difference of the two shares.
+    `sure_n_T` is that share at d = max(T−1, n), where theory puts it at 1 for almost all data; not at d = 1, where
+    tokens of unit length are ±1 and often equal. At another n or T than the default, that size alone. The tolerance is
+    three standard errors of the difference of the two shares.
     """
     s = settings
     sizes = SIZES if (s.n, s.T) == (FULL.n, FULL.T) else ((s.n, s.T),)
     shares = {(n, T): {d: _share(s, n, T, d, progress) for d in sorted({*s.d, max(T - 1, n)})} for n, T in sizes}
     flat = {f"n{n}_T{T}_d{d}": share for (n, T), row in shares.items() for d, share in row.items()}
-    sure = {f"sure_n{n}_T{T}": shares[n, T][max(T - 1, n)] for n, T in sizes}
+    sure = {f"sure_n{n}_T{T}": shares[n, T][d] if (d := max(T - 1, n)) > 1 else None for n, T in sizes}
     known = {f"n{n}_T{T}_d{d}": share for (n, T), row in PUBLISHED.items() for d, share in row.items()}
     known = {name: share for name, share in known.items() if name in flat} if published else {}
     theory = dict.fromkeys(sure, 1.0) if published else {}
@@ -42,6 +44,7 @@ def feasibility(settings: Settings, published: bool, progress: Progress) -> Expe
         question="For which sizes does any W separate arbitrary tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
         final=flat | sure,
+        reasons={name: EQUAL for name, share in sure.items() if share is None},
         errors={name: (share * (1 - share) / s.trials) ** 0.5 for name, share in flat.items()},
         published=known | theory or None,
         tolerance={name: spread(share, s.trials, PUBLISHED_TRIALS) for name, share in known.items()} or None,

@@ -77,7 +77,11 @@ class Study:
     """Names of the settings that it uses."""
 
     def run(self, wishes: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
-        """With those wishes that it uses; what was published is compared only where no wish changes what is asked."""
+        """With those wishes that it uses; what was published is compared only where no wish changes what is asked.
+
+        Trials and seed say how surely it is answered and not what is asked: the published are compared from as many
+        trials as the quick run takes, for all sizes.
+        """
         standard = self.quick if quick else self.full
         used: dict[str, Any] = {
             name: (value,) if name == "d" else value for name, value in wishes.items() if name in self.uses

@@ -1,4 +1,4 @@
-"""Does the head select tokens as its max-margin SVM does, and with what margin?"""
+"""How is a head's own selection problem posed? Sequences are kept as its site is met, and solved with their nulls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from attnlens.analyzers.selection.measures import MEASURES, MOST_QUERIES, SPACES
 from attnlens.records import Measure, Null, Pick, QueryKey, Selection, Space
-from attnlens.registry import Answer, Gatherer, MeasureInfo, Place, gathering
+from attnlens.registry import Answer, MeasureInfo, Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,114 +19,11 @@ if TYPE_CHECKING:
     from attnlens.attsvm.head import Chosen, Form, Scene, Softmax
     from attnlens.attsvm.nearness import Nearness
 
-MOST_QUERIES = 64
-"""How many of a head's queries are posed at most."""
 MOST_TOKENS = 4096
 """Tokens of text that a problem may draw its queries from: 32 windows of 128; the first sequences fed are taken."""
 NULL_DRAWS = 8
 """Random heads behind each head's null."""
-SPACES: tuple[Space, ...] = ("input", "projected")
 BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
-
-MEASURES = (
-    MeasureInfo(
-        "selection.decided",
-        "share of the queries whose largest attention weight is at least ½",
-        "share of queries with p_max ≥ ½",
-        low=0,
-        high=1,
-        self_only=False,
-        missing="no query may see a key",
-        has_null=False,
-        more="decides for one token far more often than the other heads",
-    ),
-    MeasureInfo(
-        "selection.queries",
-        "queries posed: the most decided ones, over all sequences",
-        "|{i: p_max largest}|",
-        low=0,
-        high=MOST_QUERIES,
-        self_only=False,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.least_decided",
-        "largest attention weight of the least decided query that was posed",
-        "min over posed queries of p_max",
-        low=0,
-        high=1,
-        self_only=False,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.margin",
-        "least margin with which the head scores its selected tokens above the others, at unit norm",
-        "min (logit_α − logit_t)/‖ΠM‖, Π onto span(U) ⊗ span(Z)",
-        self_only=False,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.efficiency",
-        "that margin over the best possible: 1 iff the head is the SVM direction on these tokens",
-        "min (logit_α − logit_t)·‖W_mm‖/‖ΠM‖",
-        high=1,
-        self_only=False,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.efficiency_q05",
-        "the same where 5 % of the queries may be near-ties",
-        "5 % quantile over queries of their least margin, times ‖W_mm‖",
-        self_only=False,
-        has_null=False,
-        headline=True,
-        more="keeps its selected tokens far clearer of the others than the other heads do",
-    ),
-    MeasureInfo(
-        "selection.svm_cosine",
-        "cosine between the head and the SVM that selects the same tokens",
-        "⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖)",
-        low=-1,
-        high=1,
-        self_only=False,
-        has_null=False,
-        headline=True,
-        more="is far nearer to its SVM than the other heads",
-        less="is far from its SVM beside the other heads",
-    ),
-    MeasureInfo(
-        "selection.support",
-        "share of the constraints that hold the SVM up (not unique where constraints repeat each other)",
-        "share of constraints with λ > 0",
-        low=0,
-        high=1,
-        self_only=False,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.space",
-        "where the problem is posed: on the module's inputs, or (RoPE, QK-norm, cross-attention) on queries and keys",
-        "x of xᵀMz",
-        self_only=False,
-        labels=SPACES,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.margins",
-        "least margin of each posed query over the best possible, ascending",
-        "sorted (logit_α − logit_t)·‖W_mm‖/‖ΠM‖",
-        curve=True,
-        self_only=False,
-        has_null=False,
-        steps="posed query",
-    ),
-)
-
-
-@gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
-def selector(place: Place) -> Gatherer:
-    """Does a head select tokens as its max-margin SVM does, and with what margin?"""
-    return Selector(place)
 
 
 @dataclass(frozen=True)
@@ -219,6 +117,10 @@ class Selector:
             for index, head in enumerate(heads)
         }
 
+    def scenes(self, head: int) -> list[Scene]:
+        """The kept sequences as one head meets them."""
+        return [kept.scene(head) for kept in self.kept if head in kept.place_of]
+
     def nearness(self, head: int, draw: int | None = None) -> Nearness | str:
         """One head's own problem, solved, or that of one of its null's draws; or the reason why there is none."""
         return self._judged(head, draw)[1]
@@ -271,10 +173,7 @@ class Selector:
         form = self._form(head)
         if draw is not None:
             form = form.turned(_seed(self.place.seed, self.place.site.layer, head, draw))
-        return nearness(self._scenes(head), form, self.softmax[head], MOST_QUERIES, self.place.top_p)
-
-    def _scenes(self, head: int) -> list[Scene]:
-        return [kept.scene(head) for kept in self.kept if head in kept.place_of]
+        return nearness(self.scenes(head), form, self.softmax[head], MOST_QUERIES, self.place.top_p)
 
     def _reading(self, task: tuple[int, int | None]) -> Reading:
         """One head's problem, or that of its null's draw."""

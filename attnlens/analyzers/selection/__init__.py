@@ -1,0 +1,20 @@
+"""Does the head select tokens as its max-margin SVM does, and with what margin?"""
+
+from __future__ import annotations
+
+from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
+from attnlens.analyzers.selection.measures import MEASURES
+from attnlens.registry import Gatherer, Place, gathering
+
+__all__ = ["BIASED", "MEASURES", "NULL_DRAWS", "Selector", "selector"]
+
+
+@gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
+def selector(place: Place) -> Gatherer:
+    """Does a head select tokens as its max-margin SVM does, and with what margin?
+
+    Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the
+    selected sets, is 0 where sets hold one token. M scores what it selects above the rest, so that margins are then
+    above 0; what is left of it in sets of several (`top-p`) need not, and they can be below.
+    """
+    return Selector(place)

@@ -1,0 +1,200 @@
+"""Do the words, axes and rows of experiments say what the figures are, of what, and what is left out?"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from experiment_reports import converging, curve, experiment_report, golden, of_head, series_report
+from matplotlib.axes import Axes
+from program import attnlens  # noqa: F401  # the environment of the tests
+from test_experiment_views import failing, printed
+
+from attnlens import tables
+from attnlens.plots import experiment_overview, house_style
+from attnlens.plots.experiments import experiment_panels, groups
+from attnlens.plots.style import new_figure
+from attnlens.plots.swaps import panel_figure
+from attnlens.plots.trajectories import draw_trajectories
+from attnlens.records import Experiment, Report
+from attnlens.tables.figures import worded
+from attnlens.tables.terminal import console
+
+
+def named(name: str, curves: dict[str, list[float]]) -> Experiment:
+    """An experiment whose curves have these values."""
+    return converging(
+        name=name, curves={of: curve([1.0 + n for n in range(len(v))], np.array(v)) for of, v in curves.items()}
+    )
+
+
+def panel_axes(report: Report, number: int = 0) -> Axes:
+    figure = panel_figure(report, experiment_panels(report)[number])
+    return figure.axes[0]
+
+
+def test_an_experiment_with_nothing_to_meet_is_not_said_to_meet_it() -> None:
+    nothing = {"published": None, "tolerance": None, "bounds": {}}
+    some = experiment_report(golden(), *(golden(name=f"other {n}", **nothing) for n in range(5)))
+    sentence = "1 of 6 experiments has published figures to meet, and meets them."
+    assert sentence in printed(tables.summary(some))
+    assert sentence in tables.markdown(some)
+    with house_style():
+        texts = [text.get_text() for text in experiment_overview(some).texts]
+    assert any(sentence in text for text in texts)
+    missed = experiment_report(failing(), golden(), golden(name="other", **nothing))
+    assert "2 of 3 experiments have published figures to meet, and 1 of these misses them: failing." in printed(
+        tables.summary(missed)
+    )
+    assert "The experiment meets" in printed(tables.summary(experiment_report(golden())))  # the control
+
+
+def test_each_null_is_said_to_be_what_it_is() -> None:
+    def told(*names: str) -> str:
+        report = series_report()
+        (found,) = report.experiments
+        nulls = {f"{name}: null": curve(found.curves[name].steps, np.full(7, 0.1), 0.02) for name in names}
+        curves = {name: made for name, made in found.curves.items() if not name.endswith(": null")} | nulls
+        again = report.model_copy(update={"experiments": [found.model_copy(update={"curves": curves})]})
+        return " ".join(printed(tables.summary(again)).split())
+
+    assert "null: what the head reads turned by random rotations, mean" in told("selection.efficiency")
+    assert "null: what independent random factors read, mean" in told("weights.symmetry")
+    both = told("weights.symmetry", "selection.efficiency")
+    assert "what independent random factors read, of selection.* what the head reads turned" in both
+    assert "null" not in told()  # the control
+
+
+def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart() -> None:
+    one, several = series_report(1, 1), series_report(2, 1)
+    assert "quartiles" not in printed(tables.summary(one))
+    assert "Quartiles" not in tables.markdown(one)
+    assert "quartiles" in printed(tables.summary(several))  # the control
+    with house_style():
+        bars = [
+            [axes for axes in experiment_overview(report).axes for inner in axes.child_axes if inner]
+            for report in (one, several)
+        ]
+    assert [len(found) for found in bars] == [0, 1]
+    assert not any("coloured" in panel.caption for panel in experiment_panels(one))
+
+
+def test_heads_that_leave_the_frame_are_counted() -> None:
+    report = series_report(8, 16)
+    assert not any("cut" in panel.note for panel in experiment_panels(report))  # the control
+    (found,) = report.experiments
+    stray = next(place for place, line in enumerate(found.trajectories) if line.measure == "tokens.entropy")
+    lines = list(found.trajectories)
+    lines[stray] = lines[stray].model_copy(update={"values": [*lines[stray].values[:6], 50.0]})
+    far = report.model_copy(update={"experiments": [found.model_copy(update={"trajectories": lines})]})
+    (panel,) = [panel for panel in experiment_panels(far) if panel.stem == "tokens.entropy"]
+    with house_style():
+        axes = new_figure(4, 3).add_axes((0.1, 0.1, 0.8, 0.8))
+        draw_trajectories(axes, experiment=far.experiments[0], name="tokens.entropy")
+    low, high = axes.get_ylim()
+    beyond = sum(min(line.values) < low or max(line.values) > high for line in lines if line.measure == panel.stem)
+    assert high < 50
+    assert beyond > 1
+    assert panel.note == f"tokens; {beyond} heads cut"
+    assert f"{beyond} heads of 128 partly beyond the frame" in panel.caption
+
+
+def test_what_is_not_of_one_quantity_or_size_has_axes_of_its_own() -> None:
+    near, far = [0.9, 0.99], [1e-1, 1e-15]
+    found = named(
+        "next-token", {"a, to the graph SVM": near, "b, to the graph SVM": near, "b, distance of the finite part": far}
+    )
+    assert [list(curves) for curves in groups(found).values()] == [
+        ["a, to the graph SVM", "b, to the graph SVM"],
+        ["b, distance of the finite part"],
+    ]
+    unknown = named("other", {"a": [2.0, 3.0], "b": [0.5, 0.7], "c": [1e-4, 2e-4], "d": [400.0, 500.0]})
+    assert [list(curves) for curves in groups(unknown).values()] == [["a", "b"], ["c"], ["d"]]
+
+
+def test_the_quantity_stands_beside_its_axis() -> None:
+    with house_style():
+        report = experiment_report(of_head())
+        labels = [panel_axes(report, number).get_ylabel() for number in range(4)]
+        assert labels == ["correlation", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
+        assert panel_axes(experiment_report(named("rank", {"nuclear": [3.0, 3.0]}))).get_ylabel() == "rank"
+        assert panel_axes(experiment_report(named("else", {"x": [3.0, 3.0]}))).get_ylabel() == ""  # the control
+    text = printed(tables.summary(experiment_report(of_head().model_copy(update={"final": {"norm, from zero": 2.5}}))))
+    assert "‖W‖ / ‖W_mm‖, from zero" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "scale"),
+    [
+        ("KL, the head", [3.0, 1e-2, 1e-40, 0.0], "log"),
+        ("norm", [0.0, 0.1, 1.0, 100.0], "log"),
+        ("KL, the head", [3.0, 2.0, 1.0, 0.5], "linear"),
+        ("correlation", [0.001, 0.1, 0.5, 0.99], "linear"),
+        ("other", [-1.0, 0.001, 10.0, 100.0], "linear"),
+    ],
+)
+def test_values_that_span_factors_are_drawn_by_factors(name: str, values: list[float], scale: str) -> None:
+    report = experiment_report(named("head 0.0", {name: values}))
+    with house_style():
+        axes = panel_axes(report)
+    assert axes.get_yscale() == scale
+    if scale == "log":
+        low, high = axes.get_ylim()
+        assert max(values) < high < 2 * max(values)
+        assert low > 1e-17
+        assert np.nanmin(axes.lines[0].get_ydata()) > 0
+        assert "Not shown: 0" in experiment_panels(report)[0].caption
+
+
+def test_every_published_figure_has_its_row_or_is_said_to_be_left_out() -> None:
+    def many(count: int) -> Report:
+        figures = {f"figure {number}": 1.0 for number in range(count)}
+        wrong = figures | {"figure 7": 1.5}
+        tolerance = dict.fromkeys(figures, 1.0)
+        return experiment_report(golden(final=wrong, published=figures, tolerance=tolerance, bounds={}))
+
+    with house_style():
+        assert len(panel_axes(many(47)).get_yticks()) == 47
+        assert "of" not in experiment_panels(many(47))[0].note.split()
+        axes = panel_axes(many(200))
+    assert len(axes.get_yticks()) == 80
+    assert any(text.get_text().endswith("figure 7") for text in axes.get_yticklabels())
+    assert experiment_panels(many(200))[0].note.endswith("80 of 200, farthest off")
+
+
+def test_where_only_the_published_value_is_allowed_nothing_else_is_shaded() -> None:
+    def shaded(tolerance: dict[str, float] | None) -> float:
+        made = golden(final={"x": 2.0}, published={"x": 2.0}, tolerance=tolerance, bounds={})
+        with house_style():
+            (band,) = panel_axes(experiment_report(made)).collections
+        return float(np.ptp(band.get_paths()[0].vertices[:, 0]))
+
+    assert shaded(None) < 0.1
+    assert shaded({"x": 0.5}) == pytest.approx(2)  # the control
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("W_mm_d4", "W_mm, d = 4"),
+        ("n5_T10_d9", "n = 5, T = 10, d = 9"),
+        ("svm_equivalent_d10", "SVM equivalent, d = 10"),
+        ("W_to_frobenius_longer", "W to Frobenius, longer"),
+        ("nuclear_most", "nuclear, largest mean"),
+        ("prompt_a_half_square", "prompt a ½‖p‖²"),
+        ("W mm", "W_mm"),
+        ("W to frobenius, longer", "W to Frobenius, longer"),
+        ("vis1 ‖W‖_F", "vis1 ‖W‖_F"),
+    ],
+)
+def test_figures_are_named_in_words(name: str, words: str) -> None:
+    assert worded(name) == words
+
+
+def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print(tables.summary(experiment_report(converging(), failing())))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert re.search(" $", printed(tables.summary(experiment_report(converging()))), re.MULTILINE)  # the control
