@@ -57,8 +57,8 @@ class MeasureInfo:
 
 
 @dataclass(frozen=True)
-class Analyzer:
-    """One question about a QueryKey, answered by a pure function."""
+class Named:
+    """What every analyzer has, however it answers."""
 
     name: str
     """As on the command line."""
@@ -68,6 +68,12 @@ class Analyzer:
     """The first line of the function's docstring."""
     measures: tuple[MeasureInfo, ...]
     """What it returns, scalars and curves."""
+
+
+@dataclass(frozen=True)
+class Analyzer(Named):
+    """One question about a QueryKey, answered by a pure function."""
+
     function: Callable[[QueryKey], Readings]
     """The function itself."""
     by_default: bool = True
@@ -118,17 +124,9 @@ class Gatherer(Protocol):
 
 
 @dataclass(frozen=True)
-class Gathering:
+class Gathering(Named):
     """One question over several sequences at once, answered by an object that gathers them."""
 
-    name: str
-    """As on the command line."""
-    source: Source
-    """What it reads."""
-    question: str
-    """The first line of the function's docstring."""
-    measures: tuple[MeasureInfo, ...]
-    """What it returns, scalars and curves."""
     begin: Callable[[Place], Gatherer]
     """Makes the gatherer of one site."""
     by_default: bool = True

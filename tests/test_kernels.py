@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
-from attnlens.kernels.features import _draws
+from attnlens.ksvd.features import orthogonal_draws
 from attnlens.registry import Fit
 
 SCALE = 0.4
@@ -47,7 +47,7 @@ def by_features(phi):
 
 
 def performer(x, count, seed):
-    omega = _draws(count, x.shape[-1], seed)
+    omega = orthogonal_draws(count, x.shape[-1], seed)
     return torch.exp((x[..., None, :] * omega).sum(-1) - x.square().sum(-1, keepdim=True) / 2) / math.sqrt(count)
 
 
@@ -376,7 +376,7 @@ def test_random_features_are_unbiased_orthogonal_and_never_overflow():
     assert (exact - exact.mean()).abs().max() > 10 * error.max()
     more = parsed("random-features:4096").log(q, k, SCALE).exp()
     assert (more / exact - 1).abs().mean() < (draws[0] / exact - 1).abs().mean() / 4
-    omega = _draws(20, 8, 0)
+    omega = orthogonal_draws(20, 8, 0)
     for block in (omega[:8], omega[8:16]):
         gram = block @ block.mT
         torch.testing.assert_close(gram, gram.diagonal().diag())
@@ -386,7 +386,7 @@ def test_random_features_are_unbiased_orthogonal_and_never_overflow():
 
 
 def test_features_drawn_in_inference_mode_can_be_trained_through():
-    _draws.cache_clear()
+    orthogonal_draws.cache_clear()
     q, k = drawn()
     with torch.inference_mode():
         parsed("random-features:5").log(q, k, SCALE)

@@ -42,7 +42,10 @@ Fit = Annotated[
 Heal = Annotated[
     int,
     opt.option(
-        "--heal", min=0, help="Train W_Q and W_K towards the original model for so many steps.", metavar="STEPS"
+        "--heal",
+        min=0,
+        help="Train W_Q and W_K (primal: its own maps too) towards the original model for so many steps.",
+        metavar="STEPS",
     ),
 ]
 Budget = Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attnlens.kernels.spec import wide
@@ -79,25 +78,9 @@ def random_features(
     instead of shifted by a maximum over tokens. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130:
     attention is even there.
     """
+    from attnlens.ksvd.features import orthogonal_draws
+
     x = wide(x) * scale**0.5
-    exponent: Tensor = x @ _draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
+    exponent: Tensor = x @ orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
     bounded: Tensor = exponent.clamp_max(LARGEST_EXPONENT)
     return bounded.exp() / math.sqrt(count)
-
-
-@lru_cache(maxsize=16)
-def _draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
-    """Blocks of orthogonal rows, uniform in direction, with the lengths of independent Gaussian rows."""
-    import torch
-
-    # They outlive this call, and a tensor made in inference mode could never be trained through.
-    with torch.inference_mode(False), torch.no_grad():
-        generator = torch.Generator().manual_seed(seed)
-        blocks = -(-count // head_dim)
-        shape, float64 = (blocks, head_dim, head_dim), torch.float64
-        upright, upper = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=float64))
-        # QR is unique, and Q uniform, only once the diagonal of R is positive.
-        directions = (upright * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, head_dim)
-        lengths = torch.randn(directions.shape, generator=generator, dtype=float64).norm(dim=-1, keepdim=True)
-        draws: Tensor = directions * lengths
-        return draws[:count]

@@ -38,7 +38,7 @@ def random_features(
     """
     at_least_one("count", count)
     x = x.double() * scale**0.5
-    draws = _draws(count, x.shape[-1], seed).to(x.device)
+    draws = orthogonal_draws(count, x.shape[-1], seed).to(x.device)
     exponent: Tensor = x @ draws.mT - x.square().sum(-1, keepdim=True) / 2
     return exponent.exp() / math.sqrt(count)
 
@@ -63,7 +63,7 @@ def at_least_one(name: str, number: int) -> None:
 
 
 @lru_cache(maxsize=16)
-def _draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
+def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
     """Blocks of orthogonal rows, uniform in direction, with the lengths of independent Gaussian rows."""
     # They outlive this call, and a tensor made in inference mode could never be trained through.
     with torch.inference_mode(False), torch.no_grad():

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from attnlens.ksvd.dual import matrix_dual
 
 if TYPE_CHECKING:
@@ -46,8 +44,3 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]
     return Nystrom(through_keys=solution.right * half, through_queries=solution.left * half)
-
-
-def sampled_index(n: int, count: int) -> list[int]:
-    """`count` evenly spaced of 0 … n − 1, both ends among them; all of them where n ≤ count."""
-    return torch.linspace(0, n - 1, min(n, count), dtype=torch.float64).long().tolist()

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
+from attnlens.errors import UsageError
 from attnlens.records.tensors import Part
 
 
@@ -21,6 +31,25 @@ class Record(BaseModel):
     """A frozen noun of the report; fields that a newer attnlens added are ignored when reading."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+Read = TypeVar("Read", bound=Record)
+
+
+def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str) -> Read:
+    """The record in a JSON file, checked field by field: it may come from a stranger.
+
+    Raises UsageError, which says `remedy`, where the file is missing, is not JSON, or is `otherwise`
+    (`not a report`).
+    """
+    try:
+        return kind.model_validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.", remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
 
 
 class Null(Record):

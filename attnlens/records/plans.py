@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from attnlens.errors import UsageError
 from attnlens.files import write_atomically
-from attnlens.records.measures import Count, Number, Record
+from attnlens.records.measures import Count, Number, Record, read_record
 from attnlens.records.swaps import Pair
 from attnlens.records.tensors import Part
 
@@ -107,13 +104,4 @@ class Plan(Record):
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan from --plan; raises UsageError where the file is missing or is no plan."""
-    try:
-        return Plan.model_validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.", "Give the path of a plan from --plan.") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UsageError(
-            f"{path} is no plan: {where}: {first['msg']}.", "Give the path of a plan from --plan."
-        ) from None
+    return read_record(Plan, path, "no plan", "Give the path of a plan from --plan.")

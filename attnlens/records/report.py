@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError
+from pydantic import ConfigDict, Field, JsonValue
 
 from attnlens.errors import UsageError
 from attnlens.files import write_atomically
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
-from attnlens.records.measures import Count, Head, HeadId, Number, Record
+from attnlens.records.measures import Count, Head, HeadId, Number, Record, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
@@ -300,16 +300,7 @@ def read_report(path: str | Path) -> Report:
 
     Raises UsageError where the file is missing, is not JSON, or is not a report.
     """
-    try:
-        return Report.model_validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.", "Give the path of a report from --json.") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UsageError(
-            f"{path} is not a report: {where}: {first['msg']}.", "Give the path of a report from --json."
-        ) from None
+    return read_record(Report, path, "not a report", "Give the path of a report from --json.")
 
 
 def json_schema() -> str:

@@ -117,7 +117,9 @@ class Wish:
             what = "heal" if self.heal else "save"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
         if self.calibration and not self.calibrates:
-            raise UsageError("Calibration text is given and nothing reads it.", "Add --fit or --heal, or leave it out.")
+            raise UsageError(
+                "Calibration text is given and nothing reads it.", "Add --fit, --heal or --budget, or leave it out."
+            )
         if self.save is not None:
             check_folder(self.save)
 
