@@ -27,3 +27,13 @@ def test_there_are_benchmarks_and_none_hides_a_standard_module():
     """A script's folder comes first on the path: benchmarks/inspect.py would be imported for the standard inspect."""
     assert len(SCRIPTS) >= 3
     assert not {script.stem for script in FILES} & sys.stdlib_module_names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_primal_attention_on_a_gpu_is_refused_in_a_line_where_there_is_none():
+    script = next(file for file in SCRIPTS if file.stem == "primal")
+    command = [sys.executable, str(script), "--quick", "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "no CUDA device: not measured on a GPU\n"

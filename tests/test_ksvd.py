@@ -1,3 +1,5 @@
+import doctest
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,12 @@ def problem(f="identity", n=40, m=30, head_dim=6, batch=(3,), seed=0):
 
 def projector(basis):
     return basis @ basis.mT
+
+
+def test_the_examples_of_the_room_run_and_show_what_they_say():
+    found = doctest.testmod(ksvd)
+    assert found.attempted >= 10
+    assert found.failed == 0
 
 
 # --- dual -------------------------------------------------------------------------------------------------------------
@@ -356,6 +364,39 @@ def test_sampled_rows_are_evenly_spaced():
     assert sampled_index(10, 4) == [0, 3, 6, 9]
 
 
+def test_evenly_spaced_rows_are_those_that_are_kept_and_repeat_where_they_are_few():
+    x, kept = random(2, 3, 8, 4).float(), torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1], [0, 0, 0, 1, 0, 1, 0, 0]]).bool()
+    found = ksvd.evenly_spaced(x, 4, kept[:, None])
+    assert found.dtype == torch.float32
+    for batch in range(2):
+        real = x[batch][:, kept[batch]]
+        n = real.shape[1]
+        assert torch.equal(found[batch], torch.stack([real[:, i * (n - 1) // 3] for i in range(4)], 1))
+    assert torch.equal(ksvd.evenly_spaced(x, 4), ksvd.sampled_rows(x, 4).float())
+    assert not torch.equal(found, ksvd.evenly_spaced(x, 4)), "the control: what is not kept would be read"
+
+
+def test_unit_rows_keep_their_type_and_have_right_and_finite_gradients():
+    assert ksvd.unit(random(3, 4).float()).dtype == torch.float32
+    tiny = torch.full((1, 4), 1e-30)
+    close(ksvd.unit(tiny), torch.full((1, 4), 0.5), 1e-6)
+    assert (tiny / tiny.norm() - 0.5).abs().max() > 0.1, "the control: its squares are 0 in float32"
+    assert torch.autograd.gradcheck(ksvd.unit, random(3, 4).requires_grad_())
+    zero = torch.zeros(2, 4, requires_grad=True)
+    ksvd.unit(zero).sum().backward()
+    assert (zero.grad.abs() <= 1).all()
+
+
+def test_centring_key_features_takes_the_row_means_out_of_the_kernel():
+    queries, keys, _, kernel = problem()
+    close(queries @ ksvd.centred(keys).mT, kernel - kernel.mean(-1, keepdim=True))
+    alike = random(2, 1, 6).repeat(1, 30, 1)
+    alike[1, 0] += 0.2
+    assert ksvd.centred(alike)[0].eq(0).all()
+    assert ksvd.dual(queries[:2], ksvd.centred(alike), 3).rank.tolist() == [0, 1]
+    assert (alike[0] - alike[0].mean(0)).abs().max() > 0, "the control: rounding is left otherwise"
+
+
 # --- Nyström ----------------------------------------------------------------------------------------------------------
 
 
@@ -474,6 +515,18 @@ def test_the_share_of_values_inside_a_space():
     close(ksvd.share_inside(half, basis, torch.tensor(2)), torch.tensor(0.5))
     close(ksvd.share_inside(half, basis, torch.tensor(0)), torch.tensor(0.0))
     assert ksvd.share_inside(torch.full((10, 3), 0.1), basis, torch.tensor(2)).isnan()
+
+
+def test_by_chance_the_share_is_that_of_the_dimensions_orthogonal_to_one():
+    """Normal values in the space of K(I − 11ᵀ/n): s/(n − 1). In that of K, whose first mode is constant: less."""
+    queries, keys = random(400, 20, 4), 0.01 * random(400, 20, 4, seed=1) + 1.0
+    sizes, values = torch.full((400,), 2), random(400, 20, 50, seed=2)
+    shares = {
+        name: ksvd.share_inside(values, ksvd.dual(queries, side, 4).right, sizes).mean().item()
+        for name, side in (("K", keys), ("K(I − 11ᵀ/n)", ksvd.centred(keys)))
+    }
+    assert shares["K(I − 11ᵀ/n)"] == pytest.approx(2 / 19, rel=0.02)
+    assert shares["K"] == pytest.approx(1 / 19, rel=0.02), "the control: one of its two directions holds nothing"
 
 
 def test_by_chance_the_share_is_that_of_the_dimensions():

@@ -10,6 +10,7 @@ from matplotlib.colors import Normalize
 from reports import planted
 
 import attnlens
+from attnlens import hooks, models, texts
 from attnlens.analyzers import spectrum
 from attnlens.analyzers.ksvd import TOKENS, of_tokens
 from attnlens.plots import house_style, overview_figure, save_all
@@ -104,17 +105,72 @@ def test_rank_alignment_and_asymmetry_are_those_of_the_dense_svd():
     found = heads()
     readings, kernel = of_tokens(found), cosine(found)
     u, sigma, vh = torch.linalg.svd(kernel)
+    _, centred_sigma, centred_vh = torch.linalg.svd(kernel - kernel.mean(-1, keepdim=True))
     for head in range(4):
         energy = sigma[head].square().cumsum(0) / sigma[head].square().sum()
         s = int((energy < 0.9).sum()) + 1
         value = found.value[head // 2] - found.value[head // 2].mean(0)
         right, left = vh[head, :s].mT, u[head, :, :s]
         assert readings["ksvd.rank90"][head] == s
-        close(readings["ksvd.value_alignment"][head], (right.mT @ value).norm() ** 2 / value.norm() ** 2)
         close(readings["ksvd.asymmetry"][head], torch.linalg.svdvals(left.mT @ right).clamp(max=1).acos().mean())
+        energy = centred_sigma[head].square().cumsum(0) / centred_sigma[head].square().sum()
+        s = int((energy < 0.9).sum()) + 1
+        right = centred_vh[head, :s].mT
+        assert readings["ksvd.centred_rank90"][head] == s
+        close(readings["ksvd.value_alignment"][head], (right.mT @ value).norm() ** 2 / value.norm() ** 2)
         # the other key head's values do not fit
         slip = found.value[1 - head // 2] - found.value[1 - head // 2].mean(0)
         assert abs((right.mT @ slip).norm() ** 2 / slip.norm() ** 2 - readings["ksvd.value_alignment"][head]) > 1e-3
+
+
+def by_the_uncentred_kernel(found):
+    """The share of centred values in the leading right singular space of K itself, and its s."""
+    _, sigma, vh = torch.linalg.svd(cosine(found).double())
+    s = 1 + (sigma.square().cumsum(-1) / sigma.square().sum(-1, keepdim=True) < 0.9).sum(-1)
+    value = found.paired_value.double()
+    value = value - value.mean(-2, keepdim=True)
+    inside = (vh @ value).square().sum(-1) * (torch.arange(sigma.shape[-1]) < s[..., None])
+    return inside.sum(-1) / value.square().sum((-2, -1)), s
+
+
+def test_values_in_the_kernels_own_directions_are_aligned_also_where_its_first_mode_is_constant():
+    key = 0.05 * random(3, 30, 6, seed=1) * torch.logspace(0, -2, 6, dtype=torch.float64) + 1.0
+    found = query_key(random(3, 30, 6) + 1.0, key, "tokens")
+    kernel = cosine(found)
+    space = torch.linalg.svd(kernel - kernel.mean(-1, keepdim=True)).Vh[:, :1].mT
+    planted = replace(found, value=space @ random(3, 1, 5, seed=3) + random(3, 1, 5, seed=4))
+    readings = of_tokens(planted)
+    assert (readings["ksvd.rank90"] == 1).all()
+    close(readings["ksvd.value_alignment"], torch.ones(3))
+    assert (by_the_uncentred_kernel(planted)[0] < 0.05).all(), "the control: in K's own first mode they are not"
+
+
+def test_random_values_have_their_chance_level_on_every_real_head():
+    loaded = models.load("demo")
+    batch = texts.batches(loaded, texts.read_text([]), tokens=128, sequences=1, batch_size=1).batches[0]
+    ratios, old, ranks = [], [], []
+    for reached in hooks.survey(loaded.model, batch.inputs):
+        query_key = reached.call.query_key(reached.site)
+        drawn = replace(query_key, value=random(*query_key.value.shape[:-1], 2000, seed=reached.site.layer))
+        readings, (shares, s) = of_tokens(drawn), by_the_uncentred_kernel(drawn)
+        ratios.append(readings["ksvd.value_alignment"] / (readings["ksvd.centred_rank90"] / 127))
+        old.append(shares / (s / 128))
+        ranks.append(readings["ksvd.rank90"])
+    ratios, old, ranks = (torch.cat([part.flatten() for part in parts]) for parts in (ratios, old, ranks))
+    assert (ranks == 1).sum() >= 8, "many a real head's kernel is one near-constant mode"
+    assert (ratios - 1).abs().max() < 0.15
+    assert (ratios - 1).abs().mean() < 0.03
+    assert old[ranks == 1].mean() < 0.7, "the control: in K's own space the level that was stated is not reached"
+
+
+def test_keys_of_one_direction_have_no_alignment():
+    found = heads()
+    found.key[0] = found.key[0, :1] * torch.arange(1, 31, dtype=torch.float64)[:, None]
+    readings = of_tokens(found)
+    for name in ("value_alignment", "centred_rank90"):
+        assert readings[f"ksvd.{name}"].isnan().tolist() == [True, True, False, False]
+    assert (readings["ksvd.rank90"][:2] == 1).all()
+    assert readings["ksvd.centred_cosine_spectrum"].isnan().all(-1).tolist() == [True, True, False, False]
 
 
 def test_the_certificates_are_rounding():

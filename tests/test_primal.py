@@ -1,9 +1,12 @@
 """Is the primal module the paper's attention, its J the paper's loss, and does a model that owns it train?"""
 
 import copy
+import gc
 import math
 import subprocess
 import sys
+import warnings
+import weakref
 
 import families
 import pytest
@@ -11,7 +14,6 @@ import torch
 import transformers as tf
 
 from attnlens import ksvd, primal
-from attnlens.attention.primal import evenly_spaced
 from attnlens.errors import ModelError, UsageError
 from attnlens.primal import PrimalAttention, PrimalHeads
 
@@ -51,6 +53,7 @@ def naive(heads, q, k, causal=False, rows=None):
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 @pytest.mark.parametrize("scores", [1, SCORES, DIM + 3])
 @pytest.mark.parametrize("way", ["plain", "causal", "sampled"])
 def test_it_is_its_formula(way, scores):
@@ -162,6 +165,7 @@ def test_memory_for_the_backward_pass_grows_with_the_tokens_alone():
     assert eager_bytes(512) > 3.5 * eager_bytes(256), "the control"
 
 
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_the_whole_layer_projects_masks_and_splits():
     layer = PrimalAttention(12, 3, 4, samples=3).double()
     x = torch.randn(BATCH, 7, 12, dtype=torch.float64)
@@ -179,12 +183,13 @@ def test_the_whole_layer_projects_masks_and_splits():
 def test_sampled_rows_are_evenly_spaced_among_real_tokens():
     x = torch.arange(8.0).reshape(1, 1, 8, 1)
     kept = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool).reshape(1, 1, 8)
-    assert evenly_spaced(x, 4, None).flatten().tolist() == [0, 2, 4, 7]
-    assert evenly_spaced(x, 3, kept).flatten().tolist() == [1, 4, 6]
-    assert evenly_spaced(x, 1, kept).flatten().tolist() == [1]
-    assert len(evenly_spaced(x, 11, kept).flatten()) == 11
+    assert ksvd.evenly_spaced(x, 4, None).flatten().tolist() == [0, 2, 4, 7]
+    assert ksvd.evenly_spaced(x, 3, kept).flatten().tolist() == [1, 4, 6]
+    assert ksvd.evenly_spaced(x, 1, kept).flatten().tolist() == [1]
+    assert len(ksvd.evenly_spaced(x, 11, kept).flatten()) == 11
 
 
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -195,7 +200,7 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
         (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
         (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "causal mask forbids"),
         (lambda: heads_of().objectives(), "none yet"),
-        (lambda: primal.objective(torch.nn.Linear(2, 2)), "no primal attention"),
+        (lambda: primal.regulariser(torch.nn.Linear(2, 2)), "no primal attention"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, says):
@@ -204,11 +209,42 @@ def test_what_makes_no_sense_is_refused(make, says):
     assert refusal.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: PrimalHeads(2, 5, 12), "12 scores were asked for; head_dim bounds their rank at 5, and more add none"),
+        (lambda: PrimalHeads(2, 8, 6, samples=4), "6 .*; the number of samples bounds their rank at 4"),
+        (lambda: PrimalHeads(2, 8, 9, samples=20), "9 .*; head_dim bounds their rank at 8"),
+        (lambda: PrimalAttention(10, 2, 6), "6 .*; head_dim bounds their rank at 5"),
+        (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*; head_dim bounds"),
+        (lambda: primal.build(families.build("bert"), "last", scores=3, samples=2), "samples bounds their rank at 2"),
+    ],
+)
+def test_more_scores_than_the_rank_can_be_are_allowed_and_said(make, says):
+    with pytest.warns(UserWarning, match=says) as found:
+        make()
+    assert "\n" not in str(found[0].message)
+
+
+def test_as_many_scores_as_the_rank_can_be_are_not_warned_of_and_more_add_none():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enough = [heads_of(DIM), heads_of(4, samples=4), heads_of(DIM, samples=9)]
+    with pytest.warns(UserWarning, match="bounds their rank"):
+        more = [heads_of(DIM + 3), heads_of(6, samples=4), heads_of(DIM + 2, samples=9)]
+    for heads in (*enough, *more):
+        q, k, x = drawn(20)
+        heads(q, k, rows=x if heads.samples else None)
+        bound = min(DIM, heads.samples or DIM)
+        assert (torch.linalg.matrix_rank(heads.last[0].detach()) == bound).all()
+
+
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("convention", ["paper", "code"])
-def test_the_objective_is_the_naive_sum(convention):
+def test_the_regulariser_is_the_naive_sum(convention):
     layers = torch.nn.ModuleList([heads_of(), heads_of(2)])
     inputs = [drawn(), drawn()]
     for layer, (q, k, _) in zip(layers, inputs, strict=True):
@@ -226,12 +262,13 @@ def test_the_objective_is_the_naive_sum(convention):
                 each[b, h] = total - torch.trace(layer.query_map[h].mT @ layer.key_map[h])
         by_layer.append((each**2).sum(1).mean() if convention == "paper" else (each.mean(1) ** 2).mean())
     expected = sum(by_layer) if convention == "paper" else sum(by_layer) / 2
-    torch.testing.assert_close(primal.objective(layers, convention), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(primal.regulariser(layers, convention), expected, rtol=1e-12, atol=1e-12)
     other = "code" if convention == "paper" else "paper"
-    assert (primal.objective(layers, other) - expected).abs() > 1e-3
+    assert (primal.regulariser(layers, other) - expected).abs() > 1e-3
 
 
-def test_the_objective_is_zero_at_the_kernel_svd_and_not_beside_it():
+@torch.no_grad()
+def test_the_regulariser_is_zero_at_the_kernel_svd_and_not_beside_it():
     heads, (q, k, _) = heads_of(), [z[:1].expand(BATCH, -1, -1, -1) for z in drawn(40)]
     features = [ksvd.cosine_features(z[0]) for z in (q, k)]
     solution = ksvd.primal(ksvd.dual(*features, SCORES), *features)
@@ -240,16 +277,81 @@ def test_the_objective_is_zero_at_the_kernel_svd_and_not_beside_it():
         heads.key_map.copy_(solution.key_weight)
         heads.log_multipliers.copy_(solution.multipliers.log())
     heads(q, k)
-    assert primal.objective(heads) < 1e-20
+    assert primal.regulariser(heads) < 1e-20
     with torch.no_grad():
         heads.log_multipliers.copy_((solution.multipliers.log() + math.log(40)) / 2)
-    assert primal.objective(heads, "code") < 1e-20, "there Λ² is n/σ"
-    assert primal.objective(heads) > 1e-2
+    assert primal.regulariser(heads, "code") < 1e-20, "there Λ² is n/σ"
+    assert primal.regulariser(heads) > 1e-2
     with torch.no_grad():
         heads.log_multipliers.copy_(solution.multipliers.log())
         heads.query_map += 0.1 * torch.randn_like(heads.query_map)
     heads(q, k)
-    assert primal.objective(heads) > 1e-4, "the control: perturbed it is not zero"
+    assert primal.regulariser(heads) > 1e-4, "the control: perturbed it is not zero"
+
+
+class Holding(torch.autograd.Function):
+    """The identity, whose node in the graph holds a thing."""
+
+    @staticmethod
+    def forward(ctx, x, thing):
+        ctx.thing = thing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def passed_through(heads):
+    """An output, and a weak reference to a thing that lives as long as the graph below queries does."""
+    (q, k, _), thing = drawn(), torch.nn.Module()
+    return heads(Holding.apply(q.requires_grad_(), thing), k), weakref.ref(thing)
+
+
+def test_no_graph_outlives_the_step():
+    heads = heads_of()
+    output, alive = passed_through(heads)
+    output.sum().backward(retain_graph=True)
+    del output
+    gc.collect()
+    assert alive() is not None, "the control: the graph waits for the regulariser"
+    primal.regulariser(heads).backward()
+    gc.collect()
+    assert alive() is None
+    assert heads.last is None
+    assert heads.log_multipliers.grad.isfinite().all()
+    with pytest.raises(UsageError, match="none since the last regulariser"):
+        primal.regulariser(heads)
+
+
+def test_another_pass_lets_go_of_the_one_before():
+    heads = heads_of()
+    before = passed_through(heads)[1]
+    now = passed_through(heads)[1]
+    gc.collect()
+    assert before() is None
+    assert now() is not None
+
+
+def test_in_eval_mode_the_scores_stay_without_their_graph_and_are_not_trained_through():
+    heads = heads_of().eval()
+    output, alive = passed_through(heads)
+    e, r, _ = heads.last
+    assert output.grad_fn is not None
+    del output
+    gc.collect()
+    assert alive() is None
+    assert e.grad_fn is r.grad_fn is None
+    with torch.no_grad():
+        assert torch.equal(primal.regulariser(heads), primal.regulariser(heads))
+        assert primal.regulariser(heads) > 0
+        assert heads.last[0] is e
+    with pytest.raises(UsageError, match="recorded no gradients"):
+        primal.regulariser(heads)
+    with torch.no_grad():
+        passed_through(heads.train())
+    with pytest.raises(UsageError, match="recorded no gradients"):
+        primal.regulariser(heads)
 
 
 # --- models that own it ----------------------------------------------------------------------------------------------
@@ -266,6 +368,7 @@ def config(name):
     return made
 
 
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 @pytest.mark.parametrize("convention", ["paper", "code"])
 @pytest.mark.parametrize(("name", "layers", "samples"), [("bert", "all", 0), ("bert", "last", 4), ("llama", "all", 0)])
 def test_training_makes_the_loss_fall(name, layers, samples, convention):
@@ -276,7 +379,7 @@ def test_training_makes_the_loss_fall(name, layers, samples, convention):
     optimiser, batch, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), inputs_of(model), []
     for _ in range(12):
         optimiser.zero_grad()
-        task, penalty = model(**batch).loss, primal.objective(model, convention)
+        task, penalty = model(**batch).loss, primal.regulariser(model, convention)
         (task + 0.01 * penalty).backward()
         assert all(part.grad is not None for path in owners for part in model.get_submodule(path).parameters())
         optimiser.step()
@@ -333,6 +436,7 @@ def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
         torch.testing.assert_close(model(**given).logits[:, 3:], first, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_what_cannot_be_primal_is_refused():
     with pytest.raises(ModelError, match="another sequence"):
         primal.build(families.build("bart"))
@@ -356,10 +460,11 @@ def test_what_cannot_be_primal_is_refused():
     assert causal.generate(torch.full((1, 4), 5), max_new_tokens=2, min_new_tokens=2).shape == (1, 6)
 
 
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_an_image_model_is_built():
     model = primal.build(families.build("vit"), "last", scores=5, samples=4)
     model(**families.inputs("vit", model))
-    assert primal.objective(model).isfinite()
+    assert primal.regulariser(model).isfinite()
 
 
 def test_the_module_needs_no_transformers():

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from attnlens.ksvd import Dual
 
 SHARE = 0.9
-"""Share of ‖K‖² that the s leading components hold at least: the s of value_alignment and asymmetry, head by head."""
+"""Share of a kernel's squared size that its s leading components hold at least: rank90, head by head."""
 LAWS = ("flat", "exponential", "power")
 """What linalg.decay_law calls 0, 1 and 2."""
 NO_KERNEL = "all queries or all keys are zero"
+ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = "no query may see a key"
 OTHER_LAW = "no sequence's singular values follow that law clearly"
 
@@ -70,10 +71,18 @@ TOKENS = (
         less="its queries and keys span far fewer directions than the other heads'",
     ),
     _scalar(
+        "centred_rank90",
+        "components that hold 90 % of the squared size of the cosine kernel without its row-sum mode",
+        "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
+        ONE_KEY,
+        low=1,
+    ),
+    _scalar(
         "value_alignment",
-        "share of the values' spread inside the s leading right singular directions of K, s = rank90; by chance s/n",
-        "‖H_rᵀV‖²/‖V‖², V centred over tokens",
-        "the values are not known, or all alike",
+        "share of the values' spread inside the s leading right singular directions of the cosine kernel without its "
+        "row-sum mode, s = centred_rank90; by chance s/(n − 1), n keys",
+        "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): K is centred as V is, and not V alone",
+        f"the values are not known, or all alike; {ONE_KEY}",
         high=1,
         headline=True,
         more="its values lie far more in its kernel's own directions than the other heads'",
@@ -140,33 +149,47 @@ def of_tokens(query_key: QueryKey) -> Readings:
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     solution = ksvd.dual(queries, keys, s=keys.shape[-1])
-    centred = linalg.product_singular_values(queries, keys - keys.mean(-2, keepdim=True))
+    centred = ksvd.dual(queries, ksvd.centred(keys), s=keys.shape[-1])
+    rank = linalg.rank_at(solution.values, SHARE)
     return {
         "ksvd.first_share": attention[..., 0] / attention.sum(-1),
-        **_spaces(query_key, solution),
+        "ksvd.rank90": rank,
+        **_alignment(query_key, centred),
+        "ksvd.asymmetry": _asymmetry(query_key, solution, rank),
         **_laws(attention),
         "ksvd.residual": ksvd.residual(solution, queries, keys),
         "ksvd.objective": _objective(solution, queries, keys),
         **_cumulated("attention", attention),
         **_cumulated("centred_attention", beyond),
         **_cumulated("cosine", solution.values),
-        **_cumulated("centred_cosine", centred),
+        **_cumulated("centred_cosine", centred.values),
     }
 
 
-def _spaces(query_key: QueryKey, solution: Dual) -> Readings:
-    """The rank s of K, and how its s leading right singular space lies to the values and to the left one."""
+def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
+    """The rank s of K(I − 11ᵀ/n), and the share of the values' spread inside its s leading right singular space.
+
+    Chen et al. 2023 put the values in the place of K's right singular vectors, and centred values in the space of K
+    itself is what one would write down first. But where rank90 = 1 that space is one near-constant vector, of which no
+    centred value has anything: the share was 0 by construction, and s/n not its chance. Centring K over keys, as the
+    values are, leaves both in the n − 1 dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
+    """
     from attnlens import ksvd, linalg
 
-    rank = linalg.rank_at(solution.values, SHARE)
-    sizes = rank.nan_to_num(0.0)
-    none = rank * float("nan")
-    value, together = query_key.paired_value, query_key.site.part != "cross"
-    return {
-        "ksvd.rank90": rank,
-        "ksvd.value_alignment": none if value is None else ksvd.share_inside(value, solution.right, sizes),
-        "ksvd.asymmetry": ksvd.mean_angle(solution.left, solution.right, sizes) if together else none,
-    }
+    rank = linalg.rank_at(centred.values, SHARE)
+    value, share = query_key.paired_value, rank * float("nan")
+    if value is not None:
+        share = ksvd.share_inside(value, centred.right, rank.nan_to_num(0.0)).where(rank.isfinite(), share)
+    return {"ksvd.centred_rank90": rank, "ksvd.value_alignment": share}
+
+
+def _asymmetry(query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch heads"]) -> Tensor:
+    """The mean angle between K's leading singular spaces; NaN where they are not of the same tokens."""
+    from attnlens import ksvd
+
+    if query_key.site.part == "cross":
+        return rank * float("nan")
+    return ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
 
 
 def _laws(values: Float[Tensor, "*batch heads steps"]) -> Readings:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens import ksvd
 from attnlens.attention.sums import Reach, reach
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import Kernel, wide
-from attnlens.ksvd import Convention, objective, regulariser
 from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+    from attnlens.ksvd import Convention
 
     Scores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
@@ -47,14 +49,14 @@ def features(call: Call, samples: int = 0) -> Features:
     query, key = wide(call.query), wide(call.paired_key)
     if found.causal:
         query, key = running(query, found.kept), running(key, found.kept)
-    query, key = cosine(query), cosine(key)
+    query, key = ksvd.unit(query), ksvd.unit(key)
     if samples:
         if found.causal:
             raise UsageError(
                 "samples take rows of the whole text, and this site's mask is causal: the future would leak.",
                 "Leave out samples: causal primal attention is data-independent.",
             )
-        rows = evenly_spaced(key, samples, found.kept)
+        rows = ksvd.evenly_spaced(key, samples, found.kept)
         query, key = query @ rows.mT, key @ rows.mT
     return Features(query, key, found.kept)
 
@@ -95,7 +97,7 @@ def by_primal(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
     return output.to(call.query.dtype)
 
 
-def penalty(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
+def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
     """What η multiplies, of one layer under a primal kernel: see `of_layer`."""
     found = features(call, int(kernel.parameters.get("samples", 0)))
     maps = [kernel.fitted[name].to(found.query) for name in ("query_map", "key_map", "log_multipliers")]
@@ -107,7 +109,7 @@ def penalty(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor,
 
 def of_layer(found: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
     """The mean over sequences of one layer's regulariser: Σ_heads J² (paper), (mean_heads J)² (code)."""
-    return regulariser(found[:, None], convention).mean()
+    return ksvd.regulariser(found[:, None], convention).mean()
 
 
 def objectives(
@@ -125,13 +127,7 @@ def objectives(
         count = kept.sum(-1).clamp_min(1) if convention == "code" else kept.shape[-1]
         share = (kept * (kept.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
         e, r = e * share, r * share
-    return objective(e, r, query_map, key_map, multipliers, convention)
-
-
-def cosine(x: Float[Tensor, "*batch tokens head_dim"]) -> Float[Tensor, "*batch tokens head_dim"]:
-    """φ(x) = x/‖x‖; zero, with finite gradients, where x is zero."""
-    norm = x.norm(dim=-1, keepdim=True)
-    return x / torch.where(norm > 0, norm, 1.0)
+    return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
 
 
 def running(
@@ -143,15 +139,3 @@ def running(
         return x.cumsum(-2) / count
     count = kept.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
     return x.masked_fill(~kept[..., None], 0.0).cumsum(-2) / count
-
-
-def evenly_spaced(
-    x: Float[Tensor, "batch heads tokens head_dim"], samples: int, kept: Bool[Tensor, "#batch #heads tokens"] | None
-) -> Float[Tensor, "batch heads samples head_dim"]:
-    """Rows ⌊i(n − 1)/(samples − 1)⌋ of the n that are kept, as in the published code; repeated where n < samples."""
-    if kept is None:
-        kept = x.new_ones(1, 1, x.shape[-2], dtype=torch.bool)
-    order = (~kept).int().argsort(dim=-1, stable=True)
-    steps = torch.arange(samples, device=x.device) * (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
-    index = order.gather(-1, steps // max(samples - 1, 1))
-    return x.gather(-2, index[..., None].expand(*x.shape[:2], samples, x.shape[-1]))

@@ -11,20 +11,38 @@ import torch
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1): K is a cosine. A zero vector stays zero.
+    """φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1): K is a cosine. A zero vector stays zero."""
+    return unit(x.double())
+
+
+def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
+    """x/‖x‖ in x's own type; zero, with finite gradients, where x is zero.
 
     Each row is divided by its largest entry first, so that no square under- or overflows.
     """
-    x = x.double()
-    largest = x.abs().amax(-1, keepdim=True)
+    # x/‖x‖ does not depend on that divisor, and so has no gradient through it.
+    largest = x.detach().abs().amax(-1, keepdim=True)
     level = x / torch.where(largest > 0, largest, 1.0)
     length = level.norm(dim=-1, keepdim=True)
     return level / torch.where(length > 0, length, 1.0)
+
+
+def centred(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n features"]:
+    """(I − 11ᵀ/n)X: the rows less their mean, in float64; exactly zero where they differ by rounding alone.
+
+    Of key features it takes the mean over keys out of every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
+    """
+    x = x.double()
+    apart = x - x.mean(-2, keepdim=True)
+    whole, left = (torch.linalg.matrix_norm(each) for each in (x, apart))
+    # Strict: rows that are equal leave rounding of at most this size.
+    kept = left > torch.finfo(x.dtype).eps * x.shape[-2] * whole
+    return torch.where(kept[..., None, None], apart, 0.0)
 
 
 def random_features(
@@ -50,10 +68,22 @@ def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Ten
     UsageError where count < 1.
     """
     at_least_one("count", count)
-    if x.shape[-2] <= count:
-        return x.double()
-    rows = torch.linspace(0, x.shape[-2] - 1, count, dtype=torch.float64, device=x.device).long()
-    return x[..., rows, :].double()
+    return evenly_spaced(x.double(), min(count, x.shape[-2]))
+
+
+def evenly_spaced(
+    x: Float[Tensor, "*batch n features"], count: int, kept: Bool[Tensor, "*#batch n"] | None = None
+) -> Float[Tensor, "*batch count features"]:
+    """Rows ⌊i(n − 1)/(count − 1)⌋ of the n that are `kept` (None: all), as in the published code, in x's own type.
+
+    Some are repeated where n < count; where none is kept the first row is.
+    """
+    if kept is None:
+        kept = x.new_ones(x.shape[-2], dtype=torch.bool)
+    order = (~kept).int().argsort(dim=-1, stable=True)
+    steps = torch.arange(count, device=x.device) * (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    index = order.gather(-1, steps // max(count - 1, 1))
+    return x.gather(-2, index[..., None].expand(*x.shape[:-2], count, x.shape[-1]))
 
 
 def at_least_one(name: str, number: int) -> None:

@@ -37,6 +37,10 @@ class Nystrom:
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
     """The features of a block W = K(x_I, y_J); `dual` of them is the kernel SVD of the whole sequence.
 
+    A library function for sequences whose K does not fit in memory, which no command calls: make the block of
+    `sampled_rows` of queries and keys, hand K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both to
+    `dual`, as the example of `attnlens.ksvd` does.
+
     Exact where W has the rank of K and s is no less. Else, with k = n' = m' = s and W invertible, the error is at most
     σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, V_J the sampled rows of K's k leading right singular vectors. It grows as W
     comes near to singular: σ of W up to eps · size · σ₁ count as 0. Raises UsageError where s < 1.

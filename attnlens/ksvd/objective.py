@@ -1,4 +1,4 @@
-"""What does Primal-Attention add to its training loss? The kernel SVD's objective J, 0 at a solution."""
+"""Which objective J is 0 where the kernel SVD is solved, and which regulariser ΣJ² does training add to its loss?"""
 
 from __future__ import annotations
 

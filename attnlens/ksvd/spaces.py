@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.ksvd.features import centred
 from attnlens.linalg import singular_values
 
 if TYPE_CHECKING:
@@ -48,14 +49,11 @@ def share_inside(
 ) -> Float[Tensor, "*batch"]:
     """‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
-    A random space of that size holds sizes/n of it on average. NaN where all tokens have the same value.
+    Take H_r of K(I − 11ᵀ/n), whose key features are `centred` as V is: it is orthogonal to 1, and by chance, of V with
+    independent normal entries, holds sizes/(n − 1) on average. A space that leans to 1, as that of K itself does where
+    its first mode is near-constant, holds less, down to (sizes − 1)/(n − 1). NaN where all tokens have the same value.
     """
-    values = values.double()
-    centred = values - values.mean(-2, keepdim=True)
-    total = centred.square().sum((-2, -1))
-    largest = values.square().sum((-2, -1))
-    border = largest * (torch.finfo(torch.float64).eps * values.shape[-2]) ** 2
+    spread = centred(values)
     kept = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]
-    inside = ((basis.mT @ centred).square().sum(-1) * kept).sum(-1)
-    # Strict: equal values leave rounding of at most this size.
-    return torch.where(total > border, inside / total, torch.nan)
+    inside = ((basis.mT @ spread).square().sum(-1) * kept).sum(-1)
+    return inside / spread.square().sum((-2, -1))

@@ -24,7 +24,8 @@ propack: Lanczos bidiagonalisation of K itself; about 1.5 times as fast, residua
 def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: Solver = "arpack") -> Dual:
     """The s leading singular triplets of a dense K, head by head, by Lanczos; the start vector is fixed.
 
-    For s far below min(n, m), as of attention over more than a thousand tokens; where 4s ≥ min(n, m) the full SVD is as
+    A library function, which no command calls: `truncated(attention, s=8)` of attention matrices (heads, n, m). It is
+    for s far below min(n, m), as of attention over more than a thousand tokens; where 4s ≥ min(n, m) the full SVD is as
     fast, and is taken. For K of features use `dual`, which is exact and faster. σ up to eps · max(n, m) · σ₁ counts as
     0. Raises UsageError where s < 1 or the matrix has NaN or Inf.
     """

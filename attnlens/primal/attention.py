@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from attnlens.attention.primal import cosine, evenly_spaced, objectives, of_layer, running
+from attnlens import ksvd
+from attnlens.attention.primal import objectives, of_layer, running
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import wide
 
@@ -27,18 +29,19 @@ class PrimalHeads(nn.Module):
     the published code, W_c and b are shared by the heads of a layer, and initial values are: W_e and W_r orthogonal
     between heads (each head's ‖W‖_F is 1; the columns of one head are not orthogonal), Λ uniform in (0, 1), W_c as
     torch's Linear. Λ is kept as its logarithm, so that it stays positive; the published code keeps it free and squares
-    it. F = I (`samples` = 0) bounds the rank by head_dim: more scores are allowed and add none. With F = X', `samples`
-    evenly spaced rows that are handed to `forward`, it is bounded by both.
+    it. F = I (`samples` = 0) bounds the rank by head_dim: more scores are allowed and add none, with a warning. With
+    F = X', `samples` evenly spaced rows that are handed to `forward`, it is bounded by both.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Raises UsageError for a count below 1 (`samples`: below 0)."""
+        """Raises UsageError for a count below 1 (`samples`: below 0); warns of scores beyond the rank's bound."""
         super().__init__()
         for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores)):
             if count < 1:
                 raise UsageError(f"{name} must be 1 at least, not {count}.", "Give a larger number.")
         if samples < 0:
             raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
+        _say_bounded(scores, head_dim, samples)
         self.samples = samples
         size = (heads, samples or head_dim, scores)
         self.query_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
@@ -47,6 +50,8 @@ class PrimalHeads(nn.Module):
         self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
         self.output = nn.Linear(2 * scores, value_dim or head_dim)
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
+        """e, r and `kept` of the last forward pass: with their graph in training until `regulariser` has used them, and
+        without one in eval mode, where they stay."""
 
     def forward(
         self,
@@ -65,7 +70,7 @@ class PrimalHeads(nn.Module):
         query, key = wide(query), wide(key)
         if causal:
             query, key = running(query, kept), running(key, kept)
-        query, key = cosine(query), cosine(key)
+        query, key = ksvd.unit(query), ksvd.unit(key)
         if self.samples:
             if rows is None or causal:
                 raise UsageError(
@@ -74,23 +79,51 @@ class PrimalHeads(nn.Module):
                     else "Data-dependent primal attention needs the inputs that its rows are sampled from.",
                     "Use samples=0." if causal else "Hand `rows` over.",
                 )
-            chosen = evenly_spaced(wide(rows), self.samples, kept)
+            chosen = ksvd.evenly_spaced(wide(rows), self.samples, kept)
             query, key = query @ chosen.mT, key @ chosen.mT
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
-        self.last = e, r, kept
+        self.last = (e, r, kept) if self.training else (e.detach(), r.detach(), kept)
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
 
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
-        """J of the last forward pass, by sequence and head; raises UsageError where there was none."""
+        """J of the last forward pass, by sequence and head.
+
+        Raises UsageError where there was none, where `regulariser` used it up, and where J is to be trained through a
+        pass whose gradients were not recorded: it would lack those through e and r.
+        """
         if self.last is None:
-            raise UsageError("J belongs to a forward pass, and there was none yet.", "Run the model first.")
+            raise UsageError(
+                "J belongs to a forward pass, and there was none yet, or none since the last regulariser.",
+                "Run the model first.",
+            )
         e, r, kept = self.last
+        if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
+            raise UsageError(
+                "The last forward pass recorded no gradients: it ran in eval mode or under no_grad.",
+                "Run it in training mode, or ask under torch.no_grad().",
+            )
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, kept, convention)
+
+    def release(self) -> None:
+        """Let go of the last forward pass where it holds a graph, and with it the memory of the whole model's."""
+        if self.last is not None and self.last[0].requires_grad:
+            self.last = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry no scores: they belong to a graph."""
         return {**self.__dict__, "last": None}
+
+
+def _say_bounded(scores: int, head_dim: int, samples: int) -> None:
+    """Warn where more scores are asked for than K's rank can be."""
+    bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
+    if scores > bound:
+        warnings.warn(
+            f"{scores} scores were asked for; {what} bounds their rank at {bound}, and more add none.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class PrimalAttention(nn.Module):
@@ -101,7 +134,7 @@ class PrimalAttention(nn.Module):
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
-        """Raises UsageError for numbers that do not go together."""
+        """Raises UsageError for numbers that do not go together; warns where head_dim or samples bound the rank."""
         super().__init__()
         if heads < 1 or d_model % heads:
             raise UsageError(f"{d_model} dimensions do not divide into {heads} heads.", "Choose a divisor of d_model.")
@@ -127,17 +160,18 @@ class PrimalAttention(nn.Module):
         return x.reshape(*x.shape[:-1], self.count, -1).transpose(1, 2)
 
 
-def objective(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
-    """What η multiplies in the training loss L + η·objective, for the last forward pass of all primal layers, ≥ 0.
+def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
+    """What η multiplies in the training loss L + η·ΣJ², for the last forward pass of all primal layers, ≥ 0.
 
     paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
-    tokens with Λ²; both in the mean over the batch's sequences. Differentiable. Raises UsageError for a model without
-    primal attention or without a forward pass.
+    tokens with Λ²; both in the mean over the batch's sequences. Differentiable after a pass in training mode, which it
+    uses up, so that no graph outlives the step; after one in eval mode it is a number, to be asked under torch.no_grad.
+    Raises UsageError for a model without primal attention, and where `PrimalHeads.objectives` does.
     """
-    found = [
-        of_layer(part.objectives(convention), convention) for part in model.modules() if isinstance(part, PrimalHeads)
-    ]
-    if not found:
+    layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
+    if not layers:
         raise UsageError("This model has no primal attention.", "Build one with attnlens.primal.build.")
-    total = torch.stack(found)
+    total = torch.stack([of_layer(layer.objectives(convention), convention) for layer in layers])
+    for layer in layers:
+        layer.release()
     return total.sum() if convention == "paper" else total.mean()

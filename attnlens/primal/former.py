@@ -36,8 +36,9 @@ def build(
     with the others and saved in the state dict; its queries and keys are those of the model, after rotation, and its
     values have no effect, so that their projection gets no gradient. To load it again, build the same and load the
     state dict.
-    Training minimises loss + eta * primal.objective(model). There is no key-value cache. `scores` is s (30 in the
-    published code); `samples` rows of the module's input make F (0: F = I), in encoders only.
+    Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
+    published code), with a warning where head_dim or `samples` bounds their rank; `samples` rows of the module's input
+    make F (0: F = I), in encoders only.
     Raises ModelError for cross-attention, layers called repeatedly, and models out of reach; UsageError for layers or
     numbers that make no sense.
     """

@@ -1,0 +1,71 @@
+"""How fast is KSVD measured on real text, beside the plain spectrum?
+
+python benchmarks/ksvd.py [--quick]
+
+Medians of runs taken in turn, in one process and on one thread, of the two analyzers alone, on queries and keys that
+were captured before, and of all of run.inspect with either, on a model that is already loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import subjects
+import torch
+from inspection import medians
+
+from attnlens import hooks, models, run
+from attnlens.analyzers import ksvd, spectrum
+from attnlens.models import Loaded
+from attnlens.records import Call, QueryKey, Site
+from attnlens.registry import Readings
+
+TARGET = 2
+
+
+def main() -> None:
+    """Print both rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="demo, small sizes, one round: does it still run?")
+    quick = parser.parse_args().quick
+    print(subjects.machine())
+    torch.set_num_threads(1)
+    name, model = subjects.main_model(quick=quick)
+    loaded = models.load(model)
+    tokens, sequences, rounds = (32, 4, 1) if quick else (128, 32, 5)
+    sites = captured(loaded, tokens, sequences)
+    heads = sum(call.query.shape[1] for call in dict(sites).values())
+    print(f"\nksvd against spectrum: {heads} heads of {name}, {sequences} × {tokens} tokens, medians of {rounds}")
+    alone = [partial(analysed, found.of_tokens, sites) for found in (ksvd, spectrum)]
+    row("the analyzers alone", *medians(rounds, *alone))
+    whole = [partial(inspected, loaded, found, tokens, sequences) for found in ("ksvd", "spectrum")]
+    row("all of run.inspect", *medians(rounds, *whole))
+
+
+def row(name: str, ours: float, theirs: float) -> None:
+    """One line."""
+    print(f"  {name}: ksvd {ours:.2f} s, spectrum {theirs:.2f} s, ratio {ours / theirs:.2f} (target ≤ {TARGET})")
+
+
+def captured(loaded: Loaded, tokens: int, sequences: int) -> list[tuple[Site, Call]]:
+    """What every site of the model computes attention from, batch by batch."""
+    made = subjects.batches(loaded, tokens, sequences)
+    return [(found.site, found.call) for batch in made for found in hooks.survey(loaded.model, batch.inputs)]
+
+
+def analysed(analyzer: Callable[[QueryKey], Readings], sites: list[tuple[Site, Call]]) -> None:
+    """One analyzer on all of it; each QueryKey is new, so that neither finds what the other has computed."""
+    for site, call in sites:
+        analyzer(call.query_key(site))
+
+
+def inspected(loaded: Loaded, analyzer: str, tokens: int, sequences: int) -> None:
+    """tokens.* or ksvd.* of all heads."""
+    size = {"tokens": tokens, "sequences": sequences, "batch_size": 8}
+    run.inspect(loaded, source="tokens", analyzers=(analyzer,), text=subjects.text(), **size)
+
+
+if __name__ == "__main__":
+    main()
