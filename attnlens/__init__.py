@@ -4,8 +4,9 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect`, `swap_kernel`, `converge`, `verify` and `doctor` return a `Report`; `read_report` reads one back; `load`
-keeps a model for several calls, and `load_swapped` brings back one that was saved with another kernel.
+`inspect`, `swap_kernel`, `converge`, `verify` and `doctor` return a `Report`; `read_report` reads one back, and
+`read_plan` a plan of ranks; `load` keeps a model for several calls, and `load_swapped` brings back one that was saved
+with another kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from attnlens.errors import AttnlensError as AttnlensError
     from attnlens.models import load as load
     from attnlens.records import Report as Report
+    from attnlens.records import read_plan as read_plan
     from attnlens.records import read_report as read_report
     from attnlens.run.converge import converge as converge
     from attnlens.run.doctor import doctor as doctor
@@ -35,6 +37,7 @@ _HOMES = {
     "inspect": "attnlens.run",
     "load": "attnlens.models",
     "load_swapped": "attnlens.run",
+    "read_plan": "attnlens.records",
     "read_report": "attnlens.records",
     "swap_kernel": "attnlens.run",
     "verify": "attnlens.run",
@@ -49,6 +52,7 @@ __all__ = [
     "inspect",
     "load",
     "load_swapped",
+    "read_plan",
     "read_report",
     "swap_kernel",
     "verify",

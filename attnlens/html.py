@@ -22,7 +22,6 @@ from attnlens.wording import (
     clean,
     decimals_for,
     decimals_with_error,
-    model_name,
     short,
     source_of,
     title_of,
@@ -58,7 +57,7 @@ def page(report: Report) -> str:
     Raises UsageError where the report has nothing to draw.
     """
     shapes = Shapes(report)
-    title = _text(f"{model_name(report.model.id)} – attnlens {report.command}")
+    title = _text(f"{facts.title(report)} – attnlens {report.command}")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
         [
@@ -86,9 +85,9 @@ def _text(text: str) -> str:
 
 
 def _head(report: Report) -> Iterator[str]:
-    yield f"<h1>{_text(model_name(report.model.id))}</h1>"
+    yield f"<h1>{_text(facts.title(report))}</h1>"
     yield f"<p>{_text(facts.header(report))}</p>"
-    for line in (facts.conventions(report), *facts.notes(report), facts.identity(report)):
+    for line in (facts.ran_on(report), facts.conventions(report), *facts.notes(report), facts.identity(report)):
         if line:
             yield f'<p class="quiet">{_text(line)}</p>'
     yield f"<p><strong>{_text(facts.standing(report)[0])}</strong></p>"

@@ -14,6 +14,8 @@ from attnlens.records import Measure, QueryKey, Selection, Site, Source
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnlens.records import Call
+
 Readings = dict[str, "Tensor"]
 """Qualified name → (*batch, heads) for a measure, (*batch, heads, steps) for a curve; NaN where there is no value."""
 
@@ -239,8 +241,8 @@ class KernelInfo:
     features: Literal["finite", "infinite", "none"]
     """Whether k = ⟨φ(q), φ(k)⟩ with finitely many features, infinitely many, or not known to be one."""
     form: Literal["score", "pair", "features", "output"]
-    """What `function` takes: the score s⟨q, k⟩; queries and keys; one side of them, returning φ; or features of both,
-    returning the output (attention is then no sum over keys)."""
+    """What `function` takes: the score s⟨q, k⟩, or that of `dot`; queries and keys; one side of them, returning φ; or
+    features of both, returning the output (attention is then no sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
     features: (x, scale, side, **parameters) → φ, side being "query" or "key";
@@ -250,7 +252,8 @@ class KernelInfo:
     sign: Callable[..., Tensor] | None = None
     """score: (score, **parameters) → the sign of k, for kernels that can be negative."""
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
-    """(query, key, scale, **parameters) → (q', k', s') with s'⟨q', k'⟩ = log k up to terms that softmax ignores."""
+    """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
+    is log k up to terms that softmax ignores."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, where finitely many features do."""
     fused: str = "row tiles"
@@ -277,8 +280,8 @@ class Fit(Protocol):
     typed: dict[str, float]
     """What each parameter is before the fit; none for a kernel that is nothing without it."""
 
-    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
-        """Take in a batch: (batch, heads, tokens, head_dim), keys repeated; allowed (#batch, #heads, queries, keys)."""
+    def update(self, call: Call) -> None:
+        """Take in what the model asks of these heads in a batch."""
 
     def solve(self) -> dict[str, Tensor]:
         """The fitted parameters, each (heads, …), by the keyword under which the kernel's function takes them."""

@@ -360,6 +360,18 @@ def transformers_eager(found: Call) -> Tensor:
     return (logits.softmax(-1)[..., : found.key.shape[2]] @ found.paired_value).transpose(1, 2)
 
 
+def test_all_directions_are_the_model_itself_under_a_softcap() -> None:
+    """A Bᵀ = 1 loses nothing; without the softcap, or with fewer directions, the output is another."""
+    found, own = call(causal=True, softcap=2.0), parsed("exponential")
+    draw = torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(4)).double()
+    whole = parsed(f"rank:{DIM}").with_fitted({"query_map": draw, "key_map": torch.linalg.inv(draw).mT})
+    expected = attend(found, own)
+    assert apart(attend(found, whole), expected) <= 1e-10
+    assert apart(attend(replace(found, softcap=None), whole), expected) > 0.05
+    cut = {name: part[..., :-1] for name, part in whole.fitted.items()}
+    assert apart(attend(found, whole.with_fitted(cut)), expected) > 0.05
+
+
 @pytest.mark.parametrize("budget", [1, 1 << 30])
 def test_softcap_and_sinks_are_transformers_own(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "TILE_BYTES", budget)

@@ -119,6 +119,10 @@ def test_the_quantity_stands_beside_its_axis() -> None:
         labels = [panel_axes(report, number).get_ylabel() for number in range(4)]
         assert labels == ["correlation", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
         assert panel_axes(experiment_report(named("rank", {"nuclear": [3.0, 3.0]}))).get_ylabel() == "rank"
+        for name in ("decay by depth", "decay by training"):
+            assert (
+                panel_axes(experiment_report(named(name, {"cosine: last": [0.5, 1.0]}))).get_ylabel() == "share of Σσ"
+            )
         assert panel_axes(experiment_report(named("else", {"x": [3.0, 3.0]}))).get_ylabel() == ""  # the control
     text = printed(tables.summary(experiment_report(of_head().model_copy(update={"final": {"norm, from zero": 2.5}}))))
     assert "‖W‖ / ‖W_mm‖, from zero" in text

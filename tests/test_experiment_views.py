@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv as standard
 import io
 import re
+from html import unescape as html_unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from attnlens.plots.style import new_figure
 from attnlens.plots.swaps import panel_figure
 from attnlens.plots.trajectories import draw_trajectories
 from attnlens.records import Experiment, Report, read_report
+from attnlens.tables import facts
+from attnlens.tables.figures import worded
 from attnlens.tables.series import measures_of, told_of
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
@@ -58,6 +61,7 @@ def hostile() -> Report:
         settings={HOSTILE: HOSTILE},
         source=HOSTILE,
         axis=HOSTILE,
+        model=HOSTILE,
         final={HOSTILE: None},
         published={HOSTILE: 1.0},
         errors={},
@@ -95,6 +99,29 @@ def test_all_that_pass_are_said_to_pass_and_what_was_not_published_is_not_judged
     assert "pass" not in text
 
 
+def test_a_report_says_which_experiment_ran_on_which_model() -> None:
+    others = [golden(name="one", model="demo"), golden(name="two", model="demo"), golden(name="three", model="anew")]
+    report = experiment_report(converging(), *others, command="verify")
+    line = "one, two: demo; three: anew; all others: one-layer attention (synthetic)"
+    title = "one-layer attention (synthetic) + demo + anew"
+    assert facts.title(report) == title
+    assert facts.ran_on(report) == line
+    texts = [printed(tables.summary(report)), html.page(report), html_unescape(tables.markdown(report))]
+    with house_style():
+        figure = experiment_overview(report)
+        texts.append(" ".join(text.get_text() for text in figure.texts))
+        figure.draw_without_rendering()
+        assert overlapping(figure) == []
+    for text in texts:
+        assert title in text
+        assert line in text
+    assert "one: Are solved instances solved again? (on demo, 1.2 s)" in texts[0]
+    assert facts.ran_on(experiment_report(golden(model="demo"))) == "golden instances: demo", "no others to speak of"
+    plain = experiment_report(converging())
+    assert (facts.title(plain), facts.ran_on(plain)) == ("one-layer attention (synthetic)", "")  # the control
+    assert "all others" not in html.page(plain)
+
+
 def test_a_series_shows_what_is_asked_first_and_all_when_asked() -> None:
     report = series_report()
     text = printed(tables.summary(report))
@@ -112,6 +139,18 @@ def test_a_series_shows_what_is_asked_first_and_all_when_asked() -> None:
     assert cells[7] == f"{found.median[-1]:.3f}"
     assert cells[8:11] == [f"{found.low[-1]:.3f}", "…", f"{found.high[-1]:.3f}"]  # type: ignore[index]
     assert max(map(len, printed(tables.summary(report), 100).splitlines())) <= 100
+
+
+def test_figures_of_decay_are_named_in_words() -> None:
+    assert [worded(name) for name in ("attention_first", "cosine_holds", "running_cosine_primal", "rank_s_error")] == [
+        "attention, first third",
+        "cosine, claim holds",
+        "running cosine, primal",
+        "rank-s error",
+    ]
+    assert worded("attention_last_minus_first") == "attention, last − first"
+    assert worded("loss") == "loss"
+    assert worded("attention") == "attention"
 
 
 def test_many_checkpoints_are_thinned_in_the_table_and_it_says_so() -> None:
@@ -256,6 +295,17 @@ def test_an_exact_figure_is_at_0_or_at_the_edge() -> None:
     fields = {"published": {"x": 2.0}, "tolerance": None, "bounds": {}}
     assert deviation(golden(final={"x": 2.0}, **fields), "x") == 0
     assert deviation(golden(final={"x": 3.0}, **fields), "x") == 3
+
+
+def test_many_steps_are_named_at_both_ends_and_only_steps_that_are() -> None:
+    with house_style():
+        for most, whole in ((16.0, True), (4.0, False)):
+            axes = new_figure(2.5, 2).add_axes((0.1, 0.1, 0.8, 0.8))
+            scale_steps(axes, np.linspace(most / 16, most, 16).tolist(), "k")
+            named = list(axes.get_xticks())
+            assert (named[0], named[-1]) == (most / 16, most)
+            assert len(named) >= 4
+            assert all(tick == int(tick) for tick in named) == whole
 
 
 @pytest.mark.parametrize(

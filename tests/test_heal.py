@@ -106,7 +106,7 @@ def test_another_file_with_the_evaluated_passages_is_refused(demo, tmp_path):
     own = texts.read_text(()).text
     for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000])):
         (tmp_path / name).write_text(content)
-    with pytest.raises(TextError, match="4 of the evaluated sequences") as refusal:
+    with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
         swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "longer.txt"), **READ)
     assert "--calibration" in refusal.value.remedy
     swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "new.txt"), **READ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
+from attnlens.kernels.fitting import pairs_weighted
 from attnlens.ksvd.features import orthogonal_draws
+from attnlens.records import Call
 from attnlens.registry import Fit
 
 SCALE = 0.4
@@ -105,11 +108,11 @@ def known(words: str) -> Kernel:
     return fitted(kernel) if kernel.info.needs_fit else kernel
 
 
-def fitted(kernel: Kernel, *batches) -> Kernel:
+def fitted(kernel: Kernel, *batches, **more) -> Kernel:
     fit = kernel.info.fit(**kernel.parameters)
     assert isinstance(fit, Fit)
     for q, k, allowed in batches or [(*drawn(7, queries=30, keys=40), None)]:
-        fit.update(q, k, SCALE, allowed)
+        fit.update(Call(q, k, torch.zeros_like(k), SCALE, allowed, **more))
     return kernel.with_fitted(fit.solve())
 
 
@@ -512,6 +515,42 @@ def test_rank_r_loses_the_smallest_singular_values_of_the_centred_logits_and_not
     values = torch.linalg.svdvals(centred(logits))
     torch.testing.assert_close(lost, values[..., rank:].square().sum(-1))
     assert (lost > 1).all()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_beside_a_sink_rank_r_loses_the_smallest_singular_values_of_the_logits_themselves(rank):
+    """A sink's logit stays where it is, so that what all keys of a row have in common counts; centred, more is lost."""
+    q, k = drawn(11, batch=1, queries=40, keys=40)
+    logits = product(q, k, SCALE)
+    beside, alone = (
+        (logits - fitted(parsed(f"rank:{rank}"), (q, k, None), sinks=sinks).log(q, k, SCALE)).square().sum((-2, -1))
+        for sinks in (torch.zeros(3, dtype=torch.float64), None)
+    )
+    torch.testing.assert_close(beside, torch.linalg.svdvals(logits)[..., rank:].square().sum(-1))
+    assert (alone > 1.01 * beside).all()
+
+
+def test_pairs_are_weighted_by_the_attention_of_the_head_itself():
+    """½ of a naive softmax with softcap, bias and sink, ½ even; each of the three changes it."""
+    q, k = drawn(16, queries=9, keys=9)
+    generator = torch.Generator().manual_seed(2)
+    more = {
+        "softcap": 2.0,
+        "bias": torch.randn(1, 3, 9, 9, generator=generator, dtype=torch.float64),
+        "sinks": torch.tensor([-1.0, 1.0, 3.0], dtype=torch.float64),
+    }
+    found = pairs_weighted(Call(q, k, k, SCALE, causal(9), **more))
+    for batch, head, i in itertools.product(range(2), range(3), range(1, 9)):
+        scores = [float(2 * torch.tanh(q[batch, head, i] @ k[batch, head, j] * SCALE / 2)) for j in range(i + 1)]
+        terms = [math.exp(score + float(more["bias"][0, head, i, j])) for j, score in enumerate(scores)]
+        total = sum(terms) + math.exp(float(more["sinks"][head]))
+        expected = torch.tensor([term / total / 2 + 0.5 / (i + 1) for term in terms], dtype=torch.float64)
+        torch.testing.assert_close(found[batch, head, i, : i + 1], expected)
+        assert not found[batch, head, i, i + 1 :].any()
+    assert not found[:, :, 0].any(), "the first query has no choice"
+    for name in more:
+        other = pairs_weighted(Call(q, k, k, SCALE, causal(9), **{**more, name: None}))
+        assert (other - found).abs().max() > 0.05
 
 
 def test_a_rank_of_head_dim_or_more_is_the_model_itself_even_outside_the_calibration_text():

@@ -247,7 +247,7 @@ def test_cross_attention_is_refused_with_its_reason():
 
 def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
     (tmp_path / "own.txt").write_text(texts.read_text(()).text + "\nAmen.")
-    with pytest.raises(TextError, match="evaluated sequences"):
+    with pytest.raises(TextError, match="of the evaluated tokens"):
         swap_kernel(demo, "primal:4", calibration=str(tmp_path / "own.txt"), **READ)
 
 

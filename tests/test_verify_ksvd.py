@@ -1,6 +1,7 @@
 """Does `verify` measure what it says of the kernel SVD, fail where an identity breaks, and judge nothing unfairly?"""
 
 import copy
+import importlib
 from dataclasses import replace
 from functools import partial
 
@@ -8,16 +9,19 @@ import pytest
 import torch
 
 import attnlens
-from attnlens import ksvd, primal
+from attnlens import ksvd, primal, tables
 from attnlens.run.experiments import depth_decay as depth
 from attnlens.run.experiments import ksvd_identities as identities
+from attnlens.run.experiments import primal_decay as training
 from attnlens.run.experiments.equal_training import CANONICAL, PRIMAL, Training, fit, nats, pair
-from attnlens.run.experiments.primal_decay import MATRICES, SMALL, compared, read
+from attnlens.run.experiments.primal_decay import MATRICES, compared, read
 from attnlens.run.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
 from attnlens.run.inspect import silent
 from attnlens.run.verify import ROWS, Wanted
 
-TINY = SMALL | {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_inner": 48, "n_positions": 16}
+verifying = importlib.import_module("attnlens.run.verify")  # `run.verify` is the function of that name
+
+TINY = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_inner": 48, "n_positions": 16}
 FEW = Training(steps=6, batch=4, scores=5)
 
 
@@ -154,6 +158,40 @@ def test_the_claim_holds_only_where_every_third_has_more_than_the_one_before():
     assert [depth.holds(shares) for shares in ([0.2, 0.1, 0.3], [0.1, 0.2, 0.2], [0.3, 0.2, 0.1])] == [0.0] * 3
 
 
+def written_out(model, windows):
+    """σ₁/Σσ of every attention matrix that the model itself gives out: (layers, windows, heads)."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    eager = type(model)(config)
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        return torch.stack([first_share(one) for one in eager(windows, output_attentions=True).attentions])
+
+
+def test_the_difference_of_last_and_first_has_its_error_over_windows(loaded):
+    found = depth.depth_decay(quick=True)
+    shares = written_out(loaded.model, sample(loaded, depth.TOKENS, depth.FEW)).mean(-1)
+    apart = shares[3] - shares[:2].mean(0)
+    assert found.final["attention_last_minus_first"] == pytest.approx(float(apart.mean()), abs=1e-5)
+    assert found.errors["attention_last_minus_first"] == pytest.approx(float(apart.std() / len(apart) ** 0.5), rel=1e-3)
+    unpaired = (shares[3].var() + shares[:2].mean(0).var()).div(len(apart)).sqrt()
+    assert found.errors["attention_last_minus_first"] != pytest.approx(float(unpaired), rel=1e-2), "the control"
+
+
+def test_either_outcome_is_told_and_neither_is_a_verdict(monkeypatch):
+    original = depth.by_third
+    found = [depth.depth_decay(quick=True)]
+    monkeypatch.setattr(
+        depth, "by_third", lambda *words: {name: thirds[::-1] for name, thirds in original(*words).items()}
+    )
+    found.append(depth.depth_decay(quick=True))
+    assert [one.final["attention_holds"] for one in found] == [0.0, 1.0]
+    assert found[0].final["attention_last_minus_first"] == pytest.approx(-found[1].final["attention_last_minus_first"])
+    assert [one.judged().passed for one in found] == [None, None]
+    missing = found[0].model_copy(update={"final": dict.fromkeys(found[0].final)})
+    assert missing.judged().passed is None
+
+
 def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
     call, query_key = calls(loaded.model, ids[:2])[2]
     q, k = query_key.query[1, 5].double(), query_key.key[1, 5].double()
@@ -169,6 +207,29 @@ def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
 
 
 # --- decay after training --------------------------------------------------------------------------------------------
+
+
+def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_saw(loaded, monkeypatch):
+    asked = []
+    monkeypatch.setattr(training, "compared", lambda *words: asked.append(words) or compared(*brief(words)))
+
+    def brief(words):
+        config, windows, held = copy.deepcopy(words[0]), words[1][:8, :16], words[2][:4, :16]
+        config.update(TINY)
+        return config, windows, held, FEW, words[4][:1]
+
+    found = training.primal_decay(7)
+    (config, windows, held, asked_training, seeds, _) = asked[0]
+    changed = {name for name, value in config.to_dict().items() if value != loaded.model.config.to_dict()[name]}
+    assert changed == {"n_positions"}
+    assert config.n_positions == windows.shape[-1] == held.shape[-1] == training.TOKENS
+    assert asked_training == Training()
+    assert list(seeds) == [7, 8, 9]
+    rows = {tuple(row.tolist()) for row in windows}
+    assert not any(tuple(row.tolist()) in rows for row in held)
+    assert len(held) >= 30
+    assert (found.model, found.passed) == (training.MODEL, None)
+    assert found.settings["text"].startswith("built-in sample")
 
 
 def test_both_models_begin_alike_and_only_the_last_layer_is_primal(tiny):
@@ -192,8 +253,8 @@ def test_drawing_models_leaves_the_callers_random_numbers_alone(tiny):
 def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny, ids, monkeypatch):
     seen = {CANONICAL: [], PRIMAL: []}
     penalties = []
-    original = primal.objective
-    monkeypatch.setattr(primal, "objective", lambda *words: penalties.append(way) or original(*words))
+    original = primal.regulariser
+    monkeypatch.setattr(primal, "regulariser", lambda *words: penalties.append(way) or original(*words))
     for way, model in pair(tiny, 5, 1).items():
         model.register_forward_pre_hook(lambda _, args, way=way: seen[way].append(args[0].clone()))
         before = nats(model, ids[:8]).item()
@@ -215,6 +276,10 @@ def test_training_is_reproduced_by_its_seeds_and_its_figures_are_means_over_them
     alone = [train(FEW, [seed]) for seed in (0, 1)]
     for name, value in found.final.items():
         assert value == pytest.approx(sum(one.final[name] for one in alone) / 2, abs=1e-9)
+    for name in ("loss", *MATRICES):
+        apart = torch.tensor([one.final[f"{name}_primal"] - one.final[f"{name}_canonical"] for one in alone])
+        assert found.final[f"{name}_difference"] == pytest.approx(float(apart.mean()), abs=1e-6)
+        assert found.errors[f"{name}_difference"] == pytest.approx(float(apart.std() / 2**0.5), rel=1e-3)
     assert alone[0].final["loss_primal"] != alone[1].final["loss_primal"]
     assert alone[0].errors == {}
     assert set(found.errors) == {name for name in found.final if "holds" not in name}
@@ -261,3 +326,19 @@ def test_they_are_the_last_rows_and_quick_leaves_training_out():
     assert [[one.name for one in row] for row in found] == [["KSVD identities"], ["decay by depth"], []]
     assert found[0][0].passed is True
     assert found[1][0].settings["windows"] == depth.FEW
+    assert [row[0].model for row in found[:2]] == ["demo", "demo"]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick, monkeypatch):
+    row = depth.depth_decay(quick=True)
+    monkeypatch.setattr(verifying, "ROWS", [lambda _: [row], verifying.training_row])
+    monkeypatch.setattr(verifying, "primal_decay", lambda *_: row.model_copy(update={"name": "decay by training"}))
+    report = verifying.verify(quick=quick)
+    names = ["decay by depth"] if quick else ["decay by depth", "decay by training"]
+    assert [found.name for found in report.experiments] == names
+    assert [skipped.site for skipped in report.coverage.skipped] == ["decay by training"] * quick
+    text = tables.markdown(report)
+    assert ("Skipped" in text) == quick
+    assert "nothing published to compare with" in text
+    assert "FAIL" not in text

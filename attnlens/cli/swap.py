@@ -57,7 +57,17 @@ Budget = Annotated[
     ),
 ]
 Plan = Annotated[
-    str | None, opt.option("--plan", panel=opt.OUTPUT, help="Write the ranks of --budget as JSON.", metavar="FILE")
+    str | None,
+    opt.option("--plan", panel=opt.OUTPUT, help="Write the ranks of --budget or --ranks as JSON.", metavar="FILE"),
+]
+Ranks = Annotated[
+    str | None,
+    opt.option(
+        "--ranks",
+        panel=opt.INPUT,
+        help="With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
+        metavar="FILE",
+    ),
 ]
 Eta = Annotated[
     float | None,
@@ -79,8 +89,8 @@ Calibration = Annotated[
     opt.option(
         "--calibration",
         panel=opt.INPUT,
-        help="Text file for --fit, --heal and --budget; repeatable: several are read in turn, a sequence of each. "
-        "Default: what follows the evaluated text.",
+        help="Text file for --fit, --heal, --budget and --ranks; repeatable: several are read in turn, a sequence of "
+        "each. Default: what follows the evaluated text.",
         metavar="FILE",
     ),
 ]
@@ -106,6 +116,7 @@ def swap_kernel(
     sweep: Sweep = None,
     fit: Fit = False,
     budget: Budget = None,
+    ranks: Ranks = None,
     plan: Plan = None,
     heal: Heal = 0,
     eta: Eta = None,
@@ -151,8 +162,9 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     should be two texts; TextError for a stdin that is not there.
     """
     known = {"part": PARTS, "path": PATHS, "sweep": SWEEPS, "ksvd_convention": CONVENTIONS}
+    spelled = {"ksvd_convention": "--ksvd-convention"}
     chosen = {
-        option: None if given[option] is None else checked_name(option, given[option], names)
+        option: None if given[option] is None else checked_name(spelled.get(option, option), given[option], names)
         for option, names in known.items()
     }
     calibration = opt.texts("calibration", given["calibration"] or ())
@@ -161,7 +173,9 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     save = given["save"]
     if save is not None and (not save.strip() or "\0" in save):
         raise UsageError("--save names no folder.", "Give a path after --save, or leave it out.")
-    if given["plan"] is not None and given["budget"] is None:
+    if given["plan"] is not None and given["budget"] is None and given["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
-    plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed", "eta", "budget")}
+    if given["ranks"] is not None and (not given["ranks"].strip() or "\0" in given["ranks"]):
+        raise UsageError("--ranks names no file.", "Give the path of a plan after --ranks, or leave it out.")
+    plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed", "eta", "budget", "ranks")}
     return {**chosen, **plain, "kernels": given["kernel"] or ["rbf"], "calibration": calibration}

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.records import Call
+
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Log = Float[Tensor, "batch heads queries keys"]
@@ -33,9 +35,9 @@ class OriginFit:
         self.ratio = (1 - 2 * gamma) / (2 * gamma)
         self.scatter = self.target = torch.zeros(())
 
-    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
+    def update(self, call: Call) -> None:
         """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never written out."""
-        seen, query = pairs_weighted(query, key, scale, allowed), query.double()
+        seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key
         half = key.double().square().sum(-1, keepdim=True) / 2
         key, mean, scatter = centred_keys(key, seen)
         by_key = seen.sum(-2)[..., None] * half + self.ratio * ((seen.mT @ query) * key).sum(-1, keepdim=True)
@@ -167,11 +169,13 @@ class BetaFit:
         self.typed = {"beta_of_head": beta}
         self.product = self.square = torch.zeros(())
 
-    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
+    def update(self, call: Call) -> None:
         """Add this batch's two sums."""
-        query, seen = some_rows(query, key, allowed)
-        key = key.double()
-        logits, cosine = row_centred(query @ key.mT * scale, seen), row_centred(_unit(query) @ _unit(key).mT, seen)
+        query, seen = some_rows(call)
+        key = call.paired_key.double()
+        logits, cosine = (
+            row_centred(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
+        )
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
@@ -185,8 +189,9 @@ class BetaFit:
 
 def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
     """x/‖x‖, in float32 at least; 0 stays 0."""
-    length: Tensor = wide(x).norm(dim=-1, keepdim=True)
-    return wide(x) / length.clamp_min(1e-12)
+    from attnlens.ksvd.features import unit
+
+    return unit(wide(x))
 
 
 def _cosine_dot(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnlens.kernels.spec import score
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+    from attnlens.records import Call
 
 MOST_ROWS = 32
 """Queries of a sequence whose rows are written out, where a parameter has no closed form in head_dim sums."""
@@ -23,33 +27,34 @@ def pairs_seen(
     return seen * (seen.sum(-1, keepdim=True) >= 2)
 
 
-def pairs_weighted(
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch heads keys head_dim"],
-    scale: float,
-    allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
-) -> Float[Tensor, "batch heads queries keys"]:
-    """½·softmax(s⟨q, k⟩) + ½·(1/number of keys seen) over the pairs seen: every query counts alike.
+def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
+    """½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen: every query counts alike.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
-    the head looks. The uniform half keeps the keys in sight that it ignores, which a wrong fit could raise.
+    the head looks. The uniform half keeps the keys in sight that it ignores, which a wrong fit could raise. A row sums
+    to 1, less half of what a sink takes.
     """
-    seen = pairs_seen(query, key, allowed)
-    scores = (query.double() @ key.double().mT * scale).masked_fill(seen == 0, -1e30)
-    uniform = seen / seen.sum(-1, keepdim=True).clamp_min(1)
-    return (scores.softmax(-1) * (seen.sum(-1, keepdim=True) > 0) + uniform) / 2
+    import torch
+
+    query, key = call.query.double(), call.paired_key.double()
+    seen = pairs_seen(query, key, call.visible())
+    scores = score(query, key, call.scale, call.softcap)
+    scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
+    if call.sinks is not None:
+        sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    own = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
+    return (own + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
 def some_rows(
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch heads keys head_dim"],
-    allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
+    call: Call,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], Float[Tensor, "#batch #heads rows keys"]]:
     """Evenly spaced queries, at most MOST_ROWS of a sequence, its last among them, in float64, and what they see."""
-    step = -(-query.shape[-2] // MOST_ROWS)
-    first = (query.shape[-2] - 1) % step
-    query = query[..., first::step, :].double()
-    return query, pairs_seen(query, key, None if allowed is None else allowed[..., first::step, :])
+    step = -(-call.query.shape[-2] // MOST_ROWS)
+    rows = slice((call.query.shape[-2] - 1) % step, None, step)
+    query = call.query[..., rows, :].double()
+    return query, pairs_seen(query, call.paired_key, call.visible(rows))
 
 
 def row_centred(

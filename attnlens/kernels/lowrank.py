@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.records import Call
+
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Map = Float[Tensor, "heads head_dim rank"]
@@ -22,6 +24,7 @@ class MapsFit:
 
     C_q = Σ q qᵀ and C_k = Σ (k − k̄)(k − k̄)ᵀ over the pairs seen, k̄ the mean of the keys that the query sees: the
     least-squares best logits of rank r up to what softmax ignores (⟨q, k̄⟩ among it), where both are independent.
+    Beside a sink softmax ignores nothing: its logit stays while those of all keys may move, so that k̄ is 0.
     """
 
     def __init__(self, rank: int) -> None:
@@ -32,11 +35,13 @@ class MapsFit:
         self.rank = rank
         self.queries = self.keys = torch.zeros(())
 
-    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
+    def update(self, call: Call) -> None:
         """Add this batch's C_q and C_k."""
-        seen, query = pairs_seen(query, key, allowed), query.double()
+        query, key = call.query.double(), call.paired_key.double()
+        seen = pairs_seen(query, key, call.visible())
         self.queries = self.queries + ((query * seen.sum(-1)[..., None]).mT @ query).sum(0)
-        self.keys = self.keys + centred_keys(key, seen)[2]
+        whole = ((key * seen.sum(-2)[..., None]).mT @ key).sum(0)
+        self.keys = self.keys + (centred_keys(key, seen)[2] if call.sinks is None else whole)
 
     def solve(self) -> dict[str, Tensor]:
         """`query_map` and `key_map`, (heads, head_dim, min(rank, head_dim)); the identity where nothing is cut."""
@@ -78,9 +83,7 @@ def roots(gram: Float[Tensor, "heads size size"]) -> tuple[Tensor, Tensor]:
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
-def _rank_dot(
-    query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map
-) -> tuple[Tensor, Tensor, float]:
+def _low(query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map) -> tuple[Tensor, Tensor, float]:
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
 
@@ -92,16 +95,13 @@ def _rank_dot(
     positive=True,
     symmetric=False,
     features="infinite",
-    form="pair",
+    form="score",
     parameters=(Parameter("rank", "how many dimensions r are kept of head_dim", int, low=1, high=65536),),
-    dot=_rank_dot,
+    dot=_low,
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,
     needs_fit=True,
 )
-def low_rank(
-    query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map
-) -> Float[Tensor, "batch heads queries keys"]:
+def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel of the best logits of rank r; with r ≥ head_dim the model's own."""
-    query, key, scale = _rank_dot(wide(query), wide(key), scale, rank, query_map, key_map)
-    return query @ key.mT * scale
+    return score

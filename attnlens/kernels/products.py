@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.records import Call
+
     Score = Float[Tensor, "*scores"]
 
 A_DECADE = 16
@@ -54,12 +56,12 @@ class OffsetFit:
         self.offsets = [-c for c in reversed(grid)] + [0.0, *grid]
         self.errors = torch.zeros(())
 
-    def update(self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | None) -> None:
+    def update(self, call: Call) -> None:
         """Add every offset's squared error on this batch."""
         import torch
 
-        query, seen = some_rows(query, key, allowed)
-        score = query @ key.double().mT * scale
+        query, seen = some_rows(call)
+        score = query @ call.paired_key.double().mT * call.scale
         batch = [
             squared_error(score - self.degree * log_magnitude(score + offset), seen).sum((0, 2))
             for offset in self.offsets

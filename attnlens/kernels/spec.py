@@ -77,7 +77,7 @@ class Kernel:
         """log|k(q, k)| of these rows and columns, exact and with its query-only terms; keys are repeated under GQA.
 
         Score kernels read softcap · tanh(s⟨q, k⟩ / softcap) where the model caps its scores; the others have no score
-        to cap. In float32 at least, but for a score that is itself the answer (exponential, hard).
+        to cap. In float32 at least, but for a score that is itself the answer (exponential, rank, hard).
         Raises UsageError for a tie where queries and keys are not the same tokens, and for a rank that is not fitted.
         """
         query, key = self.tied(query, key)
@@ -126,6 +126,8 @@ class Kernel:
                 f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."
             )
         if self.info.form == "score":
+            if self.info.dot is not None:
+                query, key, scale = self.info.dot(query, key, scale, **numbers)
             return self.info.function(score(query, key, scale, softcap), **numbers)
         if self.info.form == "pair":
             return self.info.function(query, key, scale, **numbers)

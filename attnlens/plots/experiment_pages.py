@@ -10,8 +10,8 @@ from attnlens.plots.experiments import experiment_panels
 from attnlens.plots.style import INK, MUTED, new_figure
 from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Report
-from attnlens.tables.facts import standing
-from attnlens.wording import big, clean, counted, model_name
+from attnlens.tables.facts import ran_on, standing, title
+from attnlens.wording import big, clean, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +38,8 @@ MOST = 12
 """Measures that are followed on one page."""
 SHORTEST = 8
 """Characters of an experiment's name that still tell which it is."""
-TITLE, FACTS, NOTE = 80, 165, 42
-"""Characters that fit into the page's title, into a line of facts, and over a panel."""
+TITLE, FACTS, NOTE, FOOTNOTE = 80, 165, 42, 180
+"""Characters that fit into the page's title, into a line of facts, over a panel, and at the foot."""
 
 
 def experiment_overview(report: Report) -> Figure:
@@ -133,13 +133,14 @@ def _title(axes: Axes, title: str, panel: Panel) -> None:
 def _head(figure: Figure, report: Report, height: float) -> None:
     model = report.model
     place = LEFT / WIDTH
-    title = fitted(model_name(model.id), TITLE)
-    figure.text(place, 1 - 0.27 / height, title, fontsize=14, weight="bold", color=INK, va="center")
+    figure.text(
+        place, 1 - 0.27 / height, fitted(title(report), TITLE), fontsize=14, weight="bold", color=INK, va="center"
+    )
     facts = [clean(model.architecture), f"{big(model.parameters)} parameters", standing(report)[0]]
     steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     facts += [counted(max(steps), "checkpoint")] if steps else []
     figure.text(place, 1 - 0.52 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
     made = f"{clean(report.tool.name)} {clean(report.tool.version)} · seed {report.settings.seed}"
-    text = " · ".join(fact for fact in (clean(report.settings.fed), made) if fact)
+    text = " · ".join(fact for fact in (ran_on(report), clean(report.settings.fed), made) if fact)
     where = (RIGHT / WIDTH, 0.13 / height)
-    figure.text(*where, fitted(text, 150), fontsize=6.5, color=MUTED, ha="right", va="center")
+    figure.text(*where, fitted(text, FOOTNOTE), fontsize=6.5, color=MUTED, ha="right", va="center")

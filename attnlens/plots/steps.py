@@ -62,12 +62,11 @@ def _named(axes: Axes, steps: list[float]) -> list[float]:
     """The steps that get a number: few ones all, of many the round ones, as far as they keep apart; ends first."""
     if len(steps) > 12:
         low, high = steps[0], steps[-1]
-        if axes.get_xscale() == "linear":
-            return [
-                float(tick) for tick in axes.xaxis.get_major_locator().tick_values(low, high) if low <= tick <= high
-            ]
-        powers = [10.0**power for power in range(-6, 10)]
-        steps = [low, *(power for power in powers if low < power < high), high]
+        linear = axes.get_xscale() == "linear"
+        whole = all(step == int(step) for step in steps)
+        found = axes.xaxis.get_major_locator().tick_values(low, high) if linear else [10.0**p for p in range(-6, 10)]
+        round_ones = [float(step) for step in found if step == int(step) or not whole]
+        steps = [low, *(step for step in round_ones if low < step < high), high]
     places = axes.transScale.transform([(step, 0.5) for step in steps])[:, 0] if steps else np.array([])
     width = size_in_points(axes)[0]
     span = float(np.ptp(places)) or 1.0

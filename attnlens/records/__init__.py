@@ -5,18 +5,13 @@ from attnlens.records.coverage import Coverage, Skipped
 from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
 from attnlens.records.measures import Head, HeadId, Measure, Null, Record
 from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
+from attnlens.records.provenance import Conventions, File, ModelInfo, Settings, Text, Tool
 from attnlens.records.report import (
-    Conventions,
     Environment,
-    File,
-    ModelInfo,
     Report,
-    Settings,
     SiteCheck,
     Standout,
     Summary,
-    Text,
-    Tool,
     json_schema,
     read_report,
 )

@@ -46,6 +46,8 @@ class Experiment(Record):
     """Short and fixed: `local convergence`."""
     question: str
     """What it asks, in one line."""
+    model: str | None = None
+    """What it ran on, where that is another model than the report's: `demo`."""
     settings: dict[str, JsonValue] = {}
     """Sizes, learning rate, seeds."""
     final: dict[str, Number | None]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import Field, model_validator
+
 from attnlens.files import write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
+from attnlens.records.provenance import ModelInfo, Settings, Tool
 from attnlens.records.swaps import Pair
 from attnlens.records.tensors import Part
 
@@ -28,6 +31,12 @@ class KeyRank(Record):
     head_dim: Count
     """Of how many."""
 
+    @model_validator(mode="after")
+    def _within(self) -> KeyRank:
+        if self.rank > self.head_dim:
+            raise ValueError(f"a rank of {self.rank} in {self.head_dim} directions")
+        return self
+
 
 class Rise(Record):
     """How much a loss rises, as a share of itself: after / before − 1."""
@@ -38,6 +47,17 @@ class Rise(Record):
     """95 % interval: percentile bootstrap over sequences, paired (Efron 1979)."""
     sequences: Count
     """Over how many sequences."""
+    by_text: dict[str, Number] = {}
+    """The share of each text alone, by name, where the sequences are of several."""
+
+    @property
+    def largest(self) -> float:
+        """What a promise has to keep within a budget: the end of the interval, and the share of every text alone.
+
+        Were a further text of the same population as n others, all of them unseen, it would rise by more than the most
+        of these with a chance of 1 in n + 1; the mean of many texts says nothing like that of a new one.
+        """
+        return max(self.ci95[1] if self.ci95 else self.share, *self.by_text.values(), self.share)
 
 
 class PlanStep(Record):
@@ -52,30 +72,38 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """The cheapest ranks found whose measured rise of the loss stays within the budget."""
+    """The cheapest ranks found whose measured rise of the loss stays within the budget, or what those of another plan
+    do here (`ranks`).
+    """
 
+    tool: Tool
+    """What wrote it."""
+    model: ModelInfo
+    """Which model the ranks were measured on."""
+    settings: Settings
+    """What was asked for: the seed, the tokens, the texts with their SHA-256, the layers and heads."""
+    kernel: str
+    """The kernel, as it is typed beside --budget or --ranks."""
     budget: Number
-    """Largest rise of the loss, as a share of it: 0.01 is 1 %."""
-    ranks: list[KeyRank]
+    """Largest rise of the loss for which the ranks were chosen, as a share of it: 0.01 is 1 %."""
+    ranks: list[KeyRank] = Field(min_length=1)
     """Key head by key head, in the order of execution."""
     mean_rank: Number
     """Mean over query heads."""
     head_dim: Number
     """Mean over query heads of what the rank is of."""
-    promised: Rise
-    """On calibration text kept apart from the fit, by which the plan was chosen."""
+    promised: Rise | None
+    """On calibration text kept apart from the fit, by which the plan was chosen; None where the ranks were given."""
     measured: Rise | None
     """On the evaluation text, which chose nothing; None where the model diverged there."""
     healed: Rise | None = None
     """The same after healing."""
     steps: list[PlanStep]
     """The nested plans that were measured, the largest ranks first."""
-    tokens: Count
-    """Length of a sequence for which FLOPs are counted."""
     parameters: Pair
     """Numbers that make the queries and keys of these heads: W_Q, W_K and biases, or those and the maps behind them."""
     flops_per_token: Pair
-    """Floating-point operations for queries, keys and scores of these heads, mean over a sequence's tokens."""
+    """Floating-point operations for queries, keys and scores of these heads, mean over a sequence of `tokens`."""
     cache_bytes_per_token: Pair
     """What a key-value cache keeps of a token at these sites, keys and values."""
     keys_to_gain: Number | None = None
@@ -83,10 +111,28 @@ class Plan(Record):
     on, or where nothing is cut."""
     reasons: dict[str, str] = {}
     """Why a field is null, or no better, by its name."""
-    text: str
-    """The evaluation text, by name."""
-    calibration: str
-    """The calibration text, by name."""
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Plan:
+        named = [(key.site, key.kv_head) for key in self.ranks]
+        if len(set(named)) < len(named):
+            raise ValueError("a key head has two ranks")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Length of a sequence."""
+        return self.settings.tokens or 0
+
+    @property
+    def text(self) -> str:
+        """The evaluation text, by name."""
+        return self.settings.text.name if self.settings.text else ""
+
+    @property
+    def calibration(self) -> str:
+        """The calibration text, by name."""
+        return self.settings.calibration.name if self.settings.calibration else ""
 
     @property
     def kept(self) -> bool:

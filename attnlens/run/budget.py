@@ -48,7 +48,8 @@ def parsed_budget(words: str) -> float:
     if math.isnan(share):
         raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1%.")
     if not 0 < share < math.inf:
-        raise UsageError(f"The budget {words!r} leaves nothing to spend.", "Give more than 0, as in --budget loss:1%.")
+        limit = "is no limit" if share > 0 else "leaves nothing to spend"
+        raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
     return share
 
 
@@ -92,23 +93,26 @@ def _above(cost: Sequence[float], first: int, middle: int, last: int) -> bool:
     return (cost[middle] - cost[first]) * (last - first) >= (cost[last] - cost[first]) * (middle - first)
 
 
-def rise_of(before: Tensor, after: Tensor, counts: Tensor, seed: int) -> Rise | None:
-    """after / before − 1 of the mean losses over tokens, its paired interval over sequences; None where it diverges."""
+def rise_of(before: Tensor, after: Tensor, counts: Tensor, seed: int, texts: Sequence[str] = ()) -> Rise | None:
+    """after / before − 1 of the mean losses over tokens, its paired interval over sequences; None where it diverges.
+
+    `texts` names the text of every sequence, where they are of several.
+    """
     if not bool(after.isfinite().all()):
         return None
     found = [math.expm1(x) for x in paired_bootstrap(before, after, weights=counts, of=torch.log, seed=seed)]
-    return Rise(share=found[0], ci95=(found[1], found[2]) if len(counts) > 1 else None, sequences=len(counts))
+    by_text = {}
+    for name in dict.fromkeys(texts):
+        own = counts * counts.new_tensor([other == name for other in texts])
+        by_text[name] = float((after * own).sum() / (before * own).sum()) - 1
+    interval = (found[1], found[2]) if len(counts) > 1 else None
+    return Rise(share=found[0], ci95=interval, sequences=len(counts), by_text=by_text)
 
 
 def rise_in(found: Comparison, seed: int) -> Rise | None:
     """The same of a comparison on the evaluation text."""
     before, after, counts = (torch.cat(part) for part in (found.before, found.after, found.counts))
     return rise_of(before, after, counts, seed)
-
-
-def _upper(rise: Rise) -> float:
-    """The largest rise that its interval leaves open."""
-    return rise.ci95[1] if rise.ci95 else rise.share
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,8 @@ class Choice:
     """The rank of every swapped key head."""
     swaps: dict[Site, hooks.Swap]
     """The swap that has them."""
-    promised: Rise
-    """On calibration text kept apart from the fit."""
+    promised: Rise | None
+    """On calibration text kept apart from the fit; None where the ranks were given."""
     steps: list[PlanStep]
     """The nested plans that were measured, the largest ranks first."""
     reason: str | None
@@ -142,11 +146,14 @@ class Budgeting:
     progress: Callable[[int], None]
 
     def choose(self, batches: Batches, budget: float) -> Choice:
-        """The smallest ranks among nested plans whose measured rise stays within the budget with its whole interval.
+        """The smallest ranks among nested plans whose measured rise stays within the budget: with its whole interval,
+        and on every text alone, where the calibration text is of several.
 
         Raises TextError where there are fewer than two batches, and what `bases` and `sensitivities` raise.
         """
-        fitting, choosing = (feed(self.loaded, part, self.task, self.seed) for part in split(batches))
+        parts = split(batches)
+        fitting, choosing = (feed(self.loaded, part, self.task, self.seed) for part in parts)
+        self.texts = [name for batch in parts[1] for name in batch.parts]
         self.found = bases(self.loaded, self.sites, self.swaps, fitting, self.progress)
         costs = sensitivities(self.loaded, self.sites, self.found, fitting, self.task, self.seed, self.progress)
         self.table = _table([costs[site] for site in self.found])
@@ -169,14 +176,14 @@ class Budgeting:
             predicted = self.predicted(ranks)
             if rise is not None:
                 tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=predicted / loss, rise=rise)
-            upper = math.inf if rise is None else _upper(rise)
-            if rise is not None and upper <= budget:
+            largest = math.inf if rise is None else rise.largest
+            if rise is not None and largest <= budget:
                 best, promised, low = at, rise, at
             else:
                 high = at
             if high - low < 2:
                 break
-            at = self._next(predicted, budget / upper if upper > 0 else math.inf, low, high)
+            at = self._next(predicted, budget / largest if largest > 0 else math.inf, low, high)
         chosen = self.by_site(self.ranks_after(best))
         reason = None if best else "no plan tried with fewer directions stayed within the budget on calibration text"
         steps = [tried[number] for number in sorted(tried)]
@@ -236,7 +243,7 @@ class Budgeting:
         with hooks.replace(self.loaded.model, self.sites, swaps, self.path):
             after, counts = _losses(self.loaded, choosing, self.task)
         self.progress(len(counts))
-        return rise_of(self.own[0], after, counts, self.seed)
+        return rise_of(self.own[0], after, counts, self.seed, self.texts)
 
 
 def budget_work(batches: Batches) -> int:

@@ -147,7 +147,7 @@ def _solvable(
             seen = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
             found.observe(seen.query, seen.key, seen.kept, attend(part, hooks.OWN).transpose(1, 2))
         else:
-            found.update(part.query, part.paired_key, part.scale, part.visible())
+            found.update(part)
 
     _each(loaded, sites, swaps, batches, add, progress)
     return fits

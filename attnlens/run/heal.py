@@ -1,4 +1,4 @@
-"""How near can a swapped model come to the original? W_Q and W_K of its swapped heads are trained by distillation."""
+"""How near can a swapped model come to the original? Swapped heads learn from it: W_Q, W_K, the kernel's numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks
 from attnlens.attention import Path
-from attnlens.attention.primal import penalty
+from attnlens.attention.primal import regulariser
 from attnlens.errors import ModelError, TextError
 from attnlens.kernels import Kernel
 from attnlens.ksvd import Convention
@@ -77,8 +77,8 @@ class Healer:
     """Whether the user ended it early."""
 
     def prepare(self, batch: Batch) -> None:
-        """Find the entries of weights that make queries and keys of swapped heads and nothing else, and the kernels'
-        free parameters, which begin as fitted, or else as typed.
+        """Find what is trained: the entries of weights that make queries and keys of swapped heads and nothing else,
+        and the kernels' trainable parameters (primal: its maps, too), which begin as fitted, or else as typed.
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
@@ -154,7 +154,7 @@ class Healer:
             swap = swaps[site]
             if penalties is not None:
                 part = call if swap.heads is None else call.select(swap.heads)
-                penalties.append(penalty(part, swap.kernel, self.convention))
+                penalties.append(regulariser(part, swap.kernel, self.convention))
 
         with hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit):
             new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)

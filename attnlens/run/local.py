@@ -80,9 +80,9 @@ class Local:
             notes.append("What the model adds to its scores (softcap, position bias, sinks) has no place in it.")
         if self.bounded:
             asked = f"{kernel.parameters['scores']:.0f} scores were asked for"
-            bound = "the number of samples" if kernel.parameters["samples"] else "head_dim"
+            bounds = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
             notes.append(
-                f"{asked}; at {self.bounded} of {total} sites {bound} bounds their rank, and there are no more."
+                f"{asked}; at {self.bounded} of {total} sites {bounds} bounds their rank, and there are no more."
             )
         return notes
 

@@ -13,10 +13,12 @@ from attnlens import hooks, texts, weights
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
 from attnlens.run.budget import Choice, rise_in
+from attnlens.run.collect import tool
 from attnlens.run.compare import DIVERGED, Comparison
 from attnlens.weights import Factors
 
 NO_CACHE = "no decoder is swapped, and nothing else keeps a key-value cache"
+GIVEN = "the ranks were given, and none was chosen"
 SHARED = "one module computes several sites, whose ranks differ"
 
 
@@ -163,8 +165,14 @@ def planned(
     reasons = dict(saved.pop("reasons"))
     if choice.reason is not None:
         reasons["mean_rank"] = choice.reason
+    if choice.promised is None:
+        reasons["promised"] = GIVEN
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
+        tool=tool(),
+        model=loaded.info,
+        settings=settings,
+        kernel=next(iter(choice.swaps.values())).kernel.info.name,
         budget=budget,
         ranks=ranks,
         mean_rank=sum(key.rank * len(key.heads) for key in ranks) / heads,
@@ -173,10 +181,7 @@ def planned(
         measured=measured.get("swapped"),
         healed=measured.get("healed"),
         steps=choice.steps,
-        tokens=settings.tokens or 0,
         keys_to_gain=break_even(choice, found),
-        text=settings.text.name if settings.text else "",
-        calibration=settings.calibration.name if settings.calibration else "",
         reasons=reasons,
         **saved,
     )

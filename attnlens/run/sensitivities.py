@@ -90,7 +90,7 @@ def bases(
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
         shared[site] = heads, _whole_groups(site, heads, call.group)
         part = call.select(heads)
-        fits.setdefault(site, MapsFit(part.query.shape[-1])).update(part.query, part.key, part.scale, part.visible())
+        fits.setdefault(site, MapsFit(part.query.shape[-1])).update(part)
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         for fed in batches:
@@ -195,7 +195,7 @@ def _risen(
     for rank in levels(basis.head_dim)[:-1]:
         # no direction at all: one of zeros, as in the swap
         query, key = (low[..., : max(1, rank)] * (rank > 0) for low in (low_query, low_key))
-        cut = replace(part, query=query.to(own), key=key.to(own), softcap=None)
+        cut = replace(part, query=query.to(own), key=key.to(own))
         change = (slope * (attend(cut, hooks.OWN) - own)).sum(-1)
         found[:, rank] = change.square().sum((0, 1)).reshape(kv_heads, -1).sum(-1).cpu()
     return found

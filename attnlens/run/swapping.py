@@ -21,6 +21,7 @@ from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, t
 from attnlens.run.costs import enough_memory, peak_of, speed
 from attnlens.run.fit import fit
 from attnlens.run.gates import leaks
+from attnlens.run.given import check_fits, given, origin
 from attnlens.run.heal import Healer, changed_weights, heal
 from attnlens.run.inspect import Progress
 from attnlens.run.local import Local, locally, mean_of
@@ -69,6 +70,8 @@ class Swapping:
     fed: list[Fed]
     calibrated: texts.Batches | None
     progress: Progress
+    shared: float = 0.0
+    """Share of the evaluated tokens that stand in the calibration text too."""
     sites: tuple[Site, ...] = ()
     heads_of: dict[Site, int] = field(default_factory=dict)
     chosen: list[Site] = field(default_factory=list)
@@ -100,9 +103,9 @@ class Swapping:
         if self.wish.heal and self.calibrated is not None:
             with self._timed("heal"):
                 self._heal(candidates[0], self.calibrated)
-        if (choice := candidates[0].choice) is not None and self.wish.budget is not None:
+        if (choice := candidates[0].choice) is not None and self.wish.limit is not None:
             with self._timed("plan"):
-                work = self.loaded, choice, self.wish.budget, self.settings, self.fed[0].inputs
+                work = self.loaded, choice, self.wish.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found)
         with self._timed("sites"):
             local = [locally(self.loaded, self.sites, c.last, probe, self.wish.path) for c in candidates]
@@ -128,6 +131,8 @@ class Swapping:
         refuse_initialised(self.loaded, reached)
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
+        if self.wish.ranks is not None:
+            check_fits(self.wish.ranks, reached)
         wish, count = self.wish, len(self.sites)
         check_numbers("layer", self.settings.layers, count)
         check_numbers("head", self.settings.heads, max(self.heads_of.values()))
@@ -197,15 +202,20 @@ class Swapping:
         wanted = info.needs_fit or (self.wish.fit and candidate.kernel.tie is None)
         if self.calibrated is None or info.fit is None or not wanted:
             return
-        if self.wish.budget is not None:
-            tell = self._teller("budget", budget_work(self.calibrated))
-            asked = self.loaded, self.sites, candidate.last, self.task, self.wish.path, self.settings.seed, tell
-            candidate.choice = Budgeting(*asked).choose(self.calibrated, self.wish.budget)
+        if self.wish.limit is not None:
+            candidate.choice = self._chosen(candidate.last, self.calibrated, self.wish.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
         candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
+
+    def _chosen(self, swaps: Swaps, calibrated: texts.Batches, limit: float) -> Choice:
+        """The ranks of the plan given, or those found within the limit."""
+        plan = self.wish.ranks
+        tell = self._teller("budget" if plan is None else "fit rank", budget_work(calibrated))
+        search = Budgeting(self.loaded, self.sites, swaps, self.task, self.wish.path, self.settings.seed, tell)
+        return search.choose(calibrated, limit) if plan is None else given(search, calibrated, plan)
 
     def _compare(self, candidates: list[Candidate]) -> None:
         variants = {
@@ -263,12 +273,19 @@ class Swapping:
             stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
             healing=candidate.healing,
             reasons=reasons | last["reasons"],
-            notes=self._notes(local.notes(kernel)),
+            notes=self._notes(kernel, local),
         )
 
-    def _notes(self, of_kernel: list[str]) -> list[str]:
+    def _notes(self, kernel: Kernel, local: Local) -> list[str]:
         """What a reader must know, a sentence each."""
-        notes = [MEANINGS[self.task], *of_kernel]
+        notes = [MEANINGS[self.task], *local.notes(kernel)]
+        if self.wish.ranks is not None:
+            notes += origin(self.wish.ranks, self.loaded.info)
+        if self.shared:
+            share = f"{100 * self.shared:.2g} % of the evaluated tokens"
+            notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
+        if self.wish.fit and kernel.info.needs_fit:
+            notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
         if 1 < (self.settings.sequences or 0) < FEW:
             notes.append(f"Intervals over fewer than {FEW} sequences are too narrow: give more --sequences.")
         if self.wish.sweep and self.wish.heal:

@@ -14,16 +14,18 @@ from attnlens.attention import Path as Route
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.ksvd import Convention
-from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS, Part
+from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS, Part, Plan, read_plan
 from attnlens.registry import checked_name
 from attnlens.run import arguments
 from attnlens.run.budget import parsed_budget
 from attnlens.run.fit import check_fit
+from attnlens.run.given import part_of
 from attnlens.run.saved import check_folder
 
 Unit = Literal["heads", "layers"]
 MOST_DIRECTIONS = 65536
 """A rank that cuts nothing in any head."""
+BOTH = "A plan says which layers and heads have which rank.", "Leave out --layers, --heads and --part, or --ranks."
 ETA = 0.1
 """η of the published code for language modelling; 0.01 for Long Range Arena."""
 
@@ -40,15 +42,17 @@ class Wishes(models.Loading, total=False):
     fit: bool
     """Choose each head's free kernel parameters from calibration text."""
     heal: int
-    """Train W_Q and W_K of the swapped heads for so many steps."""
+    """Train W_Q and W_K of the swapped heads, and the kernel's own parameters, for so many steps."""
     calibration: arguments.Words
-    """Text files for fit and heal; without them, what follows the evaluated text."""
+    """Text files for fit, heal, budget and ranks; without them, what follows the evaluated text."""
     eta: float | None
     """Weight of the KSVD regulariser in healing primal attention (default 0.1, of the published language model)."""
     ksvd_convention: str
     """How its objective is counted: "paper" (sums, default) or "code" (means, Λ squared)."""
     budget: str | None
     """Choose the rank of each key head: the smallest ones whose rise of the loss stays within it, as in "loss:1%"."""
+    ranks: Plan | str | os.PathLike[str] | None
+    """The rank of each key head, from a plan or its file (--plan), with the layers, heads and part that it has."""
     save: str | os.PathLike[str] | None
     """Write the swapped model into this new folder."""
     allow_signed: bool
@@ -70,6 +74,8 @@ class Wish:
     save: Path | None
     budget: float | None
     """As a share of the loss."""
+    ranks: Plan | None
+    """The plan whose ranks are taken, in the place of a budget."""
     eta: float | None
     """None where nothing is regularised."""
     convention: Convention
@@ -82,13 +88,13 @@ class Wish:
         spellings = dict.fromkeys(arguments.words("kernels", kernels))
         allow = bool(given.get("allow_signed", False))
         save = given.get("save")
-        budget = given.get("budget")
-        if budget is not None:
+        budget, ranks = given.get("budget"), _ranks(given)
+        if budget is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings))])
         kernels_asked = [parsed(words, allow_signed=allow) for words in spellings]
         wish = cls(
             kernels=kernels_asked,
-            part=cast("Part | None", _one_of("part", given.get("part"), PARTS)),
+            part=cast("Part | None", _one_of("part", given.get("part"), PARTS)) if ranks is None else part_of(ranks),
             path=cast("Route", _one_of("path", given.get("path", "auto"), PATHS)),
             sweep=cast("Unit | None", _one_of("sweep", given.get("sweep"), SWEEPS)),
             fit=bool(given.get("fit", False)),
@@ -96,8 +102,11 @@ class Wish:
             calibration=arguments.words("calibration", given.get("calibration", ())),
             save=None if save is None else Path(save),
             budget=None if budget is None else parsed_budget(budget),
+            ranks=ranks,
             eta=_eta(given, kernels_asked),
-            convention=cast("Convention", _one_of("convention", given.get("ksvd_convention", "paper"), CONVENTIONS)),
+            convention=cast(
+                "Convention", _one_of("--ksvd-convention", given.get("ksvd_convention", "paper"), CONVENTIONS)
+            ),
         )
         wish._check()
         return wish
@@ -118,7 +127,8 @@ class Wish:
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
         if self.calibration and not self.calibrates:
             raise UsageError(
-                "Calibration text is given and nothing reads it.", "Add --fit, --heal or --budget, or leave it out."
+                "Calibration text is given and nothing reads it.",
+                "Add --fit, --heal, --budget or --ranks, or leave it out.",
             )
         if self.save is not None:
             check_folder(self.save)
@@ -128,13 +138,43 @@ class Wish:
         """Whether calibration text is needed."""
         return self.fit or self.heal > 0 or any(kernel.info.needs_fit for kernel in self.kernels)
 
+    @property
+    def limit(self) -> float | None:
+        """The rise of the loss within which ranks are to be chosen, or those given were; None for any other kernel."""
+        return self.budget if self.ranks is None else self.ranks.budget
+
+    def reach(
+        self, layers: Sequence[int] | None, heads: Sequence[int] | None
+    ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+        """Which layers and heads are swapped: those asked for, or the plan's; raises UsageError for both."""
+        if self.ranks is None:
+            return layers, heads
+        if layers is not None or heads is not None:
+            raise UsageError(*BOTH)
+        return self.ranks.settings.layers, self.ranks.settings.heads
+
+
+def _ranks(given: Mapping[str, Any]) -> Plan | None:
+    """The plan to take ranks from; raises UsageError where it can't be read, or where something else chooses too."""
+    ranks = given.get("ranks")
+    if ranks is None:
+        return None
+    if given.get("budget") is not None:
+        raise UsageError("A budget finds ranks, and --ranks gives them.", "Leave out --budget or --ranks.")
+    if given.get("part") is not None:
+        raise UsageError(*BOTH)
+    if not isinstance(ranks, Plan | str | os.PathLike):
+        raise UsageError(f"ranks={ranks!r} is neither a plan nor a path.", "Give the path of a plan from --plan.")
+    return ranks if isinstance(ranks, Plan) else read_plan(os.fspath(ranks))
+
 
 def _without_rank(kernels: list[str]) -> str:
     """The spelling that stands for `rank` until the ranks are chosen; raises UsageError for any other kernel."""
     if kernels != ["rank"]:
         raise UsageError(
-            f"A budget chooses the ranks of the kernel rank and of no other ({', '.join(kernels) or 'none is named'}).",
-            "Write --kernel rank --budget loss:1%.",
+            f"A budget chooses the ranks of the kernel rank and of no other ({', '.join(kernels) or 'none is named'}), "
+            "and a plan names them.",
+            "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
         )
     return f"rank:{MOST_DIRECTIONS}"
 

@@ -138,7 +138,10 @@ def _tolerance(experiment: Experiment, figure: str) -> str:
 
 def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
     if any(experiment.errors for experiment in experiments):
-        yield "±: standard error over trials."
+        yield (
+            "±: standard error over trials, or over what the experiment's question names; figures without it are "
+            "extremes, medians, counts or single solutions."
+        )
     if any(experiment.published for experiment in experiments):
         yield (
             "published: what the paper, or a reimplementation of it with many seeds, reads; ≥ and ≤ are bounds; "
@@ -149,8 +152,9 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 def _asked(experiment: Experiment, report: Report) -> str:
-    """Name, question, settings, and how long it took."""
-    facts = [setting(name, value) for name, value in experiment.settings.items() if value is not None]
+    """Name, question, model where it is not the report's, settings, and how long it took."""
+    facts = [f"on {experiment.model}"] if experiment.model else []
+    facts += [setting(name, value) for name, value in experiment.settings.items() if value is not None]
     seconds = report.timings.get(experiment.name)
     facts += [] if seconds is None else [f"{seconds:.1f} s"]
     return clean(f"{experiment.name}: {experiment.question}" + (f" ({', '.join(facts)})" if facts else ""))

@@ -9,7 +9,23 @@ from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.tables.nulls import null_words
-from attnlens.wording import big, clean, counted, listed, short, written
+from attnlens.wording import big, clean, counted, listed, model_name, short, written
+
+
+def title(report: Report) -> str:
+    """The model's name, and those of the others that experiments ran on: `one-layer attention (synthetic) + demo`."""
+    others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
+    return " + ".join([model_name(report.model.id), *map(clean, others)])
+
+
+def ran_on(report: Report) -> str:
+    """Which experiments ran on which model; empty where all ran on the report's own."""
+    found: dict[str | None, list[str]] = {}
+    for experiment in report.experiments:
+        found.setdefault(experiment.model, []).append(clean(experiment.name))
+    rest = found.pop(None, [])
+    said = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in found.items()]
+    return "; ".join([*said, f"all others: {model_name(report.model.id)}"] if said and rest else said)
 
 
 def header(report: Report) -> str:

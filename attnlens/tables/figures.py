@@ -17,6 +17,12 @@ PROPER = (
     (re.compile(r"^nuclear most$"), "nuclear, largest mean"),
     (re.compile(r"^beyond bound$"), "largest rank − min(n, d)"),
     (re.compile(r"(?<!,) longer$"), ", longer"),
+    (re.compile(r"^rank s error$"), "rank-s error"),
+    (re.compile(r"^J perturbed$"), "J perturbed, the control"),
+    (re.compile(r"^(running cosine|cosine|attention|loss) (?=\w)"), r"\1, "),
+    (re.compile(r", (first|middle|last)$"), r", \1 third"),
+    (re.compile(r" minus "), " − "),
+    (re.compile(r", holds$"), ", claim holds"),
     (re.compile(r"^norm(?=, from |: from )"), "‖W‖ / ‖W_mm‖"),
 )
 """How the field writes what an identifier can't."""
@@ -27,9 +33,10 @@ QUANTITIES = (
     (re.compile(r"^feasibility: n=[0-9]+, T=[0-9]+$"), "share separable"),
     (re.compile(r": all best tokens selected$"), "share of trials"),
     (re.compile(r": selection kept(, from .*|: from .*)?$"), "share of queries"),
+    (re.compile(r"^decay by (depth|training): "), "share of Σσ"),
     (re.compile(r": norm([,:] from .*)?$"), "‖W‖ / ‖W_mm‖"),
     (re.compile(r": KL\b"), "KL, nats"),
-    (re.compile(r"distance of the finite part$"), "distance"),
+    (re.compile(r"\bfinite part$"), "distance"),
     (re.compile(r": correlation([,:] from .*)?$"), CORRELATION),
     (re.compile(r"\bto (the graph SVM|[Ff]robenius|nuclear)(, longer)?$"), CORRELATION),
 )

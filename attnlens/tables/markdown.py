@@ -13,7 +13,7 @@ from attnlens.tables.layers import layer_rows, measure_columns, name_columns
 from attnlens.tables.sections import in_markdown
 from attnlens.tables.swaps import swap_markdown
 from attnlens.tables.terminal import Column
-from attnlens.wording import clean, model_name
+from attnlens.wording import clean
 
 SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
 """ASCII that could be read as more than a letter; an underscore within a word is harmless."""
@@ -22,9 +22,9 @@ SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
 def markdown(report: Report) -> str:
     """The summary as GitHub markdown, one table a source; every string of the report is escaped, for it is data."""
     shapes = Shapes(report)
-    model = escaped(model_name(report.model.id))
+    model = escaped(facts.title(report))
     lines = [f"## attnlens {escaped(report.command)}: {model}", "", escaped(facts.header(report)), ""]
-    sentences = [facts.conventions(report), facts.identity(report), *facts.notes(report)]
+    sentences = [facts.ran_on(report), facts.conventions(report), facts.identity(report), *facts.notes(report)]
     lines += [f"- {escaped(sentence)}" for sentence in sentences if sentence]
     lines += ["", f"**{escaped(facts.standing(report)[0])}**", ""]
     lines += _tables(shapes)

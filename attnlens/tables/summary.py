@@ -17,7 +17,6 @@ from attnlens.tables.layers import layer_rows, measure_columns, name_columns
 from attnlens.tables.sections import printed
 from attnlens.tables.swaps import swap_summary
 from attnlens.tables.terminal import FittedTable
-from attnlens.wording import model_name
 
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
@@ -45,8 +44,8 @@ def summary(report: Report) -> Group:
 
 
 def _header(report: Report) -> Iterator[RenderableType]:
-    yield Text.assemble((model_name(report.model.id), "bold"), " · ", facts.header(report))
-    for line in filter(None, (facts.conventions(report), facts.identity(report))):
+    yield Text.assemble((facts.title(report), "bold"), " · ", facts.header(report))
+    for line in filter(None, (facts.ran_on(report), facts.conventions(report), facts.identity(report))):
         yield Text(line, style="dim")
     sentence, whole = facts.standing(report)
     yield Text(sentence, style="bold blue" if whole else "bold yellow")

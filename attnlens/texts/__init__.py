@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.inputs import noise, text_inputs, token_tensors
+from attnlens.texts.overlap import MOST_SHARED, RUN, shared_share
 from attnlens.texts.sequences import lines, position_limit, window_length, windows
 from attnlens.texts.sources import Content, joined, read_each, read_text
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from attnlens.models import Loaded
 
 __all__ = [
+    "MOST_SHARED",
+    "RUN",
     "Batch",
     "Batches",
     "Content",
@@ -31,6 +34,7 @@ __all__ = [
     "read_each",
     "read_text",
     "reads_text",
+    "shared_share",
     "window_length",
 ]
 
@@ -47,6 +51,8 @@ class Batch:
     """`model(**inputs)`; on the model's device."""
     lengths: tuple[int, ...]
     """Real tokens of each sequence (padding stands on the right); empty where no tokens are fed."""
+    parts: tuple[str, ...] = ()
+    """The text that each sequence is of, by name, where they are of several in turn; empty otherwise."""
 
     @property
     def size(self) -> int:
@@ -113,12 +119,14 @@ def batches(
     positions.
     """
     _check(loaded, sequences, batch_size)
-    rows, end = _cut(loaded, content, parts, tokens, slice(skip, skip + sequences), pack, start)
+    rows, names, end = _cut(loaded, content, parts, tokens, slice(skip, skip + sequences), pack, start)
     made = _noise(loaded, len(rows) or sequences, seed, skip_noise)
     count = len(rows) or sequences
     cuts = [slice(start, start + batch_size) for start in range(0, count, batch_size)]
     return Batches(
-        batches=tuple(_batch(loaded, rows[cut], {name: tensor[cut] for name, tensor in made.items()}) for cut in cuts),
+        batches=tuple(
+            _batch(loaded, rows[cut], {name: tensor[cut] for name, tensor in made.items()}, names[cut]) for cut in cuts
+        ),
         sequences=count,
         tokens=max(map(len, rows), default=0),
         text=_text(content if rows else None, made),
@@ -155,7 +163,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
         rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
     made = _noise(loaded, sequences, seed)
     name = " + ".join(["random tokens"] * bool(rows) + [NOISE_NAMES[name] for name in made])
-    batch = _batch(loaded, rows, made)
+    batch = _batch(loaded, rows, made, ())
     return Batches((batch,), sequences, tokens * bool(rows), Text(name=name, sha256=_digest(rows, made)), 0, 0.0)
 
 
@@ -167,15 +175,21 @@ def _cut(
     wanted: slice,
     pack: bool,
     start: int,
-) -> tuple[list[list[int]], int]:
-    """The sequences of one text, and where the last line ends; of several parts one each in turn, and 0."""
+) -> tuple[list[list[int]], tuple[str, ...], int]:
+    """The sequences of one text, no names, and where the last line ends; of several parts one each in turn, the name of
+    the part of each, and 0.
+    """
     if not reads_text(loaded):
-        return [], 0
+        return [], (), 0
     length = window_length(loaded.model, tokens)
     if len(parts) < 2:
-        return _rows(loaded, content, length, wanted, pack, start)
-    found = [_rows(loaded, part, length, slice(0, wanted.stop), pack, 0)[0] for part in parts]
-    return [row for turn in zip_longest(*found) for row in turn if row is not None][wanted], 0
+        rows, end = _rows(loaded, content, length, wanted, pack, start)
+        return rows, (), end
+    found = [
+        [(row, part.name) for row in _rows(loaded, part, length, slice(0, wanted.stop), pack, 0)[0]] for part in parts
+    ]
+    turns = [one for turn in zip_longest(*found) for one in turn if one is not None][wanted]
+    return [row for row, _ in turns], tuple(name for _, name in turns), 0
 
 
 def _rows(
@@ -216,13 +230,13 @@ def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Te
     return {name: noise(loaded.model, name, count, seed, skip)}
 
 
-def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor]) -> Batch:
+def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor], parts: tuple[str, ...]) -> Batch:
     model = loaded.model
     inputs = {name: tensor.to(model.device, model.dtype) for name, tensor in made.items()}
     if rows:
         ids, mask = token_tensors(rows, _padding(loaded))
         inputs |= text_inputs(model, ids, mask, encoder_reads=loaded.kind in ("text", "seq2seq", "pixels+text"))
-    return Batch(inputs, tuple(map(len, rows)))
+    return Batch(inputs, tuple(map(len, rows)), parts)
 
 
 def _padding(loaded: Loaded) -> int:

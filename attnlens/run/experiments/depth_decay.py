@@ -10,7 +10,7 @@ import torch
 from attnlens.records.experiments import Curve, Experiment
 from attnlens.run.experiments.data import curve, figures
 from attnlens.run.experiments.options import Progress, silent
-from attnlens.run.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
+from attnlens.run.experiments.trained import DEMO, TEXT, attention_curve, calls, cosine_curve, demo, sample
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -24,41 +24,50 @@ THIRDS = ("first", "middle", "last")
 """Thirds of the layers, as even as their number allows."""
 SOURCE = (
     "Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and last third; "
-    "another model, data and mask than demo's, so that nothing is judged here: holds is 1 where first < middle < last"
+    "another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, else 0) where "
+    "first < middle < last"
 )
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     """σ₁/Σσ of P and of the cosine kernel by third of demo's layers, in the mean over heads and then over windows.
 
-    A claim about another model has no verdict here: `published` is None, and `holds` says how it comes out.
+    A claim about another model has no verdict here: `published` is None, and `holds` says how it comes out, beside the
+    difference of last and first with its error.
     """
     loaded, windows = demo(), FEW if quick else WINDOWS
     found = by_third(loaded.model, sample(loaded, TOKENS, windows))
     progress("decay by depth", 1, 1)
-    heads = {name: [third[..., 0].mean(-1) for third in thirds] for name, thirds in found.items()}
-    final, errors = figures(
-        {
-            f"{name}_{third}": values
-            for name, thirds in heads.items()
-            for third, values in zip(THIRDS, thirds, strict=True)
-        }
-    )
-    final |= {f"{name}_holds": holds([float(third.mean()) for third in thirds]) for name, thirds in heads.items()}
+    final, errors = _figures({name: [third[..., 0].mean(-1) for third in thirds] for name, thirds in found.items()})
     return Experiment(
         name="decay by depth",
         question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
-        settings={"model": "demo", "windows": windows, "tokens": TOKENS, "layers": loaded.model.config.n_layer},
+        model=DEMO,
+        settings={"text": TEXT, "windows": windows, "tokens": TOKENS, "layers": loaded.model.config.n_layer},
         final=final,
         errors=errors,
         source=SOURCE,
-        axis="k",
+        axis="first k singular values",
         curves={
-            f"{name}: {third}": _curve(values)
+            f"{name}: {third} third": _curve(values)
             for name, thirds in found.items()
             for third, values in zip(THIRDS, thirds, strict=True)
         },
     )
+
+
+def _figures(
+    shares: dict[str, list[Float[Tensor, " windows"]]],
+) -> tuple[dict[str, float | None], dict[str, float]]:
+    """By kernel each third's σ₁/Σσ, last − first, and whether they rise; the errors of all but the last."""
+    named: dict[str, Float[Tensor, " windows"]] = {}
+    for name, thirds in shares.items():
+        named |= {f"{name}_{third}": values for third, values in zip(THIRDS, thirds, strict=True)}
+        named[f"{name}_last_minus_first"] = thirds[-1] - thirds[0]
+    final, errors = figures(named)
+    return final | {
+        f"{name}_holds": holds([float(x.mean()) for x in thirds]) for name, thirds in shares.items()
+    }, errors
 
 
 def holds(shares: list[float]) -> float:

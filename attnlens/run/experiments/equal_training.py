@@ -28,7 +28,7 @@ WARM_UP = 20
 class Training:
     """How both are trained: AdamW on random windows of a text."""
 
-    steps: int = 250
+    steps: int = 120
     """Batches seen."""
     batch: int = 16
     """Windows of a batch."""
@@ -72,7 +72,7 @@ def fit(
         with torch.enable_grad():
             loss = nats(model, chosen)
             if regularised:
-                loss = loss + training.eta * primal.objective(model)
+                loss = loss + training.eta * primal.regulariser(model)
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()

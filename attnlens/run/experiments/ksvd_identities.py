@@ -11,7 +11,7 @@ import torch
 from attnlens import ksvd
 from attnlens.records.experiments import Bound, Experiment
 from attnlens.run.experiments.options import Progress, silent
-from attnlens.run.experiments.trained import calls, demo, sample
+from attnlens.run.experiments.trained import DEMO, TEXT, calls, demo, sample
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -64,7 +64,8 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     return Experiment(
         name="KSVD identities",
         question="Do primal and dual kernel SVD agree, and is J = 0 there (perturbed: the control, which must not be)?",
-        settings={"kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
+        model=DEMO,
+        settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
         final={name: max(values) for name, values in found.items()} | {CONTROL: min(found[CONTROL])},
         published=dict.fromkeys(identities, 0.0) | {CONTROL: MOVED},
         tolerance=dict.fromkeys(identities, LIMIT),

@@ -72,7 +72,7 @@ def next_token(settings: Settings, published: bool, progress: Progress) -> Exper
         curves={
             "acyclic, to the graph SVM": curve(steps, acyclic),
             "cyclic, to the graph SVM": curve(steps, cyclic),
-            "cyclic, distance of the finite part": curve(steps, off),
+            "cyclic, finite part": curve(steps, off),
         },
     )
 

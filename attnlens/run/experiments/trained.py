@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from attnlens.records import Call, QueryKey
 
 
+DEMO, TEXT = "demo", "built-in sample"
+"""What experiments on a trained model read, as their records name it."""
+
+
 def demo() -> models.Loaded:
     """The model that ships, on the processor that every machine has."""
-    return models.load("demo", device="cpu")
+    return models.load(DEMO, device="cpu")
 
 
 def sample(loaded: models.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:

@@ -17,23 +17,29 @@ SAVED = {
 """What a plan saves, by field."""
 EXPLAINED = (
     "rank: of each key head, for all query heads that share it. Promised: measured on calibration text kept apart from "
-    "the fit, where the whole interval had to stay within the budget."
+    "the fit, where the whole interval had to stay within the budget, and each text alone where there are several."
 )
 
 
 def plan_lines(plan: Plan) -> list[str]:
     """The mean rank, the promise and what came of it, and what is saved."""
-    lines = [
-        f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a loss {100 * plan.budget:g} % higher",
-        f"Promised: {rise(plan.promised)} on {clean(plan.calibration)}",
-    ]
+    lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a loss {100 * plan.budget:g} % higher"]
+    if plan.promised is not None:
+        lines += [f"Promised: {rise(plan.promised)} on {clean(plan.calibration)}", *_by_text(plan.promised)]
     if plan.measured is not None:
-        verdict = "within the budget" if plan.kept else "beyond the budget: the promise does not hold on this text"
+        broken = "" if plan.promised is None else ": the promise does not hold on this text"
+        verdict = "within the budget" if plan.kept else f"beyond the budget{broken}"
         lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {verdict}")
     if plan.healed is not None:
         lines.append(f"Healed: {rise(plan.healed)} on {clean(plan.text)}")
     lines += _saved(plan)
     return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
+
+
+def _by_text(promised: Rise) -> Iterator[str]:
+    if promised.by_text:
+        each = sorted(promised.by_text.items(), key=lambda item: item[1])
+        yield f"Text by text: {', '.join(f'{share(rise)} ({clean(name)})' for name, rise in each)}"
 
 
 def _saved(plan: Plan) -> Iterator[str]:

@@ -84,7 +84,7 @@ def _calibration(report: Report) -> str:
     text = report.settings.calibration
     if text is None:
         return ""
-    same = report.settings.text is not None and text.name == report.settings.text.name
+    same = text == report.settings.text
     where = f"what follows in {text.name}" if same else text.name
     return f"calibration text: {clean(where)}, no part of what was evaluated"
 

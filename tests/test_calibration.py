@@ -1,0 +1,198 @@
+"""Is what a swap is measured on kept apart from what it was fitted on, however the two texts were cut?"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loaded import family
+from test_heal import watched
+
+import attnlens
+from attnlens import texts
+from attnlens.errors import TextError, UsageError
+from attnlens.run.swap import swap_kernel
+from attnlens.tables import markdown
+from attnlens.texts import overlap
+
+READ = {"sequences": 8, "tokens": 64, "batch_size": 4}
+OWN = texts.read_text(()).text
+FAR = OWN[len(OWN) // 2 :]
+"""Text that no evaluation here reaches."""
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return attnlens.load("demo")
+
+
+def of_file(folder, content, name="other.txt"):
+    (folder / name).write_text(content)
+    return str(folder / name)
+
+
+def fitted(model, calibration=(), **more):
+    return swap_kernel(model, "rbf", fit=True, calibration=calibration, **(READ | more))
+
+
+# --- the share --------------------------------------------------------------------------------------------------------
+
+passages = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(passages, passages)
+def test_the_share_is_that_of_a_search_token_by_token(evaluated, calibrated):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "RUN", 5)
+        patch.setattr(overlap, "LEAST", 3)
+        found = overlap.share_in_runs(evaluated, calibrated)
+    longest, shared, total = min(5, max(map(len, calibrated))), 0, sum(map(len, evaluated))
+    for passage in evaluated:
+        length = min(longest, len(passage))
+        for token in range(len(passage)):
+            runs = [
+                passage[a : a + length]
+                for a in range(len(passage) - length + 1)
+                if a <= token < a + length and length > 2
+            ]
+            shared += any(
+                run == other[b : b + length] for run in runs for other in calibrated for b in range(len(other))
+            )
+    assert found == (pytest.approx(shared / total) if total else 0)
+
+
+def test_runs_reach_across_windows_of_one_text_and_not_across_texts():
+    book = list(range(400))
+    rows = [[999, *book[at : at + 20]] for at in range(0, 400, 20)]
+    shifted = [[999, *book[at : at + 20]] for at in range(7, 380, 20)]
+
+    class Tokenizer:
+        all_special_ids = (999,)
+
+    both = rows[:4], shifted
+    assert overlap.shared_share(Tokenizer(), *both, packed=True, parts=1) == pytest.approx(73 / 80)
+    assert overlap.shared_share(Tokenizer(), *both, packed=True, parts=2) == 60 / 80, "whole windows alone"
+    assert overlap.shared_share(Tokenizer(), rows[:4], rows[4:], packed=True, parts=1) == 0
+    assert overlap.shared_share(Tokenizer(), *both, packed=False, parts=2) == 0, "no line stands whole in a window"
+
+
+def test_nothing_is_no_share():
+    assert overlap.shared_share(None, [], [], packed=True, parts=1) == 0
+    assert overlap.share_in_runs([[]], [[1] * 40]) == 0
+    assert overlap.share_in_runs([[1] * 40], [[]]) == 0
+    assert overlap.share_in_runs([[1] * 7], [[1] * 40]) == 0, "seven tokens prove nothing"
+    assert overlap.share_in_runs([[1] * 8], [[1] * 40]) == 1
+
+
+# --- texts that share -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "with another"])
+@pytest.mark.parametrize("tokens", [16, 24, 64, 128])
+def test_the_evaluated_text_moved_by_two_words_is_refused(demo, tmp_path, monkeypatch, tokens, several):
+    """The control, a comparison of whole windows, finds not one."""
+    cut = watched(monkeypatch)
+    names = [of_file(tmp_path, f"Two words {OWN}"), *([of_file(tmp_path, FAR, "far.txt")] * several)]
+    with pytest.raises(TextError, match=r"holds (100|9\d|8\d) % of the evaluated tokens") as refusal:
+        fitted(demo, names, tokens=tokens)
+    assert "--calibration" in refusal.value.remedy
+    assert len(cut[0].ids) == 8
+    assert not set(cut[0].ids) & set(cut[1].ids)
+
+
+def test_moved_lines_are_refused(demo, tmp_path):
+    with pytest.raises(TextError, match="of the evaluated tokens"):
+        fitted(demo, of_file(tmp_path, f"Two words {OWN}"), pack=False)
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.5, True), (0.2, True), (0.0, False)])
+def test_a_partial_copy_is_refused(demo, tmp_path, share, refused):
+    evaluated = demo.tokenizer.decode(
+        [id_ for row in texts.batches(demo, texts.read_text(()), **READ).ids for id_ in row]
+    )
+    assert OWN.startswith(evaluated)
+    name = of_file(tmp_path, f"{FAR[:200]}\n{evaluated[: int(share * len(evaluated))]}\n{FAR[200:]}")
+    if not refused:
+        assert not noted(fitted(demo, name))
+        return
+    with pytest.raises(TextError, match="of the evaluated tokens") as refusal:
+        fitted(demo, name)
+    told = float(refusal.value.problem.split(" % ")[0].split()[-1])
+    assert told == pytest.approx(100 * share, abs=3)
+
+
+def noted(report):
+    return [note for note in report.swap.notes if "calibration text too" in note]
+
+
+def test_a_short_copy_is_accepted_and_told(demo, tmp_path):
+    report = fitted(demo, of_file(tmp_path, f"{OWN[40:160]}\n{FAR}"))
+    (note,) = noted(report)
+    assert 5 < float(note.split(" %")[0]) < 10
+    assert not noted(fitted(demo))
+
+
+def test_texts_with_a_common_formula_are_accepted(demo, tmp_path):
+    """The control: at half the length of a run, the formula alone would have them refused."""
+    formula = "And it came to pass in those days, that the word was heard."
+    assert 12 < len(demo.tokenizer(formula)["input_ids"]) < overlap.RUN
+    with_formula = [f"\n{formula} ".join(part.split("\n")) for part in (OWN[:8000], FAR)]
+    own, other = (of_file(tmp_path, part, f"{at}.txt") for at, part in enumerate(with_formula))
+    assert not noted(fitted(demo, other, text=own))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "RUN", 12)
+        with pytest.raises(TextError, match="of the evaluated tokens"):
+            fitted(demo, other, text=own)
+
+
+def test_a_text_that_repeats_itself_is_refused(demo, tmp_path):
+    name = of_file(tmp_path, f"{OWN[:800]}\n" * 40)
+    with pytest.raises(TextError, match="repeats itself: 100 %") as refusal:
+        fitted(demo, text=name)
+    assert "--text" in refusal.value.remedy
+    assert fitted(demo, of_file(tmp_path, FAR, "far.txt"), text=name).swap.loss is not None
+
+
+# --- one text for both ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
+def test_one_text_for_both_is_refused_before_a_model_is_loaded(tmp_path, more):
+    long = of_file(tmp_path, OWN)
+    for own, other in ((long, long), (long, of_file(tmp_path, OWN, "copy.txt")), ((), long)):
+        with pytest.raises(TextError, match="is the evaluation text") as refusal:
+            swap_kernel("no/such/model", "rbf", text=own, calibration=other, **more)
+        assert "what follows the evaluated windows" in refusal.value.remedy
+
+
+def test_what_follows_in_the_same_text_is_calibrated_on_where_none_is_named(demo, tmp_path):
+    report = fitted(demo, text=of_file(tmp_path, OWN))
+    assert report.settings.calibration == report.settings.text
+
+
+def test_another_text_of_the_same_name_is_not_called_what_follows(demo, tmp_path):
+    (tmp_path / "far").mkdir()
+    here, there = of_file(tmp_path, OWN, "text.txt"), of_file(tmp_path / "far", FAR, "text.txt")
+    assert "what follows in" not in markdown(fitted(demo, there, text=here))
+    assert "what follows in text.txt" in markdown(fitted(demo, text=here))
+
+
+# --- fits that are made anyway ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "told"), [("rank:8", True), ("primal:4", True), ("rbf", False)])
+def test_a_fit_that_is_made_anyway_is_told(demo, words, told):
+    notes = [note for note in swap_kernel(demo, words, fit=True, **READ).swap.notes if "--fit" in note]
+    assert bool(notes) == told
+    if told:
+        plain = swap_kernel(demo, words, **READ).swap
+        assert not any("--fit" in note for note in plain.notes)
+        assert plain.loss == swap_kernel(demo, words, fit=True, **READ).swap.loss, "it changes nothing, as told"
+
+
+def test_the_option_of_a_convention_is_named_as_it_is_typed():
+    with pytest.raises(UsageError, match="There is no --ksvd-convention 'papr'"):
+        swap_kernel("no/such/model", "primal:4", heal=1, ksvd_convention="papr")
+
+
+def test_models_without_text_are_read_as_before():
+    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4))

@@ -1,0 +1,215 @@
+"""Can a plan of ranks be made again from its file, on its own model and on another one of the same shape?"""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from program import attnlens as program
+from program import refused
+from test_budget import grouped
+
+import attnlens
+from attnlens.errors import UsageError
+from attnlens.records import Plan
+from attnlens.run import budget as room
+from attnlens.run.swap import swap_kernel
+from attnlens.tables.swaps.plans import plan_lines
+
+READ = {"sequences": 8, "tokens": 32, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return attnlens.load("demo")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few():
+    """A fit and a choice on little text: what is tested holds for any length of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "SEQUENCES", 32)
+        yield
+
+
+@pytest.fixture(scope="module")
+def report(demo):
+    """A plan for three of the heads of two layers."""
+    return swap_kernel(demo, "rank", budget="loss:2%", layers=[0, 2], heads=[1, 4, 5], **READ)
+
+
+def changed(plan, at=0, **update):
+    """The same plan with another entry for one key head."""
+    ranks = list(plan.ranks)
+    ranks[at] = ranks[at].model_copy(update=update)
+    return plan.model_copy(update={"ranks": ranks})
+
+
+# --- what a plan says of itself ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_it_comes_from(report):
+    plan = json.loads(report.plan.to_json())
+    whole = json.loads(report.to_json())
+    for name in ("tool", "model", "settings"):
+        assert plan[name] == whole[name]
+    assert plan["kernel"] == whole["swap"]["kernel"] == "rank"
+    assert plan["tool"]["version"] == attnlens.__version__
+    assert plan["model"]["files"][0]["sha256"]
+    assert plan["settings"]["seed"] == 0
+    assert plan["settings"]["calibration"]["sha256"]
+    assert (report.plan.tokens, report.plan.text) == (32, "built-in sample")
+
+
+# --- the same ranks again ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_on_its_own_model_and_text_is_the_same_swap(demo, report, tmp_path):
+    report.plan.write_json(tmp_path / "plan.json")
+    read = attnlens.read_plan(tmp_path / "plan.json")
+    for ranks in (tmp_path / "plan.json", str(tmp_path / "plan.json"), read):
+        again = swap_kernel(demo, "rank", ranks=ranks, **READ)
+        assert again.swap.loss == report.swap.loss
+        assert again.swap.sites == report.swap.sites
+        assert again.plan.ranks == report.plan.ranks
+    assert sorted({key.layer for key in again.plan.ranks}) == [0, 2]
+    assert {head for key in again.plan.ranks for head in key.heads} == {1, 4, 5}
+    first = next(at for at, key in enumerate(read.ranks) if key.rank)
+    other = swap_kernel(demo, "rank", ranks=changed(read, first, rank=0), **READ)
+    assert other.swap.loss.after != report.swap.loss.after, "the control: one rank less"
+
+
+def test_what_was_given_promises_nothing_and_measures_everything(demo, report):
+    plan = swap_kernel(demo, "rank", ranks=report.plan, **READ).plan
+    assert plan.promised is None
+    assert "given" in plan.reasons["promised"]
+    assert plan.steps == []
+    assert plan.measured == report.plan.measured
+    assert (plan.budget, plan.kept) == (report.plan.budget, report.plan.kept)
+    assert plan.cache_bytes_per_token == report.plan.cache_bytes_per_token
+    told = " ".join(plan_lines(plan))
+    assert "Measured" in told
+    assert "Promised" not in told
+    assert Plan.model_validate_json(plan.to_json()).to_json() == plan.to_json()
+
+
+def test_no_plan_is_searched_for(demo, report, monkeypatch):
+    def searched(*_args, **_more):
+        raise AssertionError("nothing is to be searched")
+
+    monkeypatch.setattr(room, "sensitivities", searched)
+    assert swap_kernel(demo, "rank", ranks=report.plan, **READ).plan.ranks == report.plan.ranks
+    with pytest.raises(AssertionError):
+        swap_kernel(demo, "rank", budget="loss:2%", **READ)
+
+
+def test_a_given_plan_can_be_healed(demo, report):
+    plan = swap_kernel(demo, "rank", ranks=report.plan, heal=1, **READ).plan
+    assert plan.healed is not None
+
+
+# --- other models -----------------------------------------------------------------------------------------------------
+
+
+def origin(found):
+    return [note for note in found.swap.notes if "plan for" in note]
+
+
+def test_other_weights_of_the_same_shape_are_noted(demo, report):
+    other = copy.deepcopy(demo.model)
+    with torch.no_grad():
+        other.transformer.h[0].mlp.c_fc.weight.mul_(1.05)
+    tuned = replace(demo, model=other, info=demo.info.model_copy(update={"id": "tuned", "files": []}))
+    found = swap_kernel(tuned, "rank", ranks=report.plan, **READ)
+    assert origin(found) == ["The ranks are those of a plan for demo, which has other weights."]
+    assert found.plan.model.id == "tuned"
+    assert found.plan.measured != report.plan.measured
+    moved = replace(demo, info=demo.info.model_copy(update={"id": "moved"}))
+    assert "the same weights" in origin(swap_kernel(moved, "rank", ranks=report.plan, **READ))[0]
+    assert not origin(swap_kernel(demo, "rank", ranks=report.plan, **READ))
+
+
+def test_a_plan_of_a_grouped_model_serves_its_groups():
+    model = grouped()
+    plan = swap_kernel(model, "rank", budget="loss:50%", **READ).plan
+    again = swap_kernel(model, "rank", ranks=plan, **READ)
+    assert again.plan.ranks == plan.ranks
+    assert again.plan.ranks[0].heads == [0, 1, 2]
+    with pytest.raises(UsageError, match=r"serves query heads 0, 1, 2, 3 in the plan, and 0, 1, 2 here"):
+        swap_kernel(model, "rank", ranks=changed(plan, heads=[0, 1, 2, 3]), **READ)
+
+
+MISFITS = {
+    "another architecture": ({"site": "model.layers.0.attn"}, "key head 1 of model.layers.0.attn, which is not here"),
+    "more key heads": ({"kv_head": 8, "heads": [8]}, "key head 8 of transformer.h.0.attn, which is not here"),
+    "other groups": ({"heads": [1, 2]}, "key head 1 serves query heads 1, 2 in the plan, and 1 here"),
+    "wider heads": ({"head_dim": 64}, "key head 1 has 64 directions in the plan, and 16 here"),
+    "another order": ({"layer": 1}, r"is layer 1 \(decoder\) in the plan, and 0 \(decoder\) here"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_plan_of_another_shape_is_refused_by_its_first_misfit(demo, report, what):
+    update, says = MISFITS[what]
+    plan = changed(changed(report.plan, **update), 3, head_dim=99)
+    with pytest.raises(UsageError, match=says) as refusal:
+        swap_kernel(demo, "rank", ranks=plan, **READ)
+    assert "same shape" in refusal.value.remedy
+
+
+def test_a_plan_that_leaves_a_key_head_out_is_refused(demo, report):
+    short = report.plan.model_copy(update={"ranks": report.plan.ranks[:-1]})
+    with pytest.raises(UsageError, match=r"no rank for key head 5 of transformer\.h\.2\.attn"):
+        swap_kernel(demo, "rank", ranks=short, **READ)
+    every = report.plan.model_copy(update={"settings": report.plan.settings.model_copy(update={"layers": None})})
+    with pytest.raises(UsageError, match=r"no rank for key head 1 of transformer\.h\.1\.attn"):
+        swap_kernel(demo, "rank", ranks=every, **READ)
+
+
+# --- what is refused before a model is loaded -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"budget": "loss:1%"}, "A budget finds ranks"),
+        ({"layers": [0]}, "which layers and heads"),
+        ({"heads": [0]}, "which layers and heads"),
+        ({"part": "decoder"}, "which layers and heads"),
+        ({"kernels": "rbf"}, "the kernel rank and of no other"),
+        ({"kernels": "rank:8"}, "the kernel rank and of no other"),
+        ({"ranks": "none.json"}, "can't be read"),
+        ({"ranks": 5}, "neither a plan nor a path"),
+    ],
+)
+def test_ranks_that_contradict_something_are_refused(report, more, says):
+    with pytest.raises(UsageError, match=says) as refusal:
+        swap_kernel("no/such/model", **({"kernels": "rank", "ranks": report.plan} | more))
+    assert refusal.value.remedy
+
+
+def test_a_plan_that_contradicts_itself_is_no_plan(report, tmp_path):
+    whole = json.loads(report.plan.to_json())
+    wrong = {
+        "a rank of 17 in 16 directions": [*whole["ranks"][:1], whole["ranks"][1] | {"rank": 17}],
+        "a key head has two ranks": [*whole["ranks"], whole["ranks"][0]],
+        "at least 1 item": [],
+    }
+    for says, ranks in wrong.items():
+        (tmp_path / "plan.json").write_text(json.dumps(whole | {"ranks": ranks}))
+        with pytest.raises(UsageError, match=says):
+            attnlens.read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.slow
+def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
+    plan, again, small = tmp_path / "plan.json", tmp_path / "again.json", ("--sequences", "8", "--tokens", "32")
+    report.plan.write_json(plan)
+    typed = ("swap-kernel", "demo", "--kernel", "rank", "--ranks", plan, "--no-progress", *small)
+    done = program(*typed, "--plan", again)
+    assert done.returncode == 0, done.stderr
+    assert "the ranks were given" in done.stdout
+    assert attnlens.read_plan(again).ranks == report.plan.ranks
+    refused(program(*typed, "--budget", "loss:1%"), "--budget or --ranks")
+    refused(program("swap-kernel", "demo", "--kernel", "rank", "--ranks", ""), "--ranks names no file")
