@@ -318,7 +318,7 @@ def test_a_rise_is_told_text_by_text():
 
 @pytest.mark.slow
 def test_several_texts_keep_the_budget_each_by_itself(demo, tmp_path):
-    """In capitals `demo` predicts badly and loses nothing: on the mean alone that would hide what its own kind loses."""
+    """In capitals `demo` predicts badly and loses nothing: on the mean alone that would hide what its own kind does."""
     book = texts.read_text([]).text[20000:]
     paths = [tmp_path / "book.txt", tmp_path / "capitals.txt"]
     for path, text in zip(paths, (book, book.upper()), strict=True):

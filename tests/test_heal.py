@@ -520,6 +520,19 @@ def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
     assert len(found.curve) <= 2 + room.PATIENCE
 
 
+def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
+    """Ten times smaller from the start itself: the numbers before the first useful step are those of no step at all."""
+    monkeypatch.setattr(room, "LEARNING_RATE", 1.0)
+    _, found = healer(demo, "rbf", steps=40)
+    assert found.curve[1].validation > found.curve[0].validation
+    assert found.learning_rate in (pytest.approx(0.1), pytest.approx(0.01))
+    assert found.best > 0
+    assert min(step.validation for step in found.curve) < found.curve[0].validation
+    monkeypatch.setattr(room, "SLOWER", 1.0)
+    _, stubborn = healer(demo, "rbf", steps=40)
+    assert stubborn.best == 0, "the control: with the same steps again nothing gets nearer"
+
+
 def test_the_same_seed_heals_alike_and_another_otherwise(demo):
     read = {"sequences": 4, "tokens": 16, "batch_size": 4}
     first, again, other = (swap_kernel(demo, "rbf", heal=4, seed=seed, **read).swap for seed in (0, 0, 1))

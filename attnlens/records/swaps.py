@@ -125,7 +125,7 @@ class Healing(Record):
     parameters: int
     """How many numbers were trained."""
     learning_rate: Number
-    """Largest learning rate of AdamW."""
+    """Largest learning rate of AdamW; the last one tried, where a larger one brought nothing nearer."""
     curve: list[HealingStep]
     """Step by step, as far as it was measured."""
     eta: Number | None = None

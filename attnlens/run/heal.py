@@ -25,7 +25,10 @@ from attnlens.run.trainable import outputs_with, trainable
 from attnlens.texts import Batch, Batches
 
 LEARNING_RATE = 1e-3
-"""Largest learning rate of AdamW; it rises over WARM_UP steps and falls as a cosine."""
+"""First learning rate of AdamW; it rises over WARM_UP steps and falls as a cosine."""
+SLOWER = 0.1
+"""Factor of the learning rate each time that a check finds nothing nearer than the start: a kernel that cost much needs
+large steps, one that cost little is harmed by them."""
 WARM_UP = 20
 VALIDATION_SHARE = 0.125
 """Share of the calibration text that is kept back from training, to choose the best step."""
@@ -217,14 +220,14 @@ def heal(
 ) -> Healing:
     """Train for `steps` steps of AdamW on shuffled batches, keep the step with the least validation distance.
 
-    The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. Raises
-    TextError where there are fewer than two batches, and ModelError where the distance is not finite. Once a step was
-    checked, Ctrl-C ends it early, and `healer.interrupted` says so.
+    The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. While no
+    check is better than the start, it begins again from there with smaller steps. Raises TextError where there are
+    fewer than two batches, and ModelError where the distance is not finite. Once a step was checked, Ctrl-C ends it
+    early, and `healer.interrupted` says so.
     """
     train, kept_back = _split(batches)
     healer.prepare(train[0])
-    optimiser = torch.optim.AdamW(healer.leaves, lr=LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
+    descent = _Descent(healer.leaves, LEARNING_RATE, steps)
     generator, order = torch.Generator().manual_seed(seed), list[int]()
     best = _Best(healer, kept_back)
     curve = [best.check(0).model_copy(update={"loss": _evaluated(healer, evaluate)})]
@@ -232,25 +235,41 @@ def heal(
     try:
         for step in range(1, steps + 1):
             order = order or torch.randperm(len(train), generator=generator).tolist()
-            optimiser.zero_grad()
             with torch.enable_grad():
-                healer.loss(train[order.pop()].inputs).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(healer.leaves, 1.0)
-            optimiser.step()
-            schedule.step()
+                descent.step(healer.loss(train[order.pop()].inputs))
             progress(1)
             if step % every == 0 or step == steps or step in DRAWN:
                 drawn = _evaluated(healer, evaluate) if step in DRAWN or step == steps else None
                 curve.append(best.check(step).model_copy(update={"loss": drawn}))
                 if best.waited >= PATIENCE:
                     break
+                if best.waited and best.step == 0:
+                    best.restore()
+                    descent = _Descent(healer.leaves, descent.rate * SLOWER, steps - step)
     except KeyboardInterrupt:
         if len(curve) < 2:
             raise
         healer.interrupted = True
     best.restore()
-    found = Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=LEARNING_RATE, curve=curve)
+    found = Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=descent.rate, curve=curve)
     return found.model_copy(update=healer.regularised)
+
+
+class _Descent:
+    """AdamW from one learning rate on."""
+
+    def __init__(self, leaves: Sequence[Tensor], rate: float, steps: int) -> None:
+        self.leaves, self.rate = list(leaves), rate
+        self.optimiser = torch.optim.AdamW(self.leaves, lr=rate, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: _rate(step, max(steps, 1)))
+
+    def step(self, loss: Tensor) -> None:
+        """One step down this loss."""
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.leaves, 1.0)
+        self.optimiser.step()
+        self.schedule.step()
 
 
 @dataclass
@@ -269,6 +288,8 @@ class _Best:
         with torch.no_grad():
             found = [float(self.healer.distance(batch.inputs)) for batch in self.batches]
         distance = sum(found) / len(found)
+        # below 0 it is rounding, and nothing nearer than the model itself
+        distance = 0.0 if distance < 0 else distance
         if step == 0 and not math.isfinite(distance):
             raise ModelError(
                 "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
