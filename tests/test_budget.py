@@ -59,9 +59,9 @@ def budgeting(model, *, layers=None):
     return room.Budgeting(model, sites, swaps, "causal", "auto", 0, lambda _: None)
 
 
-def grouped():
-    """A tiny Llama of 6 query and 2 key heads whose attention is far from uniform."""
-    model = families.build("llama")
+def grouped(name="llama"):
+    """A tiny model of grouped heads (Llama: 6 query and 2 key heads) whose attention is far from uniform."""
+    model = families.build(name)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
@@ -72,9 +72,10 @@ def grouped():
 # --- ranks that are exact ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: attnlens.load("demo"), grouped], ids=["demo", "grouped"])
-def test_every_direction_kept_is_the_model_itself(make):
-    model = make()
+@pytest.mark.parametrize("name", ["demo", "llama", "gemma2", "gpt_oss"])
+def test_every_direction_kept_is_the_model_itself(name):
+    """Beside a softcap (Gemma 2) and sinks (gpt-oss) too."""
+    model = attnlens.load("demo") if name == "demo" else grouped(name)
     found = budgeting(model)
     fed = feed(model, batches_of(model), "causal", 0)
     found.found = bases(model, found.sites, found.swaps, fed, lambda _: None)

@@ -108,11 +108,11 @@ def known(words: str) -> Kernel:
     return fitted(kernel) if kernel.info.needs_fit else kernel
 
 
-def fitted(kernel: Kernel, *batches, **more) -> Kernel:
+def fitted(kernel: Kernel, *batches, scale=SCALE, **more) -> Kernel:
     fit = kernel.info.fit(**kernel.parameters)
     assert isinstance(fit, Fit)
     for q, k, allowed in batches or [(*drawn(7, queries=30, keys=40), None)]:
-        fit.update(Call(q, k, torch.zeros_like(k), SCALE, allowed, **more))
+        fit.update(Call(q, k, torch.zeros_like(k), scale, allowed, **more))
     return kernel.with_fitted(fit.solve())
 
 
@@ -507,27 +507,57 @@ def test_cosine_finds_its_beta_where_lengths_are_equal():
     assert (against.fitted["beta_of_head"] > 0).all()
 
 
+EVEN = 1e-12
+"""A scale at which attention is even over the keys seen."""
+
+
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_rank_r_loses_the_smallest_singular_values_of_the_centred_logits_and_nothing_else(rank):
+    """Where attention is even: then all pairs count alike, and the fit is that of Eckart and Young."""
     q, k = drawn(11, batch=1, queries=40, keys=40)
     logits = product(q, k, SCALE)
-    lost = centred(logits - fitted(parsed(f"rank:{rank}"), (q, k, None)).log(q, k, SCALE)).square().sum((-2, -1))
+    trained = fitted(parsed(f"rank:{rank}"), (q, k, None), scale=EVEN)
+    lost = centred(logits - trained.log(q, k, SCALE)).square().sum((-2, -1))
     values = torch.linalg.svdvals(centred(logits))
     torch.testing.assert_close(lost, values[..., rank:].square().sum(-1))
     assert (lost > 1).all()
 
 
+def moments(q, k, weight):
+    """C_q and C_k of one head, query by query; what a row of weights leaves of 1 is the weight of a key at 0."""
+    of_queries = sum(torch.outer(row, row) for row in q)
+    of_keys = torch.zeros(8, 8, dtype=torch.float64)
+    for row in weight:
+        mean = sum(w * key for w, key in zip(row, k, strict=True))
+        of_keys += sum(w * torch.outer(key - mean, key - mean) for w, key in zip(row, k, strict=True))
+        of_keys += (1 - row.sum()) * torch.outer(mean, mean)
+    return of_queries, of_keys
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-3.0, 0.0, 3.0], dtype=torch.float64)])
 @pytest.mark.parametrize("rank", [1, 3, 7])
-def test_beside_a_sink_rank_r_loses_the_smallest_singular_values_of_the_logits_themselves(rank):
-    """A sink's logit stays where it is, so that what all keys of a row have in common counts; centred, more is lost."""
-    q, k = drawn(11, batch=1, queries=40, keys=40)
-    logits = product(q, k, SCALE)
-    beside, alone = (
-        (logits - fitted(parsed(f"rank:{rank}"), (q, k, None), sinks=sinks).log(q, k, SCALE)).square().sum((-2, -1))
-        for sinks in (torch.zeros(3, dtype=torch.float64), None)
-    )
-    torch.testing.assert_close(beside, torch.linalg.svdvals(logits)[..., rank:].square().sum(-1))
-    assert (alone > 1.01 * beside).all()
+def test_rank_r_loses_least_where_the_head_attends(rank, sinks):
+    """tr(C_q E C_k Eᵀ), E = 1 − ABᵀ, is the sum of the squared singular values left out; maps nearby lose more."""
+    q, k = drawn(11, batch=1, queries=12, keys=12)
+    trained = fitted(parsed(f"rank:{rank}"), (q, k, None), sinks=sinks).fitted
+    scores = product(q, k, SCALE)[0].exp()
+    total = scores.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    draw = torch.Generator().manual_seed(rank)
+    for head in range(3):
+        of_queries, of_keys = moments(q[0, head], k[0, head], scores[head] / total[head] / 2 + 1 / 24)
+
+        def lost(a, b, of_queries=of_queries, of_keys=of_keys):
+            error = torch.eye(8, dtype=torch.float64) - a @ b.mT
+            return float((of_queries @ error @ of_keys @ error.mT).trace())
+
+        a, b = trained["query_map"][head], trained["key_map"][head]
+        values = torch.linalg.eigvals(of_queries @ of_keys).real.sort(descending=True).values
+        assert lost(a, b) == pytest.approx(float(values[rank:].sum()), rel=1e-6)
+        for side in (a, b):
+            moved = side + 0.02 * side.abs().mean() * torch.randn(side.shape, generator=draw, dtype=torch.float64)
+            assert lost(moved if side is a else a, moved if side is b else b) > lost(a, b)
+        even = fitted(parsed(f"rank:{rank}"), (q, k, None), scale=EVEN, sinks=sinks).fitted
+        assert lost(even["query_map"][head], even["key_map"][head]) > 1.001 * lost(a, b), "the weights matter"
 
 
 def test_pairs_are_weighted_by_the_attention_of_the_head_itself():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnlens.kernels.fitting import centred_keys, pairs_seen
+from attnlens.kernels.fitting import pairs_weighted
 from attnlens.kernels.spec import wide
 from attnlens.registry import Parameter, kernel
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class MapsFit:
     """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q = Σ q qᵀ and C_k = Σ (k − k̄)(k − k̄)ᵀ over the pairs seen, k̄ the mean of the keys that the query sees: the
-    least-squares best logits of rank r up to what softmax ignores (⟨q, k̄⟩ among it), where both are independent.
-    Beside a sink softmax ignores nothing: its logit stays while those of all keys may move, so that k̄ is 0.
+    C_q = Σ_i q_i q_iᵀ and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ, w half the head's own attention, half even over
+    the keys seen, k̄_i = Σ_j w_ij k_j: the least-squares best logits of rank r up to what softmax ignores (⟨q, k̄⟩
+    among it), where queries and keys are independent. A sink is one more outcome, whose logit no map changes: as a key
+    at 0, with the weight that is left of 1.
     """
 
     def __init__(self, rank: int) -> None:
@@ -37,11 +38,13 @@ class MapsFit:
 
     def update(self, call: Call) -> None:
         """Add this batch's C_q and C_k."""
-        query, key = call.query.double(), call.paired_key.double()
-        seen = pairs_seen(query, key, call.visible())
-        self.queries = self.queries + ((query * seen.sum(-1)[..., None]).mT @ query).sum(0)
-        whole = ((key * seen.sum(-2)[..., None]).mT @ key).sum(0)
-        self.keys = self.keys + (centred_keys(key, seen)[2] if call.sinks is None else whole)
+        weight, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
+        if call.sinks is None:
+            # changes nothing but rounding, in which keys with a large common part would lose their differences
+            key = key - key.mean(-2, keepdim=True)
+        chooses, mean = weight.sum(-1, keepdim=True) > 0, weight @ key
+        self.queries = self.queries + ((query * chooses).mT @ query).sum(0)
+        self.keys = self.keys + ((key * weight.sum(-2)[..., None]).mT @ key - mean.mT @ mean).sum(0)
 
     def solve(self) -> dict[str, Tensor]:
         """`query_map` and `key_map`, (heads, head_dim, min(rank, head_dim)); the identity where nothing is cut."""
