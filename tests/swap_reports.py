@@ -14,9 +14,12 @@ from attnlens.records import (
     Effect,
     Healing,
     HealingStep,
+    KeyRank,
     Pair,
     Part,
+    Plan,
     Report,
+    Rise,
     SiteSwap,
     Stage,
     Swap,
@@ -108,6 +111,35 @@ def healing(steps: int = 1000) -> Healing:
         if step <= steps
     ]
     return Healing(steps=steps, best=min(700, steps), parameters=7_077_888, learning_rate=1e-3, curve=curve)
+
+
+def planned(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
+    """A swap by a plan of ranks in 64 directions: promised +0.21 %, measured +0.87 %, budget 1 %, all numbers fewer."""
+    report = swap_report(swapped(layers, heads, kernel="rank", deltas=(0.02,)))
+    keys = [(layer, head) for layer in range(layers) for head in range(heads)]
+    place: dict[str, Any] = {"part": "decoder", "head_dim": 64}
+    site = "model.layers.{}.attn"
+    ranks = [
+        KeyRank(site=site.format(layer), layer=layer, kv_head=head, heads=[head], rank=8 * (head % 8), **place)
+        for layer, head in keys
+    ]
+    fields: dict[str, Any] = {
+        "tool": report.tool,
+        "model": report.model,
+        "settings": report.settings,
+        "kernel": "rank",
+        "budget": 0.01,
+        "ranks": ranks,
+        "mean_rank": float(np.mean([key.rank for key in ranks])),
+        "head_dim": 64.0,
+        "promised": Rise(share=0.0021, ci95=(0.0002, 0.0041), sequences=64),
+        "measured": Rise(share=0.0087, ci95=(0.0058, 0.0096), sequences=32),
+        "steps": [],
+        "parameters": Pair(before=13_271_040.0, after=9_000_000.0),
+        "flops_per_token": Pair(before=28_771_200.0, after=20_000_000.0),
+        "cache_bytes_per_token": Pair(before=46_080.0, after=39_600.0),
+    }
+    return report.model_copy(update={"plan": Plan(**(fields | changes))})
 
 
 def effects(random: np.random.Generator, parts: Sequence[Part], heads: int, what: str) -> list[Effect]:

@@ -9,6 +9,7 @@ from test_heal import watched
 import attnlens
 from attnlens import texts
 from attnlens.errors import TextError, UsageError
+from attnlens.run import budget
 from attnlens.run.swap import swap_kernel
 from attnlens.tables import markdown
 from attnlens.texts import overlap
@@ -196,3 +197,42 @@ def test_the_option_of_a_convention_is_named_as_it_is_typed():
 
 def test_models_without_text_are_read_as_before():
     assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4))
+
+
+# --- several texts, and a budget on each ------------------------------------------------------------------------------
+
+
+def test_texts_of_one_name_stay_two(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    paths = [of_file(tmp_path / folder, content, "t.txt") for folder, content in (("a", "one\n"), ("b", "two\n"))]
+    other = of_file(tmp_path, "three\n")
+    assert [content.name for content in texts.read_each([*paths, other])] == [*paths, "other.txt"]
+
+
+def test_a_text_named_twice_is_refused(tmp_path):
+    first, copy = of_file(tmp_path, FAR), of_file(tmp_path, FAR, "copy.txt")
+    for again in (first, copy):
+        with pytest.raises(TextError, match="are the same text"):
+            texts.read_each([first, again])
+
+
+def budgeted(model, *paths):
+    return swap_kernel(model, "rank", budget="loss:5%", calibration=list(paths), **READ)
+
+
+def test_a_text_that_leaves_nothing_to_choose_by_is_refused(demo, tmp_path):
+    """Its few windows come first, and are all fitted on: no promise could be kept on it."""
+    long, short = of_file(tmp_path, FAR), of_file(tmp_path, OWN[:2000].upper(), "short.txt")
+    with pytest.raises(TextError, match=r"short\.txt leaves 0 sequences to choose ranks by; a budget needs 4"):
+        budgeted(demo, long, short)
+    with pytest.raises(TextError, match="leaves 3 sequences"):
+        budgeted(demo, of_file(tmp_path, FAR[:1300], "brief.txt"))
+
+
+def test_a_calibration_text_that_repeats_itself_promises_nothing(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "SEQUENCES", 32)
+    passage = FAR[:3000]
+    with pytest.raises(TextError, match=r"repeats itself: .* is fitted on too"):
+        budgeted(demo, of_file(tmp_path, passage + passage))
+    assert budgeted(demo, of_file(tmp_path, FAR[:6000])).plan.promised.sequences >= 4

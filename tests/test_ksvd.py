@@ -306,6 +306,19 @@ def test_the_two_conventions_are_the_written_out_sums_and_means():
     close(ksvd.regulariser(values, "code"), sum(row.mean() ** 2 for row in values) / 4)
 
 
+@pytest.mark.parametrize("convention", ["x", "papr", "Code", None])
+def test_another_convention_is_refused_with_both_names(convention):
+    e, r, weight, multipliers = random(7, 3), random(5, 3), random(4, 3), random(3)
+    for refused in (
+        lambda: ksvd.objective(e, r, weight, weight, multipliers, convention),
+        lambda: ksvd.regulariser(random(4, 3), convention),
+    ):
+        with pytest.raises(UsageError, match=f"^{convention!r} is no convention") as refusal:
+            refused()
+        assert "paper" in refusal.value.remedy
+        assert "code" in refusal.value.remedy
+
+
 def test_the_code_is_zero_at_another_scale_of_the_multipliers():
     queries, keys, _, _ = problem(m=40)
     found = ksvd.dual(queries, keys, 3)
@@ -464,6 +477,27 @@ def test_truncated_solvers_meet_zero_and_broken_matrices(solver):
     broken[1, 3, 4] = np.nan
     with pytest.raises(UsageError, match="NaN"):
         ksvd.truncated(broken, 3, solver)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_solvers_refuse_broken_numbers_wherever_they_stand(value):
+    queries, keys, projection, kernel = problem("few rows")
+    sides = {"query features have": queries, "key features have": keys, "projection has": projection}
+    for says, side in sides.items():
+        broken = {name: given.clone() for name, given in sides.items()}
+        broken[says][1, 2, 3] = value
+        assert side.isfinite().all()
+        with pytest.raises(UsageError, match=f"The {says} NaN or Inf"):
+            ksvd.dual(broken["query features have"], broken["key features have"], 3, broken["projection has"])
+    assert ksvd.dual(queries, keys, 3, projection).values.isfinite().all(), "the control"
+    kernel[1, 3, 4] = value
+    for refused in (
+        lambda: ksvd.matrix_dual(kernel, 3),
+        lambda: ksvd.truncated(kernel, 20),
+        lambda: ksvd.nystrom(kernel, 3),
+    ):
+        with pytest.raises(UsageError, match="kernel matrix has NaN or Inf"):
+            refused()
 
 
 @pytest.mark.parametrize("solver", ["propack", "arpack"])

@@ -213,3 +213,29 @@ def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
     assert attnlens.read_plan(again).ranks == report.plan.ranks
     refused(program(*typed, "--budget", "loss:1%"), "--budget or --ranks")
     refused(program("swap-kernel", "demo", "--kernel", "rank", "--ranks", ""), "--ranks names no file")
+
+
+# --- plans that no search wrote ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"budget": -0.5}, {"budget": 0.0}, {"settings": {"layers": [0]}}],
+    ids=["less than nothing", "nothing", "another layer"],
+)
+def test_a_plan_that_contradicts_itself_is_refused(report, tmp_path, change):
+    plan = json.loads(report.plan.to_json())
+    for name, value in change.items():
+        plan[name] = plan[name] | value if isinstance(value, dict) else value
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UsageError, match="no plan"):
+        attnlens.read_plan(tmp_path / "plan.json")
+
+
+def test_a_plan_is_not_overwritten_by_what_it_gives(report, tmp_path):
+    path = tmp_path / "plan.json"
+    report.plan.write_json(path)
+    before = path.read_bytes()
+    done = program("swap-kernel", "--kernel", "rank", "--ranks", path, "--plan", tmp_path / "." / "plan.json")
+    refused(done, "--ranks and --plan name the same file")
+    assert path.read_bytes() == before

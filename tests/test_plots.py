@@ -172,6 +172,17 @@ def test_the_fan_shows_every_head_with_median_and_quartiles() -> None:
     assert [by_first[curve[0]] for curve in curves] == [head.layer for head in report.heads]
 
 
+@pytest.mark.parametrize("name", [info.name for info in registry.measure_infos().values() if info.curve] + ["c"])
+def test_every_curve_has_a_name_along_its_side(name: str) -> None:
+    with house_style():
+        figure = fan_figure(with_curves([[0.2, 0.5, 1.0], [0.4, 0.6, 1.0]], name=name), name)
+        figure.draw_without_rendering()
+    label, axes = figure.axes[0].yaxis.label, figure.axes[0]
+    assert label.get_text()
+    assert label.get_window_extent().height <= axes.get_window_extent().height
+    assert "pairs in its" not in figure.texts[-1].get_text()
+
+
 def with_curves(curves: list[list[float]], parts: list[Part] | None = None, name: str = "c") -> Shapes:
     """A head a layer, each with one curve."""
     report = synthetic_report(len(curves), 1, parts=parts)

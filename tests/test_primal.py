@@ -12,7 +12,10 @@ import families
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_model
+from torch.utils.checkpoint import checkpoint
 
+import attnlens
 from attnlens import ksvd, primal
 from attnlens.errors import ModelError, UsageError
 from attnlens.primal import PrimalAttention, PrimalHeads
@@ -195,6 +198,10 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
     [
         (lambda: PrimalHeads(2, 4, 0), "scores must be 1 at least"),
         (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must not be negative"),
+        (lambda: PrimalHeads(2, 4, 1.5), "scores must be a whole number, not 1.5"),
+        (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number, not 2.0"),
+        (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number, not '4'"),
+        (lambda: primal.build(families.build("bert"), scores=1.5), "scores must be a whole number"),
         (lambda: PrimalAttention(10, 3, 4), "do not divide"),
         (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future would leak"),
         (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
@@ -224,6 +231,8 @@ def test_more_scores_than_the_rank_can_be_are_allowed_and_said(make, says):
     with pytest.warns(UserWarning, match=says) as found:
         make()
     assert "\n" not in str(found[0].message)
+    assert found[0].filename == __file__, "it points at the caller's line"
+    assert found[0].lineno == make.__code__.co_firstlineno
 
 
 def test_as_many_scores_as_the_rank_can_be_are_not_warned_of_and_more_add_none():
@@ -354,6 +363,28 @@ def test_in_eval_mode_the_scores_stay_without_their_graph_and_are_not_trained_th
         primal.regulariser(heads)
 
 
+@torch.no_grad()
+def test_an_unknown_convention_is_refused_by_name():
+    heads = heads_of()
+    heads(*drawn()[:2])
+    for convention in ("papr", "Paper", "", None):
+        with pytest.raises(UsageError, match=f"^{convention!r} is no convention") as refusal:
+            primal.regulariser(heads, convention)
+        assert all(name in refusal.value.remedy for name in ("paper", "code"))
+    assert primal.regulariser(heads, "paper").isfinite(), "the control"
+
+
+def test_reentrant_checkpointing_is_named_where_it_records_no_gradients():
+    heads, (q, k, _) = heads_of().train(), [z.requires_grad_() for z in drawn()]
+    checkpoint(heads, q, k, use_reentrant=True)
+    with pytest.raises(UsageError, match="eval mode, no_grad, or reentrant checkpointing") as refusal:
+        primal.regulariser(heads)
+    assert "use_reentrant=False" in refusal.value.remedy
+    checkpoint(heads, q, k, use_reentrant=False)
+    primal.regulariser(heads).backward()
+    assert heads.query_map.grad.abs().max() > 0, "the remedy helps"
+
+
 # --- models that own it ----------------------------------------------------------------------------------------------
 
 
@@ -406,6 +437,38 @@ def test_it_owns_its_attention_copies_and_comes_back(tmp_path):
         assert not torch.equal(model(**batch).logits, own), "the control: in another they have"
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_saved_one_is_refused_by_from_pretrained_and_comes_back_by_build(name, tmp_path):
+    canonical, made = families.build(name), config(name)
+    canonical.save_pretrained(tmp_path / "own")
+    type(canonical).from_pretrained(tmp_path / "own")  # the control
+    model = primal.build(made, "last", scores=6).eval()
+    assert not hasattr(made, "attnlens_primal"), "the caller's config is left alone"
+    type(canonical)(made)
+    model.save_pretrained(tmp_path / "primal")
+    for loader in (type(canonical), tf.AutoModel):
+        with pytest.raises(ValueError, match=r"attnlens\.primal\.build"):
+            loader.from_pretrained(tmp_path / "primal")
+    saved = tf.AutoConfig.from_pretrained(tmp_path / "primal")
+    assert saved.attnlens_primal == [{"layer": 1, "scores": 6, "samples": 0}]
+    again = primal.build(saved, [1], scores=6).eval()
+    load_model(again, tmp_path / "primal" / "model.safetensors")
+    batch = inputs_of(model)
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
+def test_the_record_grows_with_another_part_and_is_of_the_model_alone():
+    model = primal.build(families.build("bert"), [1], scores=6, samples=4)
+    primal.build(model, [0], scores=3)
+    both = [{"layer": 0, "scores": 3, "samples": 0}, {"layer": 1, "scores": 6, "samples": 4}]
+    assert model.config.attnlens_primal == both
+    model.config.architectures = ["BertForMaskedLM"]
+    assert primal.build(model.config, [0], scores=5).config.attnlens_primal == [{"layer": 0, "scores": 5, "samples": 0}]
+    assert model.config.attnlens_primal == both
+
+
 def test_a_model_keeps_its_weights_and_its_other_layers():
     canonical = families.build("bert").eval()
     seen = {}
@@ -437,11 +500,59 @@ def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
 
 
 @pytest.mark.filterwarnings("ignore:.*bounds their rank")
+@pytest.mark.parametrize(
+    ("name", "layers", "says"),
+    [
+        ("bart", "all", r"decoder\.layers\.0\.encoder_attn attends to another sequence"),
+        ("whisper", "all", r"decoder\.layers\.0\.encoder_attn attends to another sequence"),
+        ("whisper", "last", r"decoder\.layers\.1\.encoder_attn attends to another sequence"),
+        ("t5", "all", r"encoder\.block\.0.*adds a bias to its scores \(T5's positions\)"),
+        ("t5", [2], r"decoder\.block\.0.*adds a bias"),
+        ("t5", "last", "another sequence"),
+        ("albert", "all", "more than once"),
+    ],
+)
+@pytest.mark.parametrize("of", ["model", "config"])
+def test_families_that_cannot_be_primal_are_refused_with_the_reason(name, layers, says, of):
+    model = families.build(name)
+    model.config.architectures = [type(model).__name__]
+    with pytest.raises(ModelError, match=says) as refusal:
+        primal.build(model if of == "model" else model.config, layers)
+    assert len(str(refusal.value).splitlines()) == 2
+    assert not any(isinstance(part, PrimalHeads) for part in model.modules())
+
+
+@pytest.mark.parametrize(("name", "layers"), [("bart", [0, 1, 2]), ("whisper", [0, 2]), ("clip", "all")])
+def test_models_of_two_sides_are_built_where_a_side_attends_to_itself(name, layers):
+    model = families.build(name)
+    batch = families.inputs(name, model)
+    with torch.no_grad():
+        own = families_output(model, batch)
+        built = primal.build(model, layers, scores=3).train()
+        assert (families_output(built, batch) - own).abs().max() > 1e-3
+    primal.build(families.build(name), layers, scores=3)
+    built(**batch)
+    penalty = primal.regulariser(built)
+    penalty.backward()
+    owners = [part for part in built.modules() if isinstance(part, PrimalHeads)]
+    assert len(owners) == (4 if layers == "all" else len(layers))
+    assert all(part.query_map.grad.abs().max() > 0 for part in owners)
+
+
+def families_output(model, batch):
+    found = model(**batch)
+    return found.logits if hasattr(found, "logits") else found.text_embeds
+
+
+def test_inputs_that_cannot_be_made_up_are_refused():
+    model = families.build("bert")
+    model.main_input_name = "values"
+    with pytest.raises(ModelError, match="BertForMaskedLM reads values, which can't be made up"):
+        primal.build(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*bounds their rank")
 def test_what_cannot_be_primal_is_refused():
-    with pytest.raises(ModelError, match="another sequence"):
-        primal.build(families.build("bart"))
-    with pytest.raises(ModelError, match="more than once"):
-        primal.build(families.build("albert"))
     with pytest.raises(UsageError, match="no layer 7"):
         primal.build(families.build("bert"), [0, 7])
     with pytest.raises(UsageError, match="names no layers"):
@@ -470,3 +581,10 @@ def test_an_image_model_is_built():
 def test_the_module_needs_no_transformers():
     script = "import sys; from attnlens.primal import PrimalAttention; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_saved_primal_former_is_refused_by_name(tmp_path):
+    model = primal.build(families.build("bert"), "last", scores=3)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="primal layers"):
+        attnlens.load(tmp_path)

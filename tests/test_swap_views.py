@@ -12,18 +12,20 @@ import pytest
 from matplotlib.figure import Figure
 from program import attnlens, refused, without_torch
 from rich.console import Console, RenderableType
-from swap_reports import DIVERGED, HEADLESS, healing, outcome, several, swap_report, swapped
+from swap_reports import DIVERGED, HEADLESS, healing, outcome, planned, several, swap_report, swapped
 from test_plots_layout import overlapping
 
 from attnlens import html, tables
 from attnlens.plots import house_style, save_all
 from attnlens.plots.style import new_figure
 from attnlens.plots.swaps import panel_figure, pictures, swap_overview
+from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
-from attnlens.records import Effect, Pair, Part, Report
+from attnlens.records import Coverage, Effect, Pair, Part, Plan, Report, Rise
 from attnlens.tables.swaps import compared, facts
+from attnlens.tables.swaps.plans import plan_lines
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -183,6 +185,48 @@ def test_missing_costs_are_dashes() -> None:
     assert "– → – MiB" in facts.cost(swap)
 
 
+def plan_of(**changes: object) -> Plan:
+    plan = planned(**changes).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("after", "line"),
+    [
+        (13_698_304.0, "More: 13,271,040 → 13,698,304 numbers that make queries and keys (+3 %)"),
+        (13_271_040.0, "As before: 13,271,040 → 13,271,040 numbers that make queries and keys (+0 %)"),
+        (6_635_520.0, "Saving: 13,271,040 → 6,635,520 numbers that make queries and keys (−50 %)"),
+    ],
+)
+def test_only_what_falls_is_a_saving(after: float, line: str) -> None:
+    assert line in plan_lines(plan_of(parameters=Pair(before=13_271_040.0, after=after)))
+
+
+@pytest.mark.parametrize(
+    ("share", "ci95", "verdict"),
+    [
+        (0.0087, (0.0058, 0.0096), "within the budget"),
+        (0.0087, (0.0058, 0.0118), "within the budget, though its interval is not"),
+        (0.0087, None, "within the budget, without an interval"),
+        (0.0104, (0.0058, 0.0150), "beyond the budget: the promise does not hold on this text"),
+        (0.0104, None, "beyond the budget: the promise does not hold on this text"),
+    ],
+)
+def test_a_plan_is_within_its_budget_by_its_point_and_by_its_interval(
+    share: float, ci95: tuple[float, float] | None, verdict: str
+) -> None:
+    lines = plan_lines(plan_of(measured=Rise(share=share, ci95=ci95, sequences=32)))
+    assert next(line for line in lines if line.startswith("Measured")).endswith(f", {verdict}")
+
+
+def test_a_promise_is_explained_where_there_is_one() -> None:
+    given = planned(promised=None, reasons={"promised": "the ranks were given, and none was chosen"})
+    assert "Promised" not in flowing(given)
+    assert "rank: of each key head" in flowing(given)
+    assert "Promised: measured on calibration text kept apart from the fit" in flowing(planned())  # the control
+
+
 class Tags(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -241,6 +285,85 @@ def test_pages_of_any_kind_can_be_drawn(parts: list[Part] | None) -> None:
     for found in (swapped(6, deltas=(None,), parts=parts), swapped(6, headless=True, parts=parts, sweep="layers")):
         with house_style():
             swap_overview(swap_report(found)).draw_without_rendering()
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("healed", [False, True])
+def test_no_two_texts_of_a_plans_page_overlap_or_leave_it(size: tuple[int, int], healed: bool) -> None:
+    report = planned(*size, healed=Rise(share=0.0042, ci95=None, sequences=32) if healed else None)
+    swap = report.swaps[0].model_copy(update={"healing": healing() if healed else None})
+    with house_style():
+        for draw in (swap_overview, lambda report: panel_figure(report, pictures(report)[1])):
+            figure = draw(report.model_copy(update={"swap": swap}))
+            settle(figure)
+            assert overlapping(figure) == []
+            for text in (text for axes in figure.axes for text in axes.texts):
+                assert text.get_window_extent().x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, "budget 1 %: promised +0.21 %, measured +0.87 %"),
+        ({"promised": None}, "budget 1 %: measured +0.87 %"),
+        ({"measured": None}, "budget 1 %: promised +0.21 %"),
+        ({"promised": None, "measured": None}, "budget 1 %"),
+        ({"promised": None, "healed": Rise(share=-0.004, sequences=2)}, "budget 1 %: measured +0.87 %, healed −0.40 %"),
+    ],
+)
+def test_the_map_of_ranks_says_what_its_colours_are_and_what_they_cost(changes: dict[str, object], note: str) -> None:
+    report = planned(**changes)
+    panel = next(panel for panel in pictures(report) if panel.stem == "ranks")
+    assert (panel.title, panel.note) == ("rank by head, mean 28.0 of 64", note)
+    bar = drawn(panel.draw).axes[0].child_axes[0]
+    assert bar.get_ylabel() == "rank r of head_dim"
+
+
+@pytest.mark.parametrize("kernel", ["rank", "polynomial:degree=2,offset=0.125+symmetric+sink-window:sink=4,window=128"])
+@pytest.mark.parametrize("reached", [270, 200])
+def test_a_page_s_head_cuts_the_formula_and_nothing_else(kernel: str, reached: int) -> None:
+    found = swapped(
+        kernel=kernel, formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½", fitted=["key_map"]
+    )
+    report = swap_report(found).model_copy(update={"coverage": Coverage(sites=30, heads=270, analysed=reached)})
+    with house_style():
+        figure = swap_overview(report)
+        figure.draw_without_rendering()
+    head = figure.texts[1]
+    facts_told = head.get_text().split(" · ")
+    assert facts_told[0] == "LlamaForCausalLM"
+    assert facts_told[2] == kernel
+    assert facts_told[3].startswith(f"{'COMPLETE' if reached == 270 else 'PARTIAL'}: {reached} of 270 heads")
+    assert head.get_text().endswith("…"), "the control: not everything fits"
+    assert head.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps() -> None:
+    swap = swapped(deltas=(1.12, 0.09), healed=True)
+    above, below = drawn(draw_healing, swap, swap.healing).axes[0].child_axes
+    assert (above.get_ylabel(), below.get_ylabel()) == ("loss, nats", "KL, nats")
+    assert below.get_xlabel() == "optimiser step, √ scale"
+    assert list(below.get_xticks()) == list(above.get_xticks()) == [0, 50, 200, 500, 1000]
+    for axes in (above, below):
+        values, (low, high) = axes.lines[0].get_ydata(), axes.get_ylim()
+        assert np.ptp(values) > 0.7 * (high - low)
+    assert above.lines[1].get_ydata()[0] == swap.loss.before
+
+
+def test_a_healing_without_a_loss_has_all_the_room() -> None:
+    swap = swapped(headless=True, healed=True)
+    curve = [step.model_copy(update={"loss": None}) for step in healing().curve]
+    axes = drawn(draw_healing, swap, healing().model_copy(update={"curve": curve})).axes[0]
+    assert axes.child_axes == []
+    assert axes.get_ylabel() == "1 − cosine"
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 40, 140, 200, 5000, 12345])
+def test_named_steps_are_few_and_stand_apart(last: int) -> None:
+    steps = named_steps(last)
+    assert (steps[0], steps[-1]) == (0, last)
+    assert np.diff(np.sqrt(steps)).min() >= 0.17 * np.sqrt(last)
+    assert len(steps) >= min(4, last + 1)
 
 
 def drawn(draw: object, *words: object) -> Figure:

@@ -34,7 +34,7 @@ def _curves(matrix: str, words: str, symbol: str, headline: bool = False) -> tup
     settings = {"low": 0.0, "high": 1.0, "curve": True, "self_only": False, "has_null": False}
     first = MeasureInfo(
         f"ksvd.{matrix}_spectrum",
-        f"share of the singular values of {words} in its k largest",
+        f"share of the k largest in the singular values of {words}",
         f"(σ₁ + … + σₖ)/Σσ of {symbol}",
         headline=headline,
         by_depth=headline,
@@ -42,14 +42,14 @@ def _curves(matrix: str, words: str, symbol: str, headline: bool = False) -> tup
     )
     energy = MeasureInfo(
         f"ksvd.{matrix}_energy",
-        f"share of the squared singular values of {words} in its k largest",
+        f"share of the k largest in the squared singular values of {words}",
         f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
         **settings,  # type: ignore[arg-type]
     )
     return first, energy
 
 
-COSINE = "the cosine kernel K_ij = cos(q_i, k_j), of all pairs"
+COSINE = "the cosine kernel of all pairs, K_ij = cos(q_i, k_j)"
 TOKENS = (
     _scalar(
         "first_share",

@@ -13,6 +13,7 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import INTERRUPTED, console, guarded
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
+from attnlens.files import identity
 from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS
 from attnlens.registry import checked_name
 
@@ -177,5 +178,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     if given["ranks"] is not None and (not given["ranks"].strip() or "\0" in given["ranks"]):
         raise UsageError("--ranks names no file.", "Give the path of a plan after --ranks, or leave it out.")
+    if given["ranks"] and given["plan"] and identity(Path(given["ranks"])) == identity(Path(given["plan"])):
+        raise UsageError("--ranks and --plan name the same file.", "Write the new plan to a file of its own.")
     plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed", "eta", "budget", "ranks")}
     return {**chosen, **plain, "kernels": given["kernel"] or ["rbf"], "calibration": calibration}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.errors import UsageError
 from attnlens.ksvd.features import at_least_one
 from attnlens.linalg import over_heads
 
@@ -79,9 +80,13 @@ def dual(
     """The s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ, which is not formed: QR of both factors, then their core.
 
     `projection` is F, None the identity. K has at most min(n, m, features, sampled) components, and no more are
-    returned. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F counts as 0. Raises UsageError where s < 1.
+    returned. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F counts as 0. Raises UsageError where s < 1, and where an
+    argument has NaN or Inf.
     """
     at_least_one("s", s)
+    for name, given in (("query features", query_features), ("key features", key_features), ("projection", projection)):
+        if given is not None:
+            all_finite(name, given)
     left, right = _factors(query_features, key_features, projection)
     n, m = left.shape[-2], right.shape[-2]
     packed = over_heads(_packed_svd, left, right)
@@ -91,14 +96,23 @@ def dual(
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     """The s leading singular triplets of a dense K (an attention matrix, say), by its full SVD; s ≤ min(n, m).
 
-    σ up to eps · max(n, m) · σ₁ counts as 0. Raises UsageError where s < 1. `truncated` is faster for large n.
+    σ up to eps · max(n, m) · σ₁ counts as 0. Raises UsageError where s < 1 or K has NaN or Inf. `truncated` is faster
+    for large n.
     """
     at_least_one("s", s)
+    all_finite("kernel matrix", matrix)
     matrix = matrix.double()
     n, m = matrix.shape[-2:]
     packed = over_heads(_packed_matrix_svd, matrix)
     values = packed[..., -1, :]
     return _truncated(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
+
+
+def all_finite(name: str, given: Tensor) -> None:
+    """Raise UsageError for NaN and Inf, which no singular vector survives."""
+    if not bool(given.isfinite().all()):
+        verb = "have" if name.endswith("s") else "has"
+        raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads whose queries or keys are broken.")
 
 
 def residual(

@@ -43,7 +43,8 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
     Exact where W has the rank of K and s is no less. Else, with k = n' = m' = s and W invertible, the error is at most
     σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, V_J the sampled rows of K's k leading right singular vectors. It grows as W
-    comes near to singular: σ of W up to eps · size · σ₁ count as 0. Raises UsageError where s < 1.
+    comes near to singular: σ of W up to eps · size · σ₁ count as 0. Raises UsageError where s < 1 or
+    W has NaN or Inf.
     """
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]

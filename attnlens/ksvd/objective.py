@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,8 +26,9 @@ def objective(
 
     One J a head, of any sign, in the kernel's unit. paper: J = 0 at every stationary point, each half of the scores
     being ½Σσ; that is necessary and not sufficient (J is indefinite): look at the eigen-residual beside it. code: 0
-    where Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument.
+    where Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError for another convention.
     """
+    _check(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
     weight = (multipliers if convention == "paper" else multipliers.square())[..., None, :]
     spread_e, spread_r = ((scores.square() * weight).sum(-1) for scores in (e, r))
@@ -40,8 +43,14 @@ def regulariser(
     """What η multiplies in the training loss, ≥ 0. paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)².
 
     The paper has one J a layer and says nothing of heads; each head is a problem of its own here, so that no head's
-    J < 0 hides another's J > 0, as it can in the code's mean.
+    J < 0 hides another's J > 0, as it can in the code's mean. Raises UsageError for another convention.
     """
+    _check(convention)
     if convention == "paper":
         return objectives.square().sum((-2, -1))
     return objectives.mean(-1).square().mean(-1)
+
+
+def _check(convention: str) -> None:
+    if convention not in get_args(Convention):
+        raise UsageError(f"{convention!r} is no convention of the objective J.", 'Write "paper" or "code".')

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import svds
 
-from attnlens.errors import UsageError
-from attnlens.ksvd.dual import EPS, Dual, matrix_dual
+from attnlens.ksvd.dual import EPS, Dual, all_finite, matrix_dual
 from attnlens.ksvd.features import at_least_one
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: Solver = "arp
     n, m = matrix.shape[-2:]
     if 4 * s >= min(n, m):
         return matrix_dual(matrix, s)
-    if not bool(matrix.isfinite().all()):
-        raise UsageError("The kernel matrix has NaN or Inf.", "Leave out the heads whose queries or keys are broken.")
+    all_finite("kernel matrix", matrix)
     flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
     found = [_one(each, s, solver) for each in flat]
     left, values, right = (

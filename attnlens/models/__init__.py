@@ -107,6 +107,11 @@ def _refuse_swapped(place: Place) -> None:
             f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
             "Use attnlens.load_swapped in Python.",
         )
+    if "attnlens_primal" in place.config:
+        raise ModelError(
+            f"{place.id} is a model with primal layers, which have no attention to look at.",
+            "Build it with attnlens.primal.build, whose documentation says how its weights are loaded.",
+        )
 
 
 def _written(name: object) -> str:

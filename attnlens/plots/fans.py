@@ -26,7 +26,7 @@ from attnlens.plots.style import (
 )
 from attnlens.records import Part
 from attnlens.shapes import Shapes
-from attnlens.wording import clean, source_of
+from attnlens.wording import clean, source_of, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)), name="depth")
 """Dark is the first layer, light the last; the lightest yellow is left out, which paper swallows."""
 
-FORMULA = 24
-"""Characters of a formula that fit along the axis."""
+FORMULA, ASIDE = 24, 40
+"""Characters of a formula that fit under a small picture, and along the side of one on a page of its own."""
 
 WIDE_RANGE = 20.0
 """How far the largest number must lie above the end of a falling median curve for the axis to be logarithmic."""
@@ -64,8 +64,9 @@ def fan_figure(shapes: Shapes, name: str) -> Figure:
             axes.set_title(band.part)
         if number:
             axes.tick_params(labelleft=False)
-        elif len(formula := clean(shapes.info(name).formula)) <= FORMULA:
-            axes.set_ylabel(formula, labelpad=1.5)
+        else:
+            formula = clean(shapes.info(name).formula)
+            axes.set_ylabel(formula if 0 < len(formula) <= ASIDE else title_of(name), labelpad=1.5)
     right = (page - 0.75) / page
     figure.text(0.75 / page, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
     figure.text(right, 1 - 0.2 / tall, source_of(name), fontsize=8, ha="right", va="center", color=MUTED)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +36,14 @@ class PrimalHeads(nn.Module):
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Raises UsageError for a count below 1 (`samples`: below 0); warns of scores beyond the rank's bound."""
+        """Raises UsageError for a count that is not whole or below 1 (`samples`: below 0); warns of scores beyond the
+        rank's bound.
+        """
         super().__init__()
-        for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores)):
-            if count < 1:
+        for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores), ("samples", samples)):
+            if not isinstance(count, Integral):
+                raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
+            if count < 1 and name != "samples":
                 raise UsageError(f"{name} must be 1 at least, not {count}.", "Give a larger number.")
         if samples < 0:
             raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
@@ -99,8 +105,8 @@ class PrimalHeads(nn.Module):
         e, r, kept = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
             raise UsageError(
-                "The last forward pass recorded no gradients: it ran in eval mode or under no_grad.",
-                "Run it in training mode, or ask under torch.no_grad().",
+                "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing.",
+                "Run it in training mode without these (use_reentrant=False), or ask under torch.no_grad().",
             )
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, kept, convention)
@@ -122,8 +128,16 @@ def _say_bounded(scores: int, head_dim: int, samples: int) -> None:
         warnings.warn(
             f"{scores} scores were asked for; {what} bounds their rank at {bound}, and more add none.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=_callers_level(),
         )
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which `warnings.warn` names the line outside attnlens that led here, however deep."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class PrimalAttention(nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from attnlens.attention import attend
 from attnlens.attention.primal import whole_reach
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.primal.attention import PrimalHeads
 from attnlens.records import Call
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 NAME = "attnlens_primal"
 """Under which transformers knows the attention of the models built here."""
+ONLY_BY = "attnlens.primal.build"
+"""The attention that a saved config.json asks for: of no such name, so that `from_pretrained` refuses what it would
+otherwise load as canonical attention, with no more than a list of unexpected keys."""
 
 
 def build(
@@ -34,13 +39,18 @@ def build(
     A config makes a new model of the class that its `architectures` name, else of AutoModel's; a model is changed in
     place and keeps its weights. Each chosen attention module gets a `primal` part of its own (PrimalHeads), trained
     with the others and saved in the state dict; its queries and keys are those of the model, after rotation, and its
-    values have no effect, so that their projection gets no gradient. To load it again, build the same and load the
-    state dict.
+    values have no effect, so that their projection gets no gradient.
+
+    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer, and `save_pretrained` writes
+    it to config.json. `from_pretrained` refuses such a folder (`attn_implementation="attnlens.primal.build"`); load by
+    `model = build(AutoConfig.from_pretrained(folder), …)` with the same numbers, then
+    `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
+
     Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
     published code), with a warning where head_dim or `samples` bounds their rank; `samples` rows of the module's input
     make F (0: F = I), in encoders only.
-    Raises ModelError for cross-attention, layers called repeatedly, and models out of reach; UsageError for layers or
-    numbers that make no sense.
+    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called repeatedly, and models
+    out of reach; UsageError for layers or numbers that make no sense.
     """
     from attnlens import hooks
 
@@ -55,12 +65,27 @@ def build(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
     hooks.install(model, NAME, _answer)
+    _record(model, reached)
     return model
+
+
+def _record(model: PreTrainedModel, reached: list[Reached]) -> None:
+    """Note in the config, and so in a saved config.json, what the model is."""
+    owned = {found.site.layer: getattr(found.module, "primal", None) for found in reached}
+    model.config.attnlens_primal = [
+        {"layer": layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
+        for layer, heads in owned.items()
+        if isinstance(heads, PrimalHeads)
+    ]
+    model.config.attn_implementation = ONLY_BY
 
 
 def _made(config: PreTrainedConfig) -> PreTrainedModel:
     import transformers
 
+    config = copy.deepcopy(config)
+    if config._attn_implementation in (ONLY_BY, NAME):
+        config._attn_implementation = None
     name = (getattr(config, "architectures", None) or [""])[0]
     made = getattr(transformers, name, None)
     if made is not None:
@@ -80,17 +105,24 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The least input that the model takes."""
-    name, config = model.main_input_name, model.config
-    if name == "input_ids":
-        return {name: torch.ones(1, 4, dtype=torch.long, device=model.device)}
-    if name == "pixel_values":
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return {name: torch.zeros(1, config.num_channels, height, width, device=model.device, dtype=model.dtype)}
-    raise ModelError(
-        f"{type(model).__name__} reads {name}, which can't be made up.", "Choose a model of text or of images."
-    )
+    """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
+    from attnlens.models.heads import kind_of
+    from attnlens.texts.inputs import noise
+
+    main, kind, made = model.main_input_name, kind_of(model), {}
+    noisy = "pixel_values" if kind == "pixels+text" else main
+    if noisy != "input_ids":
+        try:
+            made[noisy] = noise(model, noisy, 1, 0).to(model.device, model.dtype)
+        except TextError:
+            raise ModelError(
+                f"{type(model).__name__} reads {noisy}, which can't be made up.",
+                "Choose a model of text, images or sound.",
+            ) from None
+    sides = {"input_ids": main == "input_ids", "decoder_input_ids": model.config.is_encoder_decoder}
+    taken = signature(model.forward).parameters
+    ids = torch.ones(1, 4, dtype=torch.long, device=model.device)
+    return made | {name: ids for name, reads in sides.items() if reads and name in taken}
 
 
 def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:
@@ -113,6 +145,11 @@ def _check(found: Reached, samples: int) -> None:
         raise ModelError(
             f"{found.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
             "Choose an encoder or a decoder alone, or leave such layers out.",
+        )
+    if found.call.bias is not None:
+        raise ModelError(
+            f"{found.site.path} adds a bias to its scores (T5's positions), and primal attention has no scores.",
+            "Choose a model whose positions are in its queries and keys, or leave such layers out.",
         )
     if found.site.repeated:
         raise ModelError(

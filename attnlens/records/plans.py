@@ -84,7 +84,7 @@ class Plan(Record):
     """What was asked for: the seed, the tokens, the texts with their SHA-256, the layers and heads."""
     kernel: str
     """The kernel, as it is typed beside --budget or --ranks."""
-    budget: Number
+    budget: Number = Field(gt=0)
     """Largest rise of the loss for which the ranks were chosen, as a share of it: 0.01 is 1 %."""
     ranks: list[KeyRank] = Field(min_length=1)
     """Key head by key head, in the order of execution."""
@@ -117,6 +117,9 @@ class Plan(Record):
         named = [(key.site, key.kv_head) for key in self.ranks]
         if len(set(named)) < len(named):
             raise ValueError("a key head has two ranks")
+        layers = self.settings.layers
+        if layers is not None and not {key.layer for key in self.ranks} <= set(layers):
+            raise ValueError("its ranks and its settings name other layers")
         return self
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ from attnlens.run.compare import Comparison, run, sequence_losses
 from attnlens.run.sensitivities import Basis, bases, sensitivities
 from attnlens.run.tasks import Fed, feed
 from attnlens.statistics import paired_bootstrap
-from attnlens.texts import Batches
+from attnlens.texts import MOST_SHARED, Batches, shared_share
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,6 +32,8 @@ SEQUENCES = 128
 """Sequences of calibration text that a budget asks for."""
 CHOOSING = 1 / 2
 """Share of them that is kept apart from the fit, to choose by: the wider the interval, the fewer directions go."""
+LEAST = 4
+"""Sequences of each text to choose by, at least: what one or two rise by says little of a text."""
 TRIES = 7
 """How many nested plans are measured."""
 
@@ -40,6 +43,8 @@ Step = tuple[int, int]
 
 def parsed_budget(words: str) -> float:
     """`loss:1%` → 0.01. Raises UsageError for anything else, and for a budget that is not positive."""
+    if not isinstance(words, str):
+        raise UsageError(f"The budget {words!r} can't be read.", 'Write it as in budget="loss:1%".')
     found = re.fullmatch(r"loss:([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)%", words.replace(" ", ""))
     try:
         share = float(found.group(1)) / 100 if found else math.nan
@@ -149,9 +154,11 @@ class Budgeting:
         """The smallest ranks among nested plans whose measured rise stays within the budget: with its whole interval,
         and on every text alone, where the calibration text is of several.
 
-        Raises TextError where there are fewer than two batches, and what `bases` and `sensitivities` raise.
+        Raises TextError where there are fewer than two batches, or too little to choose by that is not fitted on, and
+        what `bases` and `sensitivities` raise.
         """
         parts = split(batches)
+        _check_choosing(self.loaded, *parts)
         fitting, choosing = (feed(self.loaded, part, self.task, self.seed) for part in parts)
         self.texts = [name for batch in parts[1] for name in batch.parts]
         self.found = bases(self.loaded, self.sites, self.swaps, fitting, self.progress)
@@ -263,6 +270,26 @@ def split(batches: Batches) -> tuple[Batches, Batches]:
     some = batches.batches[: max(2, -(-SEQUENCES // size))]
     back = max(1, round(len(some) * CHOOSING))
     return replace(batches, batches=some[:-back]), replace(batches, batches=some[-back:])
+
+
+def _check_choosing(loaded: Loaded, fitting: Batches, choosing: Batches) -> None:
+    """Raise TextError where a text has too few sequences to choose by, or those that are fitted on say the same."""
+    fitted, there = (
+        Counter(name for batch in part for name in batch.parts or [part.text.name] * batch.size)
+        for part in (fitting, choosing)
+    )
+    for name in fitted:
+        if there[name] < LEAST:
+            raise TextError(
+                f"{name} leaves {there[name]} sequences to choose ranks by; a budget needs {LEAST} of each text.",
+                "Give a longer text, shorter sequences with --tokens, or leave that text out.",
+            )
+    share = shared_share(loaded.tokenizer, choosing.ids, fitting.ids, packed=False, parts=len(there))
+    if share > MOST_SHARED:
+        raise TextError(
+            f"The calibration text repeats itself: {100 * share:.0f} % of what ranks are chosen by is fitted on too.",
+            "Give a --calibration text that says things once.",
+        )
 
 
 def _losses(loaded: Loaded, batches: Sequence[Fed], task: Task) -> tuple[Tensor, Tensor]:

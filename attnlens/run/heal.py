@@ -30,6 +30,7 @@ SLOWER = 0.1
 """Factor of the learning rate each time that a check finds nothing nearer than the start: a kernel that cost much needs
 large steps, one that cost little is harmed by them."""
 WARM_UP = 20
+"""Steps over which the learning rate rises, and no more than there are up to the first check."""
 VALIDATION_SHARE = 0.125
 """Share of the calibration text that is kept back from training, to choose the best step."""
 CHECKS = 10
@@ -251,6 +252,7 @@ def heal(
             raise
         healer.interrupted = True
     best.restore()
+    curve = [_with_loss(step, healer, evaluate) if step.step == best.step else step for step in curve]
     found = Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=descent.rate, curve=curve)
     return found.model_copy(update=healer.regularised)
 
@@ -308,6 +310,11 @@ class _Best:
                 leaf.copy_(kept)
 
 
+def _with_loss(kept: HealingStep, healer: Healer, evaluate: Evaluate) -> HealingStep:
+    """The step whose numbers the healer has, with its loss on the evaluation text."""
+    return kept if kept.loss is not None else kept.model_copy(update={"loss": _evaluated(healer, evaluate)})
+
+
 def _evaluated(healer: Healer, evaluate: Evaluate) -> float | None:
     """The loss on the evaluation text with the numbers as trained so far."""
     with (
@@ -329,4 +336,6 @@ def _split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
 
 
 def _rate(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / WARM_UP) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+    return min(1.0, (step + 1) / min(WARM_UP, max(1, steps // CHECKS))) * (
+        0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
+    )

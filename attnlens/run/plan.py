@@ -17,7 +17,7 @@ from attnlens.run.collect import tool
 from attnlens.run.compare import DIVERGED, Comparison
 from attnlens.weights import Factors
 
-NO_CACHE = "no decoder is swapped, and nothing else keeps a key-value cache"
+NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
 GIVEN = "the ranks were given, and none was chosen"
 SHARED = "one module computes several sites, whose ranks differ"
 

@@ -122,12 +122,7 @@ class Swapping:
         """Find the sites, prove the door, choose the sites."""
         model, probe = self.loaded.model, {name: value[:2] for name, value in self.fed[0].inputs.items()}
         reached = hooks.survey(model, probe)
-        self.identity_error = hooks.identity_error(model, probe)
-        if not self.identity_error <= hooks.IDENTITY_TOLERANCE:
-            raise IdentityError(
-                f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {self.identity_error:.1e}.",
-                "attnlens does not read this model rightly, and swaps nothing; `attnlens doctor` shows where.",
-            )
+        self.identity_error = _proven(self.loaded, probe)
         refuse_initialised(self.loaded, reached)
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
@@ -337,3 +332,23 @@ class Swapping:
         start = time.perf_counter()
         yield
         self.timings[stage] = time.perf_counter() - start
+
+
+def _proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """By how much the model changes when its own attention is recomputed.
+
+    Raises IdentityError where that is more than rounding, and ModelError where its weights are not finite.
+    """
+    error = hooks.identity_error(loaded.model, inputs)
+    if error <= hooks.IDENTITY_TOLERANCE:
+        return error
+    broken = models.nonfinite_tensors(loaded.model)
+    if broken:
+        raise ModelError(
+            f"{broken[0]} holds NaN or Inf, so that the model's outputs prove nothing.",
+            "Mend the weights; `attnlens inspect` shows which heads are whole.",
+        )
+    raise IdentityError(
+        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
+        "attnlens does not read this model rightly, and swaps nothing; `attnlens doctor` shows where.",
+    )

@@ -10,7 +10,7 @@ from attnlens.plots.captions import fitted, wrapped
 from attnlens.plots.style import INK, MUTED, new_figure
 from attnlens.plots.swaps.panels import Panel, panels
 from attnlens.records import Report
-from attnlens.tables.swaps.facts import kernel
+from attnlens.tables.swaps.facts import formula
 from attnlens.wording import big, clean, model_name
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WIDTH, HEAD, FOOT = 10.0, 0.62, 0.3
 """Inches: the page, what stands over the panels and under them."""
 LEFT, RIGHT = 0.35, 9.68
 """Where the first column of panels begins and the last one ends, in inches."""
-TITLE, FACTS = 80, 165
+TITLE, FACTS = 80, 155
 """Characters that fit into the page's title and into a line of facts."""
 OVER, UNDER, BAR = 0.56, 0.42, 0.62
 """Inches over a panel for its title, under it for its axis, beside it for a colour bar."""
@@ -95,8 +95,17 @@ def _head(figure: Figure, report: Report, height: float) -> None:
     model = report.model
     left, title = LEFT / WIDTH, fitted(model_name(model.id), TITLE)
     figure.text(left, 1 - 0.27 / height, title, fontsize=14, weight="bold", color=INK, va="center")
-    what = "several kernels" if report.more_swaps else kernel(report.swaps[0])
-    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", what, clean(report.coverage.sentence)]
+    swap = report.swaps[0]
+    what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
+    # the formula last: where they are too long for a line, it is what is cut, never whether all heads were reached
+    known = (
+        clean(model.architecture),
+        f"{big(model.parameters)} parameters",
+        what,
+        clean(report.coverage.sentence),
+        how,
+    )
+    facts = [fact for fact in known if fact]
     figure.text(left, 1 - 0.52 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
     text = " · ".join(fact for fact in (clean(report.settings.fed), _made(report)) if fact)
     place = (RIGHT / WIDTH, 0.13 / height)

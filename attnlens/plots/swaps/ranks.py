@@ -55,6 +55,7 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
     place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))
     bar = figure_of(axes).colorbar(image, cax=place)
     bar.outline.set_linewidth(0.4)
+    bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
     place.tick_params(labelsize=6.5, length=2, pad=1.5)
     bar.formatter = PlainNumbers()
     bar.update_ticks()

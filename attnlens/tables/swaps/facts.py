@@ -92,9 +92,14 @@ def reach(report: Report) -> str:
 
 def kernel(swap: Swap) -> str:
     """`rbf:gamma=0.5: log k = …`, and which parameters were fitted."""
+    return f"{clean(swap.kernel)}: {formula(swap)}"
+
+
+def formula(swap: Swap) -> str:
+    """`log k = …`, and which parameters were fitted."""
     fitted = f"; fitted per head: {listed(swap.fitted)}" if swap.fitted else ""
     left = "" if swap.formula.startswith("output") else "log k = "
-    return f"{clean(swap.kernel)}: {left}{clean(swap.formula)}{fitted}"
+    return f"{left}{clean(swap.formula)}{fitted}"
 
 
 def proof(swaps: Sequence[Swap]) -> str:

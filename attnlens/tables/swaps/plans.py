@@ -14,10 +14,11 @@ SAVED = {
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
-"""What a plan saves, by field."""
-EXPLAINED = (
-    "rank: of each key head, for all query heads that share it. Promised: measured on calibration text kept apart from "
-    "the fit, where the whole interval had to stay within the budget, and each text alone where there are several."
+"""What a plan saves, or adds, by field."""
+RANK = "rank: of each key head, for all query heads that share it."
+PROMISED = (
+    "Promised: measured on calibration text kept apart from the fit, where the whole interval had to stay within the "
+    "budget, and each text alone where there are several."
 )
 
 
@@ -27,13 +28,25 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.promised is not None:
         lines += [f"Promised: {rise(plan.promised)} on {clean(plan.calibration)}", *_by_text(plan.promised)]
     if plan.measured is not None:
-        broken = "" if plan.promised is None else ": the promise does not hold on this text"
-        verdict = "within the budget" if plan.kept else f"beyond the budget{broken}"
-        lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {verdict}")
+        lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
     if plan.healed is not None:
         lines.append(f"Healed: {rise(plan.healed)} on {clean(plan.text)}")
     lines += _saved(plan)
     return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
+
+
+def explained(plan: Plan) -> str:
+    """What the words of the lines and rows mean; of a promise only where there is one."""
+    return RANK if plan.promised is None else f"{RANK} {PROMISED}"
+
+
+def _verdict(plan: Plan, measured: Rise) -> str:
+    """Whether the rise keeps the budget, and whether its interval does."""
+    if not plan.kept:
+        return "beyond the budget" + (": the promise does not hold on this text" if plan.promised else "")
+    if measured.ci95 is None:
+        return "within the budget, without an interval"
+    return "within the budget" + (", though its interval is not" if measured.ci95[1] > plan.budget else "")
 
 
 def _by_text(promised: Rise) -> Iterator[str]:
@@ -48,7 +61,8 @@ def _saved(plan: Plan) -> Iterator[str]:
         if pair.before and pair.after is not None:
             change = share(pair.after / pair.before - 1, 0)
             length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
-            yield f"Saving: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
+            word = "Saving" if pair.after < pair.before else "More" if pair.after > pair.before else "As before"
+            yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
     if plan.keys_to_gain is not None:
         yield (
             "Positions are rotated, or queries and keys normalised, before the maps apply: these cost operations "

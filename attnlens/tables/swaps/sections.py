@@ -8,7 +8,7 @@ from attnlens.records import Effect, Report, Swap
 from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
 from attnlens.tables.swaps.pairs import compared
-from attnlens.tables.swaps.plans import EXPLAINED, plan_lines, plan_rows
+from attnlens.tables.swaps.plans import explained, plan_lines, plan_rows
 from attnlens.tables.swaps.rows import (
     MARK,
     kernel_rows,
@@ -59,7 +59,8 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
     help_ = (_reading_help(unit, swap),) if swap.loss or swap.hidden_cosine is not None else ()
     yield Section("What it does", tuple(line for line in sentences if line), stage_rows(swap), help_)
     if report.plan is not None:
-        yield Section("Ranks", tuple(plan_lines(report.plan)), plan_rows(report.plan), (EXPLAINED,), items=True)
+        plan = report.plan
+        yield Section("Ranks", tuple(plan_lines(plan)), plan_rows(plan), (explained(plan),), items=True)
     more = (facts.proof([swap]), facts.cost(swap), facts.off_simplex(swap), facts.site_errors(swap))
     yield Section("What vouches for it, and what it costs", tuple(line for line in more if line), items=True)
     if swap.healing is not None:
