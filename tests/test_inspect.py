@@ -313,7 +313,7 @@ INSPECT_ONLY = ("source", "analyzers", "batch_size")
     ("command", "words"),
     [(attnlens.inspect, words) for words in NONSENSE]
     + [(attnlens.doctor, words) for words in NONSENSE if not words.keys() & set(INSPECT_ONLY)],
-    ids=str,
+    ids=lambda part: getattr(part, "__name__", str(part)),
 )
 def test_words_that_make_no_sense_are_refused_in_two_lines(command, words):
     with pytest.raises(UsageError) as refusal:
