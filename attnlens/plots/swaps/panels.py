@@ -139,7 +139,7 @@ def _kept(plan: Plan) -> str:
 
 def _healing(swap: Swap, healing: Healing) -> Panel:
     caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of the swapped heads trained towards the original model. "
+        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained towards the original model. "
         f"{_healed_by(swap)}. Step {healing.best} was kept."
     )
     note = "dotted: step kept" if swap.task == "hidden" else "dashed: the original; dotted: step kept"
