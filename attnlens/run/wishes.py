@@ -192,8 +192,8 @@ def _eta(given: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
         return None
     if eta is None:
         return ETA
-    if not math.isfinite(eta) or eta < 0:
-        raise UsageError(f"eta must be 0 or more, not {eta:g}.", f"The published code has 0.01 to {ETA:g}.")
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not math.isfinite(eta) or eta < 0:
+        raise UsageError(f"eta must be 0 or more, not {eta}.", f"The published code has 0.01 to {ETA:g}.")
     return float(eta)
 
 
