@@ -210,11 +210,12 @@ def test_texts_of_one_name_stay_two(tmp_path):
     assert [content.name for content in texts.read_each([*paths, other])] == [*paths, "other.txt"]
 
 
-def test_a_text_named_twice_is_refused(tmp_path):
+def test_a_calibration_text_named_twice_is_refused(demo, tmp_path):
+    """Every sequence would count twice, and its interval be too narrow."""
     first, copy = of_file(tmp_path, FAR), of_file(tmp_path, FAR, "copy.txt")
     for again in (first, copy):
         with pytest.raises(TextError, match="are the same text"):
-            texts.read_each([first, again])
+            fitted(demo, [first, again])
 
 
 def budgeted(model, *paths):

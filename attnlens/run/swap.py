@@ -71,10 +71,17 @@ def _reported(work: Swapping, start: float) -> Report:
 
 
 def _others(wish: Wish, content: texts.Content) -> tuple[texts.Content, ...]:
-    """The texts named for calibration; raises TextError where they are the evaluated text, under whatever name."""
+    """The texts named for calibration; raises TextError where they are the evaluated text, under whatever name, or one
+    of them is named twice.
+    """
     if not wish.calibration:
         return ()
     others = texts.read_each(wish.calibration)
+    first: dict[str, str] = {}
+    for other in others:
+        if other.text in first:
+            raise TextError(f"{first[other.text]} and {other.name} are the same text.", "Name each text once.")
+        first[other.text] = other.name
     if texts.joined(others).text == content.text:
         raise TextError(
             f"The calibration text ({texts.joined(others).name}) is the evaluation text.",

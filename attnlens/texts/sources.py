@@ -32,7 +32,7 @@ def read_text(paths: Sequence[str]) -> Content:
 
 
 def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
-    """Those texts each by itself, under names of their own; raises what `read_text` raises, and for one named twice."""
+    """Those texts each by itself, under names of their own; raises what `read_text` raises."""
     if not paths:
         return (Content(_decoded(_bytes_of(str(SAMPLE)), "built-in sample"), "built-in sample"),)
     names = [_name(path) for path in paths]
@@ -42,11 +42,6 @@ def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
     )
     if not any(content.text.strip() for content in found):
         raise TextError(f"The text is empty: {', '.join(paths)}.", "Give a text of at least a few hundred words.")
-    first: dict[str, str] = {}
-    for content in found:
-        if content.text in first:
-            raise TextError(f"{first[content.text]} and {content.name} are the same text.", "Name each text once.")
-        first[content.text] = content.name
     return found
 
 
