@@ -58,7 +58,8 @@ def test_the_python_example_runs(tmp_path):
 
 def test_two_commands_do_all_set_up():
     assert BLOCKS[0] == "pip install -e . -c constraints.txt && attnlens inspect\n"
-    assert BLOCKS[-1] == 'pip install -e ".[test]" -c constraints.txt && pytest -n 2 --dist loadfile\n'
+    tested = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
+    assert BLOCKS[-1] == f'pip install -e ".[test]" -c constraints.txt && {tested}\n'
 
 
 def test_the_shown_table_is_the_real_one():
