@@ -9,7 +9,6 @@ inspect.py: its folder comes first on Python's path, where it would hide the sta
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -29,11 +28,7 @@ TARGETS = {"without spectra": 3, "all analyzers": 10}
 
 def main() -> None:
     """Print every row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="demo, small sizes, one round: does it still run?")
-    quick = parser.parse_args().quick
-    print(subjects.machine())
-    torch.set_num_threads(1)
+    quick = subjects.started(__doc__)
     name, model = subjects.main_model(quick=quick)
     loaded = models.load(model)
     tokens, sequences = (32, 4) if quick else (128, 32)

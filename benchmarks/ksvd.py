@@ -8,12 +8,10 @@ were captured before, and of all of run.inspect with either, on a model that is 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 
 import subjects
-import torch
 from inspection import medians
 
 from attnlens import hooks, models, run
@@ -27,11 +25,7 @@ TARGET = 2
 
 def main() -> None:
     """Print both rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="demo, small sizes, one round: does it still run?")
-    quick = parser.parse_args().quick
-    print(subjects.machine())
-    torch.set_num_threads(1)
+    quick = subjects.started(__doc__)
     name, model = subjects.main_model(quick=quick)
     loaded = models.load(model)
     tokens, sequences, rounds = (32, 4, 1) if quick else (128, 32, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 from importlib.metadata import version
@@ -29,6 +30,18 @@ def machine() -> str:
     name = names[0] if names else platform.processor() or platform.machine()
     busy = f"load {os.getloadavg()[0]:.1f} before the start"
     return f"{name}, {os.cpu_count()} cores, {busy}; torch {version('torch')}, Python {platform.python_version()}"
+
+
+def started(description: str | None) -> bool:
+    """Whether --quick was typed; the machine is printed, and torch keeps to one thread."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="demo, small sizes, one round: does it still run?")
+    quick: bool = parser.parse_args().quick
+    print(machine())
+    from torch import set_num_threads
+
+    set_num_threads(1)
+    return quick
 
 
 def models(*, quick: bool) -> dict[str, str]:

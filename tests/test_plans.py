@@ -239,3 +239,13 @@ def test_a_plan_is_not_overwritten_by_what_it_gives(report, tmp_path):
     done = program("swap-kernel", "--kernel", "rank", "--ranks", path, "--plan", tmp_path / "." / "plan.json")
     refused(done, "--ranks and --plan name the same file")
     assert path.read_bytes() == before
+
+
+def test_progress_ends_where_the_work_does(demo, report):
+    """The fit of a plan is one pass, and not the search that found it."""
+    seen = {}
+    swap_kernel(
+        demo, "rank", ranks=report.plan, progress=lambda stage, done, total: seen.update({stage: (done, total)}), **READ
+    )
+    assert "fit rank" in seen
+    assert all(done == total for done, total in seen.values()), seen

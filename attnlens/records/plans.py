@@ -57,7 +57,7 @@ class Rise(Record):
         Were a further text of the same population as n others, all of them unseen, it would rise by more than the most
         of these with a chance of 1 in n + 1; the mean of many texts says nothing like that of a new one.
         """
-        return max(self.ci95[1] if self.ci95 else self.share, *self.by_text.values(), self.share)
+        return max([self.ci95[1] if self.ci95 else self.share, *self.by_text.values()])
 
 
 class PlanStep(Record):

@@ -84,6 +84,11 @@ def given(search: Budgeting, batches: Batches, plan: Plan) -> Choice:
     return Choice(search.found, ranks, search.swapped(ranks), None, [], None)
 
 
+def given_work(batches: Batches) -> int:
+    """Sequences that go through the model: once, to fit."""
+    return sum(batch.size for batch in split(batches)[0])
+
+
 def origin(plan: Plan, model: ModelInfo) -> list[str]:
     """A note where the plan was made on another model or other weights."""
     if (plan.model.id, plan.model.revision, plan.model.files) == (model.id, model.revision, model.files):

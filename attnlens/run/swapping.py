@@ -21,7 +21,7 @@ from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, t
 from attnlens.run.costs import enough_memory, peak_of, speed
 from attnlens.run.fit import fit
 from attnlens.run.gates import leaks
-from attnlens.run.given import check_fits, given, origin
+from attnlens.run.given import check_fits, given, given_work, origin
 from attnlens.run.heal import Healer, changed_weights, heal
 from attnlens.run.inspect import Progress
 from attnlens.run.local import Local, locally, mean_of
@@ -208,7 +208,8 @@ class Swapping:
     def _chosen(self, swaps: Swaps, calibrated: texts.Batches, limit: float) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
         plan = self.wish.ranks
-        tell = self._teller("budget" if plan is None else "fit rank", budget_work(calibrated))
+        stage, work = ("budget", budget_work) if plan is None else ("fit rank", given_work)
+        tell = self._teller(stage, work(calibrated))
         search = Budgeting(self.loaded, self.sites, swaps, self.task, self.wish.path, self.settings.seed, tell)
         return search.choose(calibrated, limit) if plan is None else given(search, calibrated, plan)
 
