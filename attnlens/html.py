@@ -68,7 +68,9 @@ def page(report: Report) -> str:
             *_head(report),
             _picture(report),
             *map(_section, _sections(report)),
-            _list("Heads that stand out", _standouts(report)),
+            _list(
+                "Most extreme heads (ranks, not tests)", [": ".join(facts.extreme(e)) for e in report.summary.extremes]
+            ),
             _heads(shapes) if report.heads else "",
             _list("No value", facts.without_value(shapes)),
             _list("Left out", facts.skipped(report.coverage.skipped)),
@@ -201,10 +203,6 @@ def _measures(shapes: Shapes) -> str:
         if info.meaning
     )
     return f'<h2>What is measured</h2><table class="words">{rows}</table>' if rows else ""
-
-
-def _standouts(report: Report) -> list[str]:
-    return [": ".join(facts.standout(found)) for found in report.summary.standouts] + facts.more_standouts(report)
 
 
 def _made(report: Report) -> str:

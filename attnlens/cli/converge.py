@@ -18,7 +18,7 @@ FAILED, PARTLY = 1, 3
 GIVEN = ("COMMANDLINE",)
 """Where an option comes from that was asked for in this call, and not for all commands."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
-TEXT = {"text", "tokens", "sequences", "batch_size", "pack"}
+TEXT = {"text", "tokens", "sequences", "batch_size", "pack", "windows", "intervals", "allow_foreign_text"}
 LOADING = {"device", "dtype", "offline", "trust_remote_code", "allow_pickle"}
 SYNTHETIC = {"experiment", "n", "t", "d", "m", "lr", "loss", "head_function", "parameterisation", "attention", "start"}
 KINDS = {
@@ -102,7 +102,7 @@ Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider toler
 
 
 @guarded
-@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
+@opt.also({name: given for name, given in opt.FED.items() if name != "windows_csv"}, opt.LOADED, opt.SHOWN)
 def converge(
     context: typer.Context,
     models: Models = None,

@@ -76,7 +76,7 @@ Text = Annotated[
         "--text",
         panel=INPUT,
         help="Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with "
-        f"`{os.pathsep}`). Default: a built-in sample.",
+        f"`{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James passages.",
         metavar="FILE",
     ),
 ]
@@ -84,12 +84,45 @@ Tokens = Annotated[
     int | None,
     option("--tokens", panel=INPUT, min=2, help="Window length in tokens.", show_default="128, or the model's limit"),
 ]
-Sequences = Annotated[int, option("--sequences", panel=INPUT, min=1, help="How many windows or lines to feed.")]
+Sequences = Annotated[
+    int, option("--sequences", panel=INPUT, min=1, help="How many windows or lines to feed, over all texts.")
+]
 BatchSize = Annotated[
     int, option("--batch-size", panel=INPUT, min=1, help="How many sequences go through the model at once.")
 ]
 Pack = Annotated[
     bool, option("--pack/--no-pack", panel=INPUT, help="Cut running text into windows, or feed it line by line.")
+]
+Windows = Annotated[
+    str,
+    option(
+        "--windows",
+        panel=INPUT,
+        help="Where windows lie in each text: `spread` evenly over it, the `first` ones, or `random`.",
+        metavar="PLACE",
+    ),
+]
+Intervals = Annotated[
+    str | None,
+    option(
+        "--intervals",
+        panel=INPUT,
+        help="Errors and intervals over `windows` of these texts, or over `texts` like them.",
+        metavar="UNITS",
+        show_default="texts from five on, else windows",
+    ),
+]
+AllowForeignText = Annotated[
+    bool, option("--allow-foreign-text", panel=INPUT, help="Go on where the tokenizer does not know half of the text.")
+]
+WindowsCsv = Annotated[
+    str | None,
+    option(
+        "--windows-csv",
+        panel=OUTPUT,
+        help="Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV.",
+        metavar="FILE",
+    ),
 ]
 Device = Annotated[str, option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", metavar="DEVICE")]
 Dtype = Annotated[
@@ -154,6 +187,10 @@ FED: dict[str, tuple[Any, Any]] = {
     "sequences": (Sequences, 32),
     "batch_size": (BatchSize, 8),
     "pack": (Pack, True),
+    "windows": (Windows, "spread"),
+    "intervals": (Intervals, None),
+    "allow_foreign_text": (AllowForeignText, False),
+    "windows_csv": (WindowsCsv, None),
 }
 """What is looked at: option → (its type and help, its default)."""
 LOADED: dict[str, tuple[Any, Any]] = {
@@ -234,7 +271,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for an unknown source, and for layers and heads that are no numbers; TextError for `--text -`
     without a stdin.
     """
-    plain = ("tokens", "sequences", "batch_size", "pack", "seed")
+    plain = ("tokens", "sequences", "batch_size", "pack", "seed", "windows", "intervals", "allow_foreign_text")
     settings = {name: given[name] for name in plain if name in given} | {
         "layers": numbers("layers", given["layers"]),
         "heads": numbers("heads", given["heads"]),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 READER_LEFT = 141
 """Exit code where the reader of stdout closes it early, as `head` does; the same as of a program that signals end."""
-FILE_OPTIONS = ("json", "csv", "png", "html", "markdown", "plan")
+FILE_OPTIONS = ("json", "csv", "windows_csv", "png", "html", "markdown", "plan")
 STDOUT = "-"
 
 
@@ -50,6 +50,7 @@ class Outputs:
 
     json: str | None = None
     csv: str | None = None
+    windows_csv: str | None = None
     png: str | None = None
     html: str | None = None
     markdown: str | None = None
@@ -88,7 +89,9 @@ class Outputs:
         for option in FILE_OPTIONS:
             name = getattr(self, option)
             if name is not None and (not name.strip() or "\0" in name):
-                raise UsageError(f"--{option} names no file.", f"Give a path after --{option}, or leave it out.")
+                raise UsageError(
+                    f"{_typed(option)} names no file.", f"Give a path after {_typed(option)}, or leave it out."
+                )
         for option, path in self._files.items():
             check_writable(path, may_be_folder=option == "png")
         self._check_distinct()
@@ -100,7 +103,9 @@ class Outputs:
         for option, path in self._files.items():
             other = names.setdefault(identity(path), option)
             if other not in ("", option):
-                raise UsageError(f"--{other} and --{option} name the same file, {path}.", "Give each its own file.")
+                raise UsageError(
+                    f"{_typed(other)} and {_typed(option)} name the same file, {path}.", "Give each its own file."
+                )
 
     def deliver(self, report: Report) -> None:
         """Write every file asked for, show the tables, and tell which files there are.
@@ -152,6 +157,10 @@ class Outputs:
             yield tables.details(report)
 
 
+def _typed(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
 def _check_picture(target: Path) -> None:
     """Raise OutputError where the target is a file already, and its name ends in no kind of picture."""
     from attnlens import plots
@@ -178,6 +187,7 @@ def _page(option: str, report: Report) -> str:
     makers: dict[str, Callable[[Report], str]] = {
         "json": lambda report: report.to_json(),
         "csv": tables.csv,
+        "windows_csv": tables.windows_csv,
         "markdown": tables.markdown,
         "plan": _plan,
     }

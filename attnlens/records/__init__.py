@@ -1,17 +1,18 @@
-"""What do the parts of attnlens hand to each other? Frozen nouns: Site and QueryKey carry tensors, the rest is JSON."""
+"""The frozen nouns that the parts of attnlens hand to each other."""
 
 from attnlens.records.calls import Call
 from attnlens.records.coverage import Coverage, Skipped
 from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
 from attnlens.records.measures import Head, HeadId, Measure, Null, Record
 from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
-from attnlens.records.provenance import Conventions, File, ModelInfo, Settings, Text, Tool
+from attnlens.records.provenance import Conventions, File, Intervals, ModelInfo, Settings, Text, Tool
 from attnlens.records.report import (
     Environment,
+    Extreme,
     Report,
     SiteCheck,
-    Standout,
     Summary,
+    TextSummary,
     json_schema,
     read_report,
 )
@@ -31,8 +32,10 @@ from attnlens.records.swaps import (
     Stage,
     Swap,
     Task,
+    TextChange,
 )
 from attnlens.records.tensors import Part, QueryKey, Site, Source
+from attnlens.records.windows import Windows
 
 __all__ = [
     "CONVENTIONS",
@@ -48,11 +51,13 @@ __all__ = [
     "Effect",
     "Environment",
     "Experiment",
+    "Extreme",
     "File",
     "Head",
     "HeadId",
     "Healing",
     "HealingStep",
+    "Intervals",
     "KeyRank",
     "Measure",
     "ModelInfo",
@@ -77,13 +82,15 @@ __all__ = [
     "Source",
     "Space",
     "Stage",
-    "Standout",
     "Summary",
     "Swap",
     "Task",
     "Text",
+    "TextChange",
+    "TextSummary",
     "Tool",
     "Trajectory",
+    "Windows",
     "json_schema",
     "read_plan",
     "read_report",

@@ -71,7 +71,9 @@ class Measure(Record):
     label: str | None = None
     """The name of a category, where the value is a category's number."""
     se: Number | None = None
-    """Standard error of the mean over sequences."""
+    """Standard error of the mean over sequences (from five texts on, over texts)."""
+    se_reason: str | None = None
+    """Why there is no standard error of a value that should have one."""
     n: Count | None = None
     """How many sequences (tokens.*), matrices (weights.*) or posed queries (selection.*) the value rests on."""
     null: Null | None = None

@@ -1,7 +1,9 @@
-"""What does a result come from? The program, the model with its files, what was asked for and what was fed."""
+"""What a result comes from: the program, the model with its files, what was asked for and what was fed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import sha256
 from typing import Literal
 
 from attnlens.records.measures import Count, Record
@@ -58,12 +60,28 @@ class ModelInfo(Record):
 
 
 class Text(Record):
-    """Which text was fed."""
+    """A text, or noise, that was fed."""
 
     name: str
-    """File name, `stdin`, `built-in sample` or `random pixels`; several are joined by +."""
+    """File name, `stdin`, what a built-in text is, or `random pixels`; several are joined by +."""
     sha256: str
-    """SHA-256 of what was fed."""
+    """SHA-256 of the text in UTF-8, or of the noise; of several texts that of their digests, one behind the other."""
+    windows: list[Count] = []
+    """Numbers of the windows (or lines) that were fed, counted from the text's beginning; empty for several texts."""
+    available: Count | None = None
+    """How many windows (or lines) the text has: the population that those fed stand for."""
+
+    @classmethod
+    def of(cls, texts: Sequence[Text]) -> Text:
+        """Several texts as one."""
+        if len(texts) == 1:
+            return cls(name=texts[0].name, sha256=texts[0].sha256)
+        digest = sha256("".join(text.sha256 for text in texts).encode())
+        return cls(name=" + ".join(text.name for text in texts), sha256=digest.hexdigest())
+
+
+Intervals = Literal["windows", "texts"]
+"""Over what errors and intervals are: the windows of the texts named, or texts like them."""
 
 
 class Settings(Record):
@@ -80,11 +98,21 @@ class Settings(Record):
     analyzers: list[str] = []
     """Which analyzers ran."""
     text: Text | None = None
-    """The text, where one was fed."""
+    """The text, where one was fed; several as one."""
+    texts: list[Text] = []
+    """Each text with the numbers of its windows."""
+    windows: Literal["spread", "first", "random"] | None = None
+    """Where in each text the windows (or lines) lie; None where no text was fed."""
+    intervals: Intervals | None = None
+    """Over what standard errors and intervals are; None where no text was fed."""
     noise: Text | None = None
     """The random pixels or sound, where the model reads no text."""
     calibration: Text | None = None
     """The text from which parameters were fitted or weights healed; it is no part of what was evaluated."""
+    calibrations: list[Text] = []
+    """Each calibration text with the numbers of its windows."""
+    sequences_asked: Count | None = None
+    """How many were asked for, where the texts have fewer."""
     sequences: Count | None = None
     """How many windows, lines, images or sounds were fed (fewer than asked for, where the text ended or the run was
     interrupted); None where none were."""
@@ -99,9 +127,12 @@ class Settings(Record):
     select: str | None = None
     """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None where selection was not looked at."""
 
+    notes: list[str] = []
+    """What a reader must know of what was fed, one sentence each."""
+
     @property
     def fed(self) -> str:
-        """What went through the model, in how many pieces of which length; empty where nothing did."""
+        """What went through the model, in how many pieces of which length, and which texts they stand for."""
         count = self.sequences or 0
         plural = "" if count == 1 else "s"
         if self.noise is not None and self.text is None:
@@ -109,6 +140,7 @@ class Settings(Record):
             return f"{self.noise.name}, {count} {kind}{plural} of {self.tokens} tokens each"
         if self.text is None:
             return ""
+        where = {"spread": "spread over", "first": "first of", "random": "drawn from", None: "of"}[self.windows]
         if self.pack is False:
-            return f"{self.text.name}, {count} line{plural} of at most {self.tokens} tokens"
-        return f"{self.text.name}, {count} × {self.tokens} tokens"
+            return f"{count} line{plural} of at most {self.tokens} tokens {where} {self.text.name}"
+        return f"{count} × {self.tokens} tokens {where} {self.text.name}"

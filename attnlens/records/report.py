@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue, PrivateAttr
 
 from attnlens.errors import UsageError
 from attnlens.files import write_atomically
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
-from attnlens.records.measures import Count, Head, HeadId, Number, Record, read_record
+from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import ModelInfo, Settings, Tool
 from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
+from attnlens.records.windows import Windows
 
 if TYPE_CHECKING:
     import pandas
@@ -37,19 +38,38 @@ class Environment(Record):
     """Operating system and processor."""
 
 
-class Standout(Record):
-    """A head that differs from its model's other heads."""
+class Extreme(Record):
+    """A head at one end of a measure: a rank among the model's heads, and no test."""
 
     layer: Count
     """The site's running number."""
     head: Count
     """The query head's number."""
     measure: str
-    """The measure in which it differs."""
-    score: Number
-    """Robust z-score against the model's other heads: (value − median) / (1.4826 · MAD)."""
+    """The measure in which it is extreme."""
+    value: Number
+    """What it reads."""
+    rank: Count
+    """1 for the most extreme head at its end."""
+    of: Count
+    """Of how many heads of its part."""
+    percentile: Number
+    """100 · (heads below it + ½)/heads."""
     text: str
-    """What stands out, in plain words."""
+    """What it does more or less than the others, in plain words."""
+
+
+class TextSummary(Record):
+    """The heads on one text's own windows."""
+
+    name: str
+    """The text's name."""
+    sequences: Count
+    """How many of the windows are its."""
+    medians: dict[str, Number] = {}
+    """Median over heads of each tokens.* measure."""
+    median_errors: dict[str, Number] = {}
+    """Standard errors of those medians, over this text's windows."""
 
 
 class Summary(Record):
@@ -59,16 +79,26 @@ class Summary(Record):
 
     medians: dict[str, Number] = {}
     """Median over heads of each measure."""
+    median_errors: dict[str, Number] = {}
+    """Standard error of that median: bootstrap over windows (or texts), all heads together."""
+    median_nulls: dict[str, Null] = {}
+    """What the median of so many heads reads by chance."""
     layers: list[dict[str, Number]] = []
     """Median over the heads of each layer, measure by measure, in the order of `layer_numbers`."""
+    layer_errors: list[dict[str, Number]] = []
+    """Standard errors of these medians, in the same order."""
+    layer_nulls: list[dict[str, Null]] = []
+    """What they read by chance, in the same order."""
     layer_numbers: list[Count] = []
     """The layers' running numbers."""
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
-    standouts: list[Standout] = []
-    """Heads that differ most from the model's other heads, the most different first."""
-    standouts_in_all: Count = 0
-    """How many heads stand out, of which `standouts` names the first."""
+    texts: list[TextSummary] = []
+    """Each text by itself, where there are several."""
+    between_texts: dict[str, Number] = {}
+    """Standard deviation of the texts' medians, measure by measure: how much one text differs from another."""
+    extremes: list[Extreme] = []
+    """Heads at the ends of the measures, the furthest from the median first."""
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
 
@@ -133,6 +163,7 @@ class Report(Record):
     """Seconds by stage."""
     peak_memory_bytes: Count = 0
     """Largest resident memory of the process."""
+    _windows: Windows | None = PrivateAttr(None)
 
     def __repr__(self) -> str:
         return f"<Report {self.command} {self.model.id}: {self.coverage.sentence}>"
@@ -141,6 +172,16 @@ class Report(Record):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # pydantic iterates fields; a report iterates heads
         return iter(self.heads)
+
+    @property
+    def windows(self) -> Windows | None:
+        """What each window read, of a report just made; it is not part of the JSON (`--windows-csv` writes it)."""
+        return self._windows
+
+    def with_windows(self, windows: Windows) -> Report:
+        """The same report with what each window read."""
+        self._windows = windows
+        return self
 
     @property
     def swaps(self) -> list[Swap]:

@@ -59,11 +59,24 @@ class SiteSwap(Record):
     """Share of the attention's mass that is negative, Σ max(−w, 0) / Σ |w|; 0 for positive kernels."""
 
 
+class TextChange(Record):
+    """How the loss changed on one text alone."""
+
+    name: str
+    """The text's name."""
+    sequences: int
+    """How many of the sequences are its."""
+    change: Change
+    """The loss, with its interval over this text's sequences."""
+
+
 class Outcome(Record):
     """How a changed model's predictions and hidden states differ from the original's."""
 
     loss: Change | None = None
     """Nats per predicted token over all sequences; None where there is nothing to predict, or it diverged."""
+    loss_by_text: list[TextChange] = []
+    """The same for each text, where there are several."""
     perplexity: Change | None = None
     """exp(loss)."""
     kl: Number | None = None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import Any
 
 from attnlens import models, registry, texts
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
-from attnlens.records import Settings
+from attnlens.records import Settings, Text
 from attnlens.registry import Analyzer, Gathering, checked_name
+from attnlens.statistics import Design
+from attnlens.statistics.design import FEWEST_TEXTS
 
 SOURCES = ("weights", "tokens", "both")
+INTERVALS = ("windows", "texts")
 LARGEST_SEED = 2**63 - 1
-NOTHING_FED = {"sequences": None, "pack": None}
+NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
 """What the settings of a run without any input say."""
 
 Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -84,8 +87,12 @@ def settings(
     sequences: int,
     pack: bool,
     seed: int,
+    windows: Any = "spread",
+    intervals: Any = None,
 ) -> Settings:
     """What was asked for, if it makes sense; UsageError where it does not."""
+    if intervals is not None:
+        checked_name("intervals", intervals, INTERVALS)
     if not isinstance(pack, bool):
         raise UsageError(f"pack={_shown(pack)} is neither True nor False.", "Give pack=True or pack=False.")
     return Settings(
@@ -94,6 +101,8 @@ def settings(
         sequences=whole("sequences", sequences, 1),
         tokens=None if tokens is None else whole("tokens", tokens, 2),
         pack=pack,
+        windows=checked_name("windows", windows, texts.PLACEMENTS),
+        intervals=intervals,
         layers=numbers("layers", layers),
         heads=numbers("heads", heads),
     )
@@ -113,11 +122,66 @@ def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
     )
 
 
-def fed(asked: Settings, found: texts.Batches) -> Settings:
-    """The settings that say what was fed: a text in windows or lines, or noise alone."""
-    if found.tokens:
-        return asked.model_copy(update={"text": found.text, "sequences": found.sequences})
-    return asked.model_copy(update={"noise": found.text, "sequences": found.sequences, "pack": None})
+def cut_of(asked: Settings, batch_size: int, allow_foreign: bool = False) -> texts.Cut:
+    """How the texts are cut, by what was asked for."""
+    return texts.Cut(
+        tokens=asked.tokens,
+        sequences=asked.sequences or 1,
+        batch_size=batch_size,
+        pack=asked.pack is not False,
+        placement=asked.windows or "spread",
+        seed=asked.seed,
+        allow_foreign=allow_foreign,
+    )
+
+
+def contents(found: Sequence[texts.Content], loaded: models.Loaded) -> Sequence[texts.Content]:
+    """The texts that were named, or the built-in ones for this model."""
+    return found or texts.sample(loaded.info.id)
+
+
+def design_of(asked: Settings, found: texts.Batches) -> Design:
+    """How the sequences were sampled. Raises UsageError where too few texts are to stand for texts like them."""
+    names = found.parts or ("",) * found.sequences
+    count = len(set(names))
+    if asked.intervals == "texts" and count < FEWEST_TEXTS:
+        raise UsageError(
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and there {'is' if count == 1 else 'are'} {count}.",
+            "Give more --text, or leave out --intervals texts.",
+        )
+    return Design.of(names, asked.intervals)
+
+
+def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Settings:
+    """The settings that say what was fed: texts in windows or lines, or noise alone."""
+    if not found.tokens:
+        nothing = {"pack": None, "windows": None, "intervals": None}
+        return asked.model_copy(update={"noise": Text.of(found.texts), "sequences": found.sequences, **nothing})
+    short = found.sequences < (asked.sequences or 0)
+    update = {
+        "text": Text.of(found.texts),
+        "texts": list(found.texts),
+        "sequences": found.sequences,
+        "sequences_asked": asked.sequences if short else None,
+        "intervals": design_of(asked, found).over,
+        "notes": [*asked.notes, *_told_of(asked, found, loaded)],
+    }
+    return asked.model_copy(update=update)
+
+
+def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
+    """What a reader must know of the windows, a sentence each."""
+    what = "lines" if asked.pack is False else "windows"
+    if found.sequences < (asked.sequences or 0):
+        yield f"The text has {found.sequences} {what} of the {asked.sequences} asked for."
+    if asked.windows == "first":
+        yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
+    repeated = texts.repeated_share(loaded.tokenizer, found.ids)
+    if repeated > texts.MOST_SHARED:
+        yield (
+            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {what} has too: "
+            "errors over them are too small."
+        )
 
 
 def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) -> Settings:

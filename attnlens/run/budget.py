@@ -22,7 +22,7 @@ from attnlens.records import PlanStep, Rise, Site, Task
 from attnlens.run.compare import Comparison, run, sequence_losses
 from attnlens.run.sensitivities import Basis, bases, sensitivities
 from attnlens.run.tasks import Fed, feed
-from attnlens.statistics import paired_bootstrap
+from attnlens.statistics import paired_difference
 from attnlens.texts import MOST_SHARED, Batches, shared_share
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def rise_of(before: Tensor, after: Tensor, counts: Tensor, seed: int, texts: Seq
     """
     if not bool(after.isfinite().all()):
         return None
-    found = [math.expm1(x) for x in paired_bootstrap(before, after, weights=counts, of=torch.log, seed=seed)]
+    found = [math.expm1(x) for x in paired_difference(before, after, weights=counts, of=torch.log, seed=seed)]
     by_text = {}
     for name in dict.fromkeys(texts):
         own = counts * counts.new_tensor([other == name for other in texts])
@@ -274,17 +274,14 @@ def split(batches: Batches) -> tuple[Batches, Batches]:
 
 def _check_choosing(loaded: Loaded, fitting: Batches, choosing: Batches) -> None:
     """Raise TextError where a text has too few sequences to choose by, or those that are fitted on say the same."""
-    fitted, there = (
-        Counter(name for batch in part for name in batch.parts or [part.text.name] * batch.size)
-        for part in (fitting, choosing)
-    )
+    fitted, there = (Counter(name for batch in part for name in batch.parts) for part in (fitting, choosing))
     for name in fitted:
         if there[name] < LEAST:
             raise TextError(
                 f"{name} leaves {there[name]} sequences to choose ranks by; a budget needs {LEAST} of each text.",
                 "Give a longer text, shorter sequences with --tokens, or leave that text out.",
             )
-    share = shared_share(loaded.tokenizer, choosing.ids, fitting.ids, packed=False, parts=len(there))
+    share = shared_share(loaded.tokenizer, choosing.ids, fitting.ids)
     if share > MOST_SHARED:
         raise TextError(
             f"The calibration text repeats itself: {100 * share:.0f} % of what ranks are chosen by is fitted on too.",

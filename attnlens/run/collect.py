@@ -1,12 +1,10 @@
-"""How do readings become a report? They are gathered site by site, averaged over sequences, and summed up."""
+"""Gathers readings site by site, keeps each window's, and turns them into the heads' records."""
 
 from __future__ import annotations
 
 import platform
 import resource
-import statistics as stdlib
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +22,14 @@ from attnlens.records import (
     Null,
     Site,
     Skipped,
-    Standout,
-    Summary,
     Tool,
 )
-from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_infos, measure_sources
-from attnlens.statistics import Stream, robust_z
+from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
+from attnlens.statistics import Design, Stream, standard_error
 
-STANDOUT_SCORE = 3.5
-"""Robust z-score from which a head stands out (Iglewicz & Hoaglin 1993)."""
-FEWEST_HEADS = 12
-"""Heads below which none is called an outlier."""
-MOST_STANDOUTS = 8
-"""How many standouts a summary names."""
 TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
+ONE_WINDOW = "one window has no spread"
+ALONE = "a text has one window with a value, whose spread nothing tells"
 
 
 @dataclass(frozen=True)
@@ -84,8 +76,12 @@ class Collector:
     """Heads asked for; None means all."""
     drafts: dict[tuple[Site, int], Draft] = field(default_factory=dict)
     """The heads asked for."""
-    streams: dict[tuple[Site, str], Stream] = field(default_factory=dict)
-    """Running statistics over sequences."""
+    design: Design = field(default_factory=lambda: Design(()))
+    """How the sequences were sampled; none before a text is cut."""
+    windows: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
+    """Each scalar of each sequence and head, (sequences, heads), NaN where there is none."""
+    curves: dict[tuple[Site, str], Stream] = field(default_factory=dict)
+    """Running means of curves over sequences."""
     skipped: list[Skipped] = field(default_factory=list)
     """What could not be measured."""
     layer_symmetry: dict[int, float | None] = field(default_factory=dict)
@@ -115,21 +111,26 @@ class Collector:
                     draft.measures[info.name] = _measure(info, site, value, n=1, null=null)
 
     def add_tokens(
-        self, site: Site, heads: Sequence[int], total: int, readings: Readings, steps: int | None = None
+        self,
+        site: Site,
+        rows: Sequence[int],
+        heads: Sequence[int],
+        total: int,
+        readings: Readings,
+        steps: int | None = None,
     ) -> None:
-        """Stream readings of the `heads` that were computed: (sequences, heads) or (sequences, heads, steps).
+        """Keep readings of the sequences `rows` and `heads` computed: (sequences, heads) or (sequences, heads, steps).
 
-        Cumulative curves of sequences of different lengths are continued to `steps`.
+        Curves are averaged; cumulative ones of sequences of different lengths are continued to `steps`.
         """
         for name, reading in readings.items():
-            if steps is not None and reading.dim() == 3 and reading.shape[2] < steps:
-                # a cumulative curve that has ended stays where it is, at 1
-                reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
-            full = reading.new_full((reading.shape[0], total, *reading.shape[2:]), torch.nan)
-            full[:, list(heads)] = reading
-            if (site, name) not in self.streams:
-                self.streams[site, name] = Stream()
-            self.streams[site, name].update(full)
+            place = site, name
+            if reading.dim() == 3:
+                self.curves.setdefault(place, Stream()).update(_continued(reading, heads, total, steps))
+                continue
+            if place not in self.windows:
+                self.windows[place] = torch.full((self.design.count, total), torch.nan, dtype=torch.float64)
+            self.windows[place][torch.tensor(rows)[:, None], torch.tensor(heads)] = reading.double().cpu()
 
     def add_answers(self, site: Site, gathering: Gathering, answers: Mapping[int, Answer]) -> None:
         """Enter what a gatherer says of a site's heads; a head that it never saw has no value, with the reason."""
@@ -143,26 +144,32 @@ class Collector:
                 nothing = Measure(value=None, reason=skip.reason)
                 draft.measures.update({info.name: nothing for info in gathering.measures if not info.curve})
 
-    def close_tokens(self, analyzers: Iterable[Analyzer]) -> None:
-        """Turn the running statistics into measures and curves."""
+    def close_tokens(self, analyzers: Iterable[Analyzer], finished: int) -> None:
+        """Turn what the finished sequences read into measures and curves."""
+        self.design = self.design.select(range(finished))
+        self.windows = {place: values[:finished] for place, values in self.windows.items()}
         infos = [info for analyzer in analyzers if analyzer.source == "tokens" for info in analyzer.measures]
+        errors = {place: standard_error(values, self.design) for place, values in self.windows.items()}
         for (site, head), draft in self.drafts.items():
             for info in infos:
-                stream = self.streams.get((site, info.name))
-                if site.part == "cross" and info.self_only and not info.curve:
-                    draft.measures[info.name] = _measure(info, site, None, n=0)
-                if stream is None:
-                    continue
                 if info.curve:
-                    draft.curves[info.name] = stream.mean[head].tolist()
-                    continue
-                n = int(stream.count[head])
-                if n == 0 and (skip := self._skip_of(site, head)):
-                    draft.measures[info.name] = Measure(value=None, reason=skip.reason)
-                    continue
-                value = float(stream.mean[head]) if n else None
-                se = float(stream.standard_error[head]) if n > 1 else None
-                draft.measures[info.name] = _measure(info, site, value, n=n, se=se)
+                    if (site, info.name) in self.curves:
+                        draft.curves[info.name] = self.curves[site, info.name].mean[head].tolist()
+                elif (site, info.name) in self.windows:
+                    error = float(errors[site, info.name][head])
+                    draft.measures[info.name] = self._mean(info, site, head, error)
+                elif site.part == "cross" and info.self_only:
+                    draft.measures[info.name] = _measure(info, site, None, n=0)
+
+    def _mean(self, info: MeasureInfo, site: Site, head: int, error: float) -> Measure:
+        """One head's mean over sequences."""
+        values = self.windows[site, info.name][:, head]
+        values = values[~values.isnan()]
+        if not len(values):
+            skip = self._skip_of(site, head)
+            return Measure(value=None, reason=skip.reason) if skip else _measure(info, site, None, n=0)
+        why = (ONE_WINDOW if len(values) == 1 else ALONE) if error != error else None
+        return _measure(info, site, float(values.mean()), n=len(values), se=None if why else error, se_reason=why)
 
     def _skip_of(self, site: Site, head: int) -> Skipped | None:
         """The entry that names this head, if there is one."""
@@ -195,85 +202,31 @@ class Collector:
             skipped=self.skipped,
         )
 
-    def summary(self, identity_error: float | None) -> Summary:
-        """Medians over the model and over each layer, and the heads that stand out."""
-        records = self.heads()
-        outstanding = standouts(records, measure_infos())
-        by_layer: dict[int, list[Head]] = defaultdict(list)
-        for record in records:
-            by_layer[record.layer].append(record)
-        return Summary(
-            medians=_medians(records),
-            layers=[_medians(group) for group in by_layer.values()],
-            layer_numbers=list(by_layer),
-            layer_symmetry=[self.layer_symmetry.get(layer) for layer in by_layer] if self.layer_symmetry else [],
-            standouts=outstanding[:MOST_STANDOUTS],
-            standouts_in_all=len(outstanding),
-            identity_error=identity_error,
-        )
-
 
 def _measure(
-    info: MeasureInfo, site: Site, value: float | None, n: int, se: float | None = None, null: Null | None = None
+    info: MeasureInfo,
+    site: Site,
+    value: float | None,
+    n: int,
+    se: float | None = None,
+    null: Null | None = None,
+    se_reason: str | None = None,
 ) -> Measure:
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or value != value:
         return Measure(value=None, reason=info.missing)
     label = info.labels[round(value)] if info.labels else None
-    return Measure(value=value, label=label, se=se, n=n, null=null)
+    return Measure(value=value, label=label, se=se, se_reason=se_reason, n=n, null=null)
 
 
-def _medians(records: Sequence[Head]) -> dict[str, float]:
-    """Median over the heads that have a value, measure by measure; categories have none."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for name, measure in record.measures.items():
-            if measure.value is not None and measure.label is None:
-                values[name].append(measure.value)
-    return {name: stdlib.median(present) for name, present in values.items()}
-
-
-def standouts(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Standout]:
-    """The heads that differ most from the others of their part (encoder, decoder, cross), at most one line a head.
-
-    Only measures that say in words what a large or a small value means are candidates. Calls of one module share its
-    weights, so that weights.* count and name them once.
-    """
-    candidates: list[Standout] = []
-    for part in dict.fromkeys(record.part for record in records):
-        calls: dict[tuple[str, int], list[Head]] = defaultdict(list)
-        for record in records:
-            if record.part == part:
-                calls[record.site.partition("#")[0], record.head].append(record)
-        every, shared = [[record] for group in calls.values() for record in group], list(calls.values())
-        for info in infos.values():
-            if info.more or info.less:
-                candidates += _standouts_in(info, shared if info.name.startswith("weights.") else every)
-    best: dict[tuple[int, int], Standout] = {}
-    for candidate in sorted(candidates, key=lambda standout: -abs(standout.score)):
-        best.setdefault((candidate.layer, candidate.head), candidate)
-    return list(best.values())
-
-
-def _standouts_in(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[Standout]:
-    """Those among the heads that stand out in one measure; a head is the records of its calls, which read the same."""
-    found = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
-    present = [(calls, value) for calls, value in found if value is not None]
-    if len(present) < FEWEST_HEADS:
-        return []
-    values = torch.tensor([value for _, value in present], dtype=torch.float64)
-    standing, median = [], float(values.quantile(0.5))
-    bounded = info.low is not None and info.high is not None
-    least = 0.05 * (info.high - info.low) if bounded else 0.1 * abs(median)  # type: ignore[operator]
-    for (calls, value), score in zip(present, robust_z(values).tolist(), strict=True):
-        words = info.more if score > 0 else info.less
-        if abs(score) >= STANDOUT_SCORE and abs(value - median) >= least and words:
-            text = f"{words}: {info.name} {value:.3g}, median {median:.3g}"
-            text += f" (all {len(calls)} calls)" if len(calls) > 1 else ""
-            first = calls[0]
-            standing.append(Standout(layer=first.layer, head=first.head, measure=info.name, score=score, text=text))
-    return standing
+def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
+    """A curve at the places of its heads, NaN for the others; one that has ended early stays where it is."""
+    if steps is not None and reading.shape[2] < steps:
+        reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
+    full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
+    full[:, list(heads)] = reading
+    return full
 
 
 def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> list[Null]:

@@ -1,4 +1,4 @@
-"""How far is a changed model from the original? Both run on the same batches, and differences are paired."""
+"""Compares a changed model with the original: both run on the same batches, and differences are paired."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks
-from attnlens.records import Change, Task
+from attnlens.records import Change, Task, TextChange
 from attnlens.run.tasks import NOTHING, Fed, last_states, logits_of
-from attnlens.statistics import paired_bootstrap
+from attnlens.statistics import Design, paired_difference
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -47,12 +47,16 @@ class Comparison:
 
     task: Task
     """What is predicted."""
+    design: Design
+    """How the sequences were sampled."""
     before: list[Tensor] = field(default_factory=list)
     """Mean loss of each sequence under the original, one tensor a batch."""
     after: list[Tensor] = field(default_factory=list)
     """The same under the variant."""
     counts: list[Tensor] = field(default_factory=list)
     """How many tokens of each sequence are predicted."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Whether each sequence has anything to predict; those that have none are in none of the three above."""
     kl: float = 0.0
     agreeing: float = 0.0
     cosine: float = 0.0
@@ -79,6 +83,7 @@ class Comparison:
     def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None) -> None:
         if targets is None:
             targets = own.argmax(-1, keepdim=True)
+        self.kept.append((targets != NOTHING).any(1).cpu())
         for logits, losses in ((own, self.before), (new, self.after)):
             means, counts = sequence_losses(logits, targets)
             losses.append(means)
@@ -93,8 +98,8 @@ class Comparison:
         self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
         self.likeness.add(own, new)
 
-    def outcome(self, seed: int) -> dict[str, Any]:
-        """The fields of an Outcome."""
+    def outcome(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """The fields of an Outcome; `texts` are the names of the texts that the sequences are of."""
         found: dict[str, Any] = {"reasons": {}}
         predicting = ("loss", "perplexity", "kl", "top1_agreement")
         if not self.before:
@@ -108,7 +113,8 @@ class Comparison:
             if found["perplexity"] is None:
                 found["reasons"]["perplexity"] = "it is too large for a number"
             if found["loss"].ci95 is None:
-                found["reasons"] |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), "one sequence has no spread")
+                found["reasons"] |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
+            found["loss_by_text"] = self.by_text(seed, texts)
         if self.likeness is None:
             found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), "the model hands out no hidden states")
         elif not math.isfinite(self.cosine):
@@ -125,12 +131,43 @@ class Comparison:
         """exp(loss) of both, its interval from the same draws."""
         return self._change(seed, torch.exp)
 
-    def _change(self, seed: int, of: Callable[[Tensor], Tensor]) -> Change:
-        """A function of the mean loss: before, after, and its difference with an interval over sequences."""
-        before, after, counts = (torch.cat(part) for part in (self.before, self.after, self.counts))
-        delta, low, high = paired_bootstrap(before, after, weights=counts, of=of, seed=seed)
+    def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
+        """The loss on each text alone with its interval over that text's windows, where there are several texts."""
+        numbers = torch.tensor(self.sampled.texts)
+        every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
+        found = [
+            TextChange(
+                name=name,
+                sequences=len(own),
+                change=self._change(seed, lambda mean: mean, own, Design.plain(len(own))),
+            )
+            for name, own in every
+            if len(own)
+        ]
+        return found if len(found) > 1 else []
+
+    @property
+    def sampled(self) -> Design:
+        """How the sequences that have anything to predict were sampled."""
+        return self.design.select(torch.cat(self.kept).nonzero()[:, 0].tolist())
+
+    @property
+    def _lone(self) -> str:
+        """Why there is no interval."""
+        return "one text has no spread" if self.design.clustered else "one sequence of a text has no spread"
+
+    def _change(
+        self,
+        seed: int,
+        of: Callable[[Tensor], Tensor],
+        some: Tensor | slice = slice(None),
+        design: Design | None = None,
+    ) -> Change:
+        """A function of the mean loss of `some` sequences: before, after, and its difference with its interval."""
+        before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
+        delta, low, high = paired_difference(before, after, design or self.sampled, weights=counts, of=of, seed=seed)
         first, second = (float(of((part * counts).sum() / counts.sum())) for part in (before, after))
-        return Change(before=first, after=second, delta=delta, ci95=(low, high) if len(counts) > 1 else None)
+        return Change(before=first, after=second, delta=delta, ci95=(low, high) if low == low else None)
 
 
 class Likeness:
@@ -167,9 +204,10 @@ def compare(
     variants: Mapping[Name, Variant],
     task: Task,
     progress: Callable[[int], None],
+    design: Design,
 ) -> dict[Name, Comparison]:
     """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
-    found = {name: Comparison(task) for name in variants}
+    found = {name: Comparison(task, design) for name in variants}
     for fed in batches:
         own = run(model, fed, task)
         for name, variant in variants.items():

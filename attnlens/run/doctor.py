@@ -49,12 +49,12 @@ def doctor(
     asked = arguments.settings(layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed)
     arguments.refuse_ignored(model, loading)
     files = arguments.words("text", text)
-    content = texts.read_text(files)
+    named = texts.read_each(files)
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     arguments.refuse_text(loaded, files, tokens)
-    settings, inputs = _fed(arguments.of_model(asked, loaded), loaded, content)
+    settings, inputs = _fed(arguments.of_model(asked, loaded), loaded, arguments.contents(named, loaded))
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -151,22 +151,17 @@ def own_probabilities(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict
     return found
 
 
-def _fed(asked: Settings, loaded: models.Loaded, content: texts.Content) -> tuple[Settings, dict[str, Tensor]]:
+def _fed(
+    asked: Settings, loaded: models.Loaded, contents: Sequence[texts.Content]
+) -> tuple[Settings, dict[str, Tensor]]:
     """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
     tokens, sequences = asked.tokens or 2, asked.sequences or 1
     if loaded.tokenizer is None and loaded.kind in ("text", "seq2seq"):
         found = texts.placeholder(loaded, tokens, asked.seed, sequences=sequences)
     else:
-        found = texts.batches(
-            loaded,
-            content,
-            tokens=tokens,
-            sequences=sequences,
-            batch_size=sequences,
-            pack=asked.pack is not False,
-            seed=asked.seed,
-        )
-    return arguments.fed(asked, found), found.batches[0].inputs
+        # what is compared is arithmetic, which is the same on a text that the model does not know
+        found = texts.batches(loaded, contents, arguments.cut_of(asked, sequences, allow_foreign=True))
+    return arguments.fed(asked, found, loaded), found.batches[0].inputs
 
 
 def _check(

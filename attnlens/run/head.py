@@ -17,7 +17,7 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.errors import UsageError
-from attnlens.records import Curve, Experiment, Report, Settings
+from attnlens.records import Curve, Experiment, Intervals, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import arguments
 from attnlens.run.collect import Collector
@@ -52,6 +52,9 @@ def head_experiments(
     sequences: int = 32,
     batch_size: int = 8,
     pack: bool = True,
+    windows: texts.Placement = "spread",
+    intervals: Intervals | None = None,
+    allow_foreign_text: bool = False,
     seed: int = 0,
     lr: float = 0.1,
     loss: str = "logistic",
@@ -72,12 +75,22 @@ def head_experiments(
     wanted = options.Settings(trials=1, seed=seed, **options.checked(wishes))
     arguments.whole("batch_size", batch_size, 1)
     asked = arguments.settings(
-        source="tokens", layers=[head[0]], heads=[head[1]], tokens=tokens, sequences=sequences, pack=pack, seed=seed
+        source="tokens",
+        layers=[head[0]],
+        heads=[head[1]],
+        tokens=tokens,
+        sequences=sequences,
+        pack=pack,
+        windows=windows,
+        intervals=intervals,
+        seed=seed,
     )
     files = arguments.words("text", text)
-    content = texts.read_text(files)
+    named = texts.read_each(files)
     loaded = _loaded(model, files, tokens, loading)
-    report, selector, found = posed(loaded, arguments.of_model(asked, loaded), content, batch_size, progress)
+    contents, settings = arguments.contents(named, loaded), arguments.of_model(asked, loaded)
+    cut = arguments.cut_of(settings, batch_size, allow_foreign_text)
+    report, selector, found = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
     meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)
     experiments = [trained(found, head, wanted, progress), meant]
@@ -95,7 +108,11 @@ def _loaded(
 
 
 def posed(
-    loaded: models.Loaded, settings: Settings, content: texts.Content, batch_size: int, progress: Progress = silent
+    loaded: models.Loaded,
+    settings: Settings,
+    contents: Sequence[texts.Content],
+    cut: texts.Cut,
+    progress: Progress = silent,
 ) -> tuple[Report, Selector, Nearness]:
     """What `inspect` says of the one head that `settings` ask for, what it gathered, and the head's problem, solved.
 
@@ -109,9 +126,8 @@ def posed(
 
     (selection,) = (found for found in analyzers(["selection"]) if isinstance(found, Gathering))
     keeping = replace(selection, begin=begin)
-    report = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={}).run(
-        content, batch_size
-    )
+    inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
+    report = inspection.run(contents, cut)
     (head,) = settings.heads or (0,)
     found = selectors[0].nearness(head) if selectors else "no token reached it"
     if isinstance(found, str):

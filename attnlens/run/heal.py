@@ -23,6 +23,7 @@ from attnlens.run.fit import unfitted
 from attnlens.run.tasks import asking, logits_of, states_of
 from attnlens.run.trainable import outputs_with, trainable
 from attnlens.texts import Batch, Batches
+from attnlens.texts.sampling import chosen
 
 LEARNING_RATE = 1e-3
 """First learning rate of AdamW; it rises over WARM_UP steps and falls as a cosine."""
@@ -325,14 +326,15 @@ def _evaluated(healer: Healer, evaluate: Evaluate) -> float | None:
 
 
 def _split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
-    """Training batches and those kept back."""
+    """Training batches, and those kept back, which are spread over the texts."""
     if len(batches) < 2:
         raise TextError(
             "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
             "Give a longer text with --calibration, or a smaller --batch-size.",
         )
-    back = max(1, round(len(batches) * VALIDATION_SHARE))
-    return list(batches.batches[:-back]), list(batches.batches[-back:])
+    back = chosen(len(batches), max(1, round(len(batches) * VALIDATION_SHARE)), "spread", seed=0)
+    every = list(enumerate(batches.batches))
+    return [batch for number, batch in every if number not in back], [every[number][1] for number in back]
 
 
 def _rate(step: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""What are a model's attention heads, as kernels? Weights and real text go through the analyzers, head by head."""
+"""Measures a model's attention heads: weights and real text go through the analyzers, head by head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from attnlens import hooks, linalg, models, texts, weights
 from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
 from attnlens.hooks import Reached
-from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
+from attnlens.records import Call, Conventions, Intervals, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised
@@ -23,6 +23,7 @@ from attnlens.run.collect import Collector, environment, peak_memory, scaled_nul
 from attnlens.run.gather import Gathered
 from attnlens.run.pieces import finite_heads, pieces
 from attnlens.run.sentences import told
+from attnlens.run.summary import summarised, windows_of
 from attnlens.statistics import gaussian_null
 
 Progress = Callable[[str, int, int], None]
@@ -58,32 +59,47 @@ def inspect(
     sequences: int = 32,
     batch_size: int = 8,
     pack: bool = True,
+    windows: texts.Placement = "spread",
+    intervals: Intervals | None = None,
+    allow_foreign_text: bool = False,
     seed: int = 0,
     progress: Progress = silent,
     **loading: Unpack[models.Loading],
 ) -> Report:
     """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, or what `load` gave; `text` are files (`-` is stdin; none is the built-in
-    sample), cut into `sequences` windows of `tokens` tokens (default 128 or the model's limit), or fed line by line
-    with `pack=False`. Measures are float64; tokens.* carry standard errors over sequences, weights.* a null.
+    `model` is a hub id, folder, file, `demo`, or what `load` gave; `text` are files (`-` is stdin; none are the built-in
+    texts), cut into `sequences` windows of `tokens` tokens (default 128 or the model's limit), or fed line by line
+    with `pack=False`. `windows` lie spread evenly over each text, are the first or random ones; `intervals` are over
+    those windows, or from five texts on over texts like them. Measures are float64; tokens.* carry standard errors,
+    weights.* a null.
     `select` and `show` are the analyzer selection's: `top-p:0.9` takes as selected what holds that share of the weight.
     Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which carries what was finished.
     """
     asked = arguments.settings(
-        source=source, layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed
+        source=source,
+        layers=layers,
+        heads=heads,
+        tokens=tokens,
+        sequences=sequences,
+        pack=pack,
+        windows=windows,
+        intervals=intervals,
+        seed=seed,
     )
     arguments.whole("batch_size", batch_size, 1)
     arguments.refuse_ignored(model, loading)
     chosen, asked = arguments.chosen(asked, analyzers, select, show)
     files = arguments.words("text", text)
-    content = texts.read_text(files) if source != "weights" else None
+    named = texts.read_each(files) if source != "weights" else ()
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
     arguments.refuse_text(loaded, files, tokens)
     settings, told = arguments.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
-    return Inspection(loaded, settings, chosen, *told, shown=show is not None).run(content, batch_size)
+    contents = arguments.contents(named, loaded) if source != "weights" else ()
+    cut = arguments.cut_of(settings, batch_size, allow_foreign_text)
+    return Inspection(loaded, settings, chosen, *told, shown=show is not None).run(contents, cut)
 
 
 @dataclass
@@ -102,6 +118,7 @@ class Inspection:
     sites: tuple[Site, ...] = ()
     tokenless: str | None = None
     unknown_share: float = 0.0
+    fed: texts.Batches | None = None
     finished: int = 0
     shown: bool = False
     gathered: Gathered = field(init=False)
@@ -113,9 +130,9 @@ class Inspection:
     def _place(self, site: Site, form: QueryKey | None) -> Place:
         return Place(site, form, self.settings.seed, arguments.share(self.settings.select or "argmax"), self.shown)
 
-    def run(self, content: texts.Content | None, batch_size: int) -> Report:
+    def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""
-        batches = self._batches(content, batch_size)
+        batches = self._batches(contents, cut)
         with self._timed("survey"):
             first = self._survey(batches)
         try:
@@ -144,27 +161,21 @@ class Inspection:
         plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
         return [analyzer for analyzer in plain if analyzer.source == source]
 
-    def _batches(self, content: texts.Content | None, batch_size: int) -> tuple[texts.Batch, ...]:
-        """The text as batches; none for weights alone, nor for both sources where there is no tokenizer."""
+    def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
+        """The texts as batches; none for weights alone, nor for both sources where there is no tokenizer."""
         asked, self.settings = self.settings, self.settings.model_copy(update=arguments.NOTHING_FED)
-        if content is None or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
+        if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
-            found = texts.batches(
-                self.loaded,
-                content,
-                tokens=asked.tokens,
-                sequences=asked.sequences or 1,
-                batch_size=batch_size,
-                pack=asked.pack is not False,
-                seed=asked.seed,
-            )
+            found = texts.batches(self.loaded, contents, cut)
         except TextError as error:
             if self.loaded.tokenizer is not None or self.settings.source == "tokens":
                 raise
             self.tokenless = error.problem
             return ()
-        self.settings = arguments.fed(asked, found)
+        self.settings = arguments.fed(asked, found, self.loaded)
+        self.collector.design = arguments.design_of(asked, found)
+        self.fed = found
         self.unknown_share = found.unknown_share
         return found.batches
 
@@ -270,7 +281,7 @@ class Inspection:
 
             def visit(site: Site, call: Call) -> None:
                 if site in chosen:
-                    self._analyse_tokens(site, call.query_key(site), analyzers)
+                    self._analyse_tokens(site, call.query_key(site), analyzers, self.finished)
                     gather(site, call, self.finished)
 
             try:
@@ -281,18 +292,20 @@ class Inspection:
                         self.finished += batch.size
                 self.progress("tokens", total, total)
             finally:
-                self.collector.close_tokens(analyzers)
+                self.collector.close_tokens(analyzers, self.finished)
 
-    def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> None:
+    def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], first: int) -> None:
+        """One batch of a site, of which the first sequence is number `first` of all."""
         total = len(query_key.heads)
         finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
         if not finite or not analyzers:
             return
-        for group in pieces(query_key.select(finite)):
+        steps = self.settings.tokens if self.settings.pack is False else None
+        for rows, group in pieces(query_key.select(finite)):
+            numbers = [first + row for row in rows]
             for analyzer in analyzers:
-                steps = self.settings.tokens if self.settings.pack is False else None
-                self.collector.add_tokens(site, group.heads, total, analyzer.function(group), steps)
+                self.collector.add_tokens(site, numbers, group.heads, total, analyzer.function(group), steps)
 
     def _report(self) -> Report:
         info = self.loaded.info.model_copy(update={"conventions": self.conventions})
@@ -304,11 +317,16 @@ class Inspection:
             environment=environment(),
             coverage=self.collector.coverage(dict.fromkeys(analyzer.source for analyzer in self.analyzers)),
             heads=self.collector.heads(),
-            summary=self.collector.summary(self.identity_error),
+            summary=summarised(self.collector, self._names, self.identity_error, self.settings.seed),
             selections=self.gathered.shown,
             timings=self.timings,
             peak_memory_bytes=peak_memory(),
-        )
+        ).with_windows(windows_of(self.collector, self.settings))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The text of every sequence that was finished."""
+        return () if self.fed is None else self.fed.parts[: self.collector.design.count]
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -12,8 +12,8 @@ PIECE_BYTES = 32 * 2**20
 """Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
 
 
-def pieces(query_key: QueryKey) -> Iterator[QueryKey]:
-    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each.
+def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
+    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each, with their sequences.
 
     A key that no query may see is padding. Sequences of one length stay together; long ones are cut by heads.
     """
@@ -24,9 +24,10 @@ def pieces(query_key: QueryKey) -> Iterator[QueryKey]:
         together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
         heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
         for start in range(0, len(batch), together):
-            some = rest.sequences(range(start, min(start + together, len(batch))), slice(None), slice(None))
+            rows = range(start, min(start + together, len(batch)))
+            some = rest.sequences(rows, slice(None), slice(None))
             for head in range(0, len(rest.heads), heads):
-                yield some.select(range(head, min(head + heads, len(rest.heads))))
+                yield [batch[row] for row in rows], some.select(range(head, min(head + heads, len(rest.heads))))
 
 
 def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:

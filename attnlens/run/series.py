@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 
 from attnlens import models, registry, texts
 from attnlens.errors import ModelError, UsageError
-from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
+from attnlens.records import Coverage, File, Head, Intervals, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run import arguments, checkpoints
 from attnlens.run.checkpoints import Checkpoint
@@ -36,6 +36,9 @@ def series(
     sequences: int = 32,
     batch_size: int = 8,
     pack: bool = True,
+    windows: texts.Placement = "spread",
+    intervals: Intervals | None = None,
+    allow_foreign_text: bool = False,
     seed: int = 0,
     progress: Progress = silent,
     **loading: Unpack[models.Loading],
@@ -51,14 +54,18 @@ def series(
     """
     one = _one(head, layers, heads)
     common = {"tokens": tokens, "sequences": sequences, "pack": pack, "seed": seed}
-    asked = arguments.settings(source=source, **(one or {"layers": layers, "heads": heads}), **common)  # type: ignore[arg-type]
+    sampled = {"windows": windows, "intervals": intervals}
+    asked = arguments.settings(source=source, **(one or {"layers": layers, "heads": heads}), **common, **sampled)  # type: ignore[arg-type]
     arguments.whole("batch_size", batch_size, 1)
     wanted = arguments.words("analyzers", analyzers) or _usual(source)
     chosen, asked = arguments.chosen(asked, wanted, select, None)
     found = _found(arguments.words("checkpoints", names), arguments.words("revisions", revisions), loading)
     checkpoints.refuse_different(found)
-    content = texts.read_text(arguments.words("text", text)) if source != "weights" else None
-    return Series(found, asked, chosen, content, batch_size, progress, loading).run()
+    contents = texts.read_each(arguments.words("text", text)) if source != "weights" else ()
+    if source != "weights" and not contents:
+        contents = texts.sample(found[-1].model)
+    cut = arguments.cut_of(asked, batch_size, allow_foreign_text)
+    return Series(found, asked, chosen, contents, cut, progress, loading).run()
 
 
 def _one(head: tuple[int, int] | None, layers: object, heads: object) -> dict[str, Any]:
@@ -94,8 +101,8 @@ class Series:
     checkpoints: list[Checkpoint]
     asked: Settings
     analyzers: list[Analyzer | Gathering]
-    content: texts.Content | None
-    batch_size: int
+    contents: Sequence[texts.Content]
+    cut: texts.Cut
     progress: Progress
     loading: models.Loading
     timings: dict[str, float] = field(default_factory=dict)
@@ -121,7 +128,7 @@ class Series:
 
     def _reader(self) -> dict[str, Any]:
         """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
-        if self.content is None:
+        if not self.contents:
             return {}
         giver = checkpoints.with_tokenizer(self.checkpoints)
         if giver is None:
@@ -139,7 +146,7 @@ class Series:
         collector = Collector(self.asked.heads)
         inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
         try:
-            report = inspection.run(self.content, self.batch_size)
+            report = inspection.run(self.contents, self.cut)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
@@ -150,7 +157,7 @@ class Series:
 
     def _loss(self, loaded: models.Loaded, settings: Settings) -> float | str:
         """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
-        if self.content is None:
+        if not self.contents:
             return "it is that of a text, and none was fed, for the weights alone were read"
         task = task_of(loaded.model)
         if task not in ("causal", "masked"):
@@ -159,15 +166,7 @@ class Series:
             return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask, behind which the model would guess"
-        fed = texts.batches(
-            loaded,
-            self.content,
-            tokens=settings.tokens,
-            sequences=settings.sequences or 1,
-            batch_size=self.batch_size,
-            pack=settings.pack is not False,
-            seed=settings.seed,
-        )
+        fed = texts.batches(loaded, self.contents, self.cut)
         loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 

@@ -1,16 +1,16 @@
-"""What does another kernel do to a model? Proven first, then measured against the model itself on the same text."""
+"""Measures what another kernel does to a model, against the model itself on the same text; proven first."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from os import PathLike
 from typing import Unpack, cast
 
 from attnlens import models, texts
 from attnlens.errors import TextError
-from attnlens.records import Report, Settings
+from attnlens.records import Intervals, Report, Settings, Text
 from attnlens.run import arguments, budget
 from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
@@ -32,6 +32,9 @@ def swap_kernel(
     sequences: int = 32,
     batch_size: int = 8,
     pack: bool = True,
+    windows: texts.Placement = "spread",
+    intervals: Intervals | None = None,
+    allow_foreign_text: bool = False,
     seed: int = 0,
     progress: Progress = silent,
     **more: Unpack[Wishes],
@@ -47,16 +50,28 @@ def swap_kernel(
     loading = cast("models.Loading", {name: more.get(name) for name in models.Loading.__annotations__ if name in more})
     wish = Wish.of(kernels, more)
     layers, heads = wish.reach(layers, heads)
-    asked = arguments.settings(layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed)
+    asked = arguments.settings(
+        layers=layers,
+        heads=heads,
+        tokens=tokens,
+        sequences=sequences,
+        pack=pack,
+        windows=windows,
+        intervals=intervals,
+        seed=seed,
+    )
     arguments.whole("batch_size", batch_size, 1)
     arguments.refuse_ignored(model, loading)
     files = arguments.words("text", text)
-    content = texts.read_text(files)
-    others = _others(wish, content)
+    named = texts.read_each(files)
+    others = texts.read_each(wish.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     arguments.refuse_text(loaded, files, tokens)
     asked = arguments.of_model(asked, loaded).model_copy(update={"source": "tokens"})
-    work = _prepared(loaded, wish, asked, content, others, batch_size, progress)
+    contents = arguments.contents(named, loaded)
+    _refuse_same(contents, others)
+    cut = arguments.cut_of(asked, batch_size, allow_foreign_text)
+    work = _prepared(loaded, wish, asked, contents, others, cut, progress)
     return _reported(work, start)
 
 
@@ -70,71 +85,66 @@ def _reported(work: Swapping, start: float) -> Report:
     return report
 
 
-def _others(wish: Wish, content: texts.Content) -> tuple[texts.Content, ...]:
-    """The texts named for calibration; raises TextError where they are the evaluated text, under whatever name, or one
-    of them is named twice.
-    """
-    if not wish.calibration:
-        return ()
-    others = texts.read_each(wish.calibration)
+def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Content]) -> None:
+    """Raise TextError where a calibration text is an evaluated one, under whatever name, or is named twice."""
+    evaluated = {content.text: content.name for content in contents}
     first: dict[str, str] = {}
     for other in others:
+        if other.text in evaluated:
+            raise TextError(
+                f"The calibration text ({other.name}) is the evaluation text.",
+                "Leave --calibration out, then windows that are not evaluated are used, or name another text.",
+            )
         if other.text in first:
             raise TextError(f"{first[other.text]} and {other.name} are the same text.", "Name each text once.")
         first[other.text] = other.name
-    if texts.joined(others).text == content.text:
-        raise TextError(
-            f"The calibration text ({texts.joined(others).name}) is the evaluation text.",
-            "Leave --calibration out, then what follows the evaluated windows is used, or name another text.",
-        )
-    return others
 
 
 def _prepared(
     loaded: models.Loaded,
     wish: Wish,
     asked: Settings,
-    content: texts.Content,
+    contents: Sequence[texts.Content],
     others: Sequence[texts.Content],
-    batch_size: int,
+    cut: texts.Cut,
     progress: Progress,
 ) -> Swapping:
-    """The run with its texts cut: what is evaluated, and behind it, or elsewhere, what is calibrated on."""
-    cut = partial(texts.batches, loaded, tokens=asked.tokens, batch_size=batch_size, seed=asked.seed)
-    evaluated = cut(content, sequences=asked.sequences or 1, pack=asked.pack is not False)
+    """The run with its texts cut: what is evaluated, and other windows of it, or other texts, to calibrate on."""
+    evaluated = texts.batches(loaded, contents, cut)
     task = task_of(loaded.model)
     calibrated, shared = None, 0.0
     if wish.limit is not None:
         budget.check_task(task)
     if wish.calibrates:
-        same, packed = not others, asked.pack is not False
-        calibrated = cut(
-            content if same else texts.joined(others),
-            sequences=HEALING if wish.heal else FITTING if wish.limit is None else budget.SEQUENCES,
-            skip=evaluated.sequences if same and packed else 0,
-            start=evaluated.end if same else 0,
+        count = HEALING if wish.heal else FITTING if wish.limit is None else budget.SEQUENCES
+        calibrated = texts.batches(
+            loaded,
+            others or contents,
+            replace(cut, sequences=count, pack=cut.pack or bool(others)),
+            apart_from=None if others else evaluated,
             skip_noise=evaluated.sequences,
-            parts=others,
         )
-        shared = texts.shared_share(
-            loaded.tokenizer, evaluated.ids, calibrated.ids, packed=packed, parts=max(1, len(others))
+        shared = texts.shared_share(loaded.tokenizer, evaluated.ids, calibrated.ids)
+        _refuse_shared(shared, calibrated, same=not others)
+        asked = asked.model_copy(
+            update={"calibration": Text.of(calibrated.texts), "calibrations": list(calibrated.texts)}
         )
-        _refuse_shared(shared, calibrated.text.name, same=same)
-        asked = asked.model_copy(update={"calibration": calibrated.text})
     fed = feed(loaded, evaluated, task, asked.seed)
-    return Swapping(loaded, wish, arguments.fed(asked, evaluated), task, fed, calibrated, progress, shared)
+    design = arguments.design_of(asked, evaluated)
+    settings = arguments.fed(asked, evaluated, loaded)
+    return Swapping(loaded, wish, settings, task, fed, design, calibrated, progress, shared)
 
 
-def _refuse_shared(share: float, name: str, *, same: bool) -> None:
+def _refuse_shared(share: float, calibrated: texts.Batches, *, same: bool) -> None:
     """Raise TextError where too much of what is evaluated would be calibrated on."""
     if share <= texts.MOST_SHARED:
         return
     if same:
         raise TextError(
-            f"The text repeats itself: {100 * share:.0f} % of the evaluated tokens stand in what follows them too.",
+            f"The text repeats itself: {100 * share:.0f} % of the evaluated tokens stand in its other windows too.",
             "Give a --calibration text of its own, or a --text that repeats itself less.",
         )
     raise TextError(
-        f"The calibration text ({name}) holds {100 * share:.0f} % of the evaluated tokens.",
-        "Give a --calibration text of its own, or leave it out: then what follows the evaluated text is used.",
+        f"The calibration text ({Text.of(calibrated.texts).name}) holds {100 * share:.0f} % of the evaluated tokens.",
+        "Give a --calibration text of its own, or leave it out: then windows that are not evaluated are used.",
     )

@@ -1,4 +1,4 @@
-"""In which order is a swap proven, fitted, measured, swept, healed and saved?"""
+"""One run of swap-kernel: a swap is proven, fitted, measured, swept, healed and saved."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from attnlens.run.saved import save_swapped
 from attnlens.run.sweep import sweep, units
 from attnlens.run.tasks import MEANINGS, Fed
 from attnlens.run.wishes import Wish
+from attnlens.statistics import Design
 
 Swaps = dict[Site, hooks.Swap]
-FEW = 8
-"""Sequences below which a percentile bootstrap covers too little."""
 
 
 @dataclass
@@ -68,6 +67,8 @@ class Swapping:
     settings: Settings
     task: Task
     fed: list[Fed]
+    design: Design
+    """How the evaluated sequences were sampled."""
     calibrated: texts.Batches | None
     progress: Progress
     shared: float = 0.0
@@ -220,7 +221,9 @@ class Swapping:
             for stage, swaps in candidate.stages.items()
         }
         tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
-        for (index, stage), found in compare(self.loaded.model, self.fed, variants, self.task, tell).items():
+        for (index, stage), found in compare(
+            self.loaded.model, self.fed, variants, self.task, tell, self.design
+        ).items():
             candidates[index].found[stage] = found
 
     def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
@@ -236,10 +239,11 @@ class Swapping:
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
         variant = {"healed": self._variant(candidate.last, candidate.weights)}
         tell = self._teller("compare", sum(map(tokens_in, self.fed)))
-        candidate.found |= compare(model, self.fed, variant, self.task, tell)
+        candidate.found |= compare(model, self.fed, variant, self.task, tell, self.design)
 
     def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
-        outcomes = {stage: found.outcome(self.settings.seed) for stage, found in candidate.found.items()}
+        names = [text.name for text in self.settings.texts]
+        outcomes = {stage: found.outcome(self.settings.seed, names) for stage, found in candidate.found.items()}
         last, reasons = list(outcomes.values())[-1], dict(gates.pop("reasons"))
         found = list(candidate.found.values())[-1]
         variant = self._variant(candidate.last, candidate.weights)
@@ -282,8 +286,6 @@ class Swapping:
             notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
         if self.wish.fit and kernel.info.needs_fit:
             notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
-        if 1 < (self.settings.sequences or 0) < FEW:
-            notes.append(f"Intervals over fewer than {FEW} sequences are too narrow: give more --sequences.")
         if self.wish.sweep and self.wish.heal:
             notes.append("The sweep shows the heads and layers as they are before healing.")
         return notes
@@ -293,7 +295,7 @@ class Swapping:
         stages = [swaps for stage, swaps in candidate.stages.items() if stage != "healed"]
         chosen = units(stages[-1], str(self.wish.sweep), self.heads_of)
         tell = self._teller(f"sweep {swap.kernel}", len(chosen) * len(self.fed))
-        work = (self.loaded, self.sites, stages[-1], chosen, self.fed, self.task)
+        work = (self.loaded, self.sites, stages[-1], chosen, self.fed, self.task, self.design)
         return swap.model_copy(update={"sweep": sweep(*work, self.settings.seed, self.wish.path, tell)})
 
     def report(self, swaps: list[Swap]) -> Report:

@@ -1,4 +1,4 @@
-"""Which heads or layers bear another kernel? Each is swapped alone, and its effect on the loss ranked."""
+"""Swaps each head or layer alone and ranks the effects on the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
 from attnlens.run.compare import predictions, sequence_losses
 from attnlens.run.tasks import NOTHING, Fed, asking, states_of
-from attnlens.statistics import false_discovery, paired_bootstrap
+from attnlens.statistics import Design, false_discovery, paired_difference
 
 Unit = tuple[Site, int | None]
 """A site, and one of its heads or all."""
@@ -35,6 +35,7 @@ def sweep(
     chosen: Sequence[Unit],
     batches: Sequence[Fed],
     task: Task,
+    design: Design,
     seed: int,
     path: Path,
     progress: Callable[[int], None],
@@ -59,8 +60,9 @@ def sweep(
                 new = _run(loaded, fed, task)
             after[unit].append(_losses(own, new, fed, task))
             progress(1)
-    sizes = torch.cat([_sizes(fed, task) for fed in batches])
-    effects = [_effect(unit, torch.cat(before), torch.cat(after[unit]), sizes, seed, task) for unit in chosen]
+    every = torch.cat([_sizes(fed, task) for fed in batches])
+    sizes, sampled = every[every > 0], design.select((every > 0).nonzero()[:, 0].tolist())
+    effects = [_effect(unit, torch.cat(before), torch.cat(after[unit]), sizes, sampled, seed, task) for unit in chosen]
     p_values = torch.tensor([torch.nan if e.p_value is None else e.p_value for e in effects], dtype=torch.float64)
     found = false_discovery(p_values).tolist()
     marked = [e.model_copy(update={"significant": yes}) for e, yes in zip(effects, found, strict=True)]
@@ -100,30 +102,29 @@ def _sizes(fed: Fed, task: Task) -> Tensor:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
         return torch.ones(next(iter(fed.inputs.values())).shape[0], dtype=torch.float64)
-    counts = (fed.targets != NOTHING).sum(1).double().cpu()
-    return counts[counts > 0]
+    return (fed.targets != NOTHING).sum(1).double().cpu()
 
 
-def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, seed: int, task: Task) -> Effect:
+def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int, task: Task) -> Effect:
     site, head = unit
     if not bool(after.isfinite().all()):
         return Effect(layer=site.layer, head=head, part=site.part, delta=None)
-    delta, low, high = paired_bootstrap(before, after, weights=sizes, seed=seed)
+    delta, low, high = paired_difference(before, after, design, weights=sizes, seed=seed)
     return Effect(
         layer=site.layer,
         head=head,
         part=site.part,
         delta=delta,
-        ci95=(low, high) if len(sizes) > 1 else None,
-        p_value=None if task == "hidden" else _p_value(after - before, sizes),
+        ci95=(low, high) if low == low else None,
+        p_value=None if task == "hidden" else _p_value(after - before, sizes, design),
     )
 
 
-def _p_value(differences: Tensor, sizes: Tensor) -> float | None:
-    """Two-sided, of a mean of 0 over tokens: t = m/se with n − 1 degrees of freedom, sequences weighted by their sizes
-    (Cochran 1977, ratio estimate); None where there are too few differences, or all are the same.
+def _p_value(differences: Tensor, sizes: Tensor, design: Design) -> float | None:
+    """Two-sided, of a mean of 0 over tokens: Student's t of the mean over its standard error, sequences weighted by
+    their sizes (Cochran 1977, ratio estimate); None where there are too few differences, or all are the same.
     """
-    count = len(differences)
     mean = (differences * sizes).sum() / sizes.sum()
-    error = ((sizes * (differences - mean)).square().sum() * count / max(count - 1, 1)).sqrt() / sizes.sum()
-    return float(2 * stats.t.sf(float((mean / error).abs()), count - 1)) if count > 1 and error > 0 else None
+    residuals = sizes * (differences - mean) / sizes.sum()
+    error = float(design.variance(residuals, torch.ones_like(sizes)).sqrt())
+    return float(2 * stats.t.sf(float(mean.abs()) / error, design.freedom)) if error > 0 else None

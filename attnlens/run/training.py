@@ -1,10 +1,10 @@
-"""Which experiment do the readings of a series make? Trajectories head by head, medians and quartiles over heads."""
+"""The readings of a series as an experiment: trajectories head by head, medians and quartiles over heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import quantiles
 
 from attnlens.records import Curve, Experiment, Measure, Null, Report, Trajectory
 from attnlens.run.checkpoints import Checkpoint
@@ -38,7 +38,8 @@ def training(done: Sequence[Reading]) -> Experiment:
     for name in every:
         columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
         if _numeric(columns):
-            curves |= _curves(name, steps, columns)
+            nulls = [reading.report.summary.median_nulls.get(name) for reading in done]
+            curves |= _curves(name, steps, columns, nulls)
             trajectories += _trajectories(name, columns)
     final = {name: curve.median[-1] for name, curve in curves.items() if not name.endswith(": null")}
     return Experiment(
@@ -67,25 +68,20 @@ def _numeric(columns: Sequence[Column]) -> bool:
     return any(measure.value is not None for measure in measures) and all(measure.label is None for measure in measures)
 
 
-def _curves(name: str, steps: list[float], columns: Sequence[Column]) -> Iterator[tuple[str, Curve]]:
-    """Median and quartiles over heads; and of the null, where there is one, its mean and one sd to both sides."""
+def _curves(
+    name: str, steps: list[float], columns: Sequence[Column], nulls: Sequence[Null | None]
+) -> Iterator[tuple[str, Curve]]:
+    """Median and quartiles over heads; and what the median reads by chance, where that is known, ± one sd."""
     values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
     thirds = [_quartiles(present) for present in values]
     low, middle, high = (list(column) for column in zip(*thirds, strict=True))
     yield name, Curve(steps=steps, median=middle, low=low, high=high)
-    nulls = [[measure.null for measure in column.values() if measure.null is not None] for column in columns]
-    if any(nulls):
-        chance = [_chance(present) for present in nulls]
+    if any(null is not None for null in nulls):
+        chance = [
+            (None,) * 3 if null is None else (null.mean - null.sd, null.mean, null.mean + null.sd) for null in nulls
+        ]
         low, middle, high = (list(column) for column in zip(*chance, strict=True))
         yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high)
-
-
-def _chance(nulls: Sequence[Null]) -> tuple[float | None, float | None, float | None]:
-    """Mean − sd, mean, mean + sd of the null, medians over heads."""
-    if not nulls:
-        return None, None, None
-    mean, sd = median(null.mean for null in nulls), median(null.sd for null in nulls)
-    return mean - sd, mean, mean + sd
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:

@@ -5,7 +5,7 @@ from attnlens.tables.heads import all_heads
 from attnlens.tables.lists import analyzers_table, doctor_table, kernels_table, measures_table
 from attnlens.tables.markdown import markdown
 from attnlens.tables.selection import selections
-from attnlens.tables.spreadsheet import csv
+from attnlens.tables.spreadsheet import csv, windows_csv
 from attnlens.tables.summary import summary
 from attnlens.tables.swaps import swap_sites
 from attnlens.tables.terminal import console
@@ -23,4 +23,5 @@ __all__ = [
     "selections",
     "summary",
     "swap_sites",
+    "windows_csv",
 ]

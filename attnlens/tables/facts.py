@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnlens.records import Report, Skipped, Standout
+from attnlens.records import Extreme, Report, Skipped
 from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.tables.nulls import null_words
-from attnlens.wording import big, clean, counted, listed, model_name, short, written
+from attnlens.wording import big, clean, counted, listed, model_name, short
 
 
 def title(report: Report) -> str:
@@ -60,7 +60,20 @@ def conventions(report: Report) -> str:
 
 def notes(report: Report) -> list[str]:
     """What else a reader of the numbers must know, a sentence each."""
-    return [] if report.model.conventions is None else [clean(note) for note in report.model.conventions.notes]
+    of_model = [] if report.model.conventions is None else report.model.conventions.notes
+    return [clean(note) for note in (*report.settings.notes, *of_model)]
+
+
+def population(report: Report) -> str:
+    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed."""
+    texts = report.settings.texts
+    if not texts:
+        return ""
+    if report.settings.intervals == "texts":
+        return f"errors are over {len(texts)} texts and hold for texts like these"
+    what = "lines" if report.settings.pack is False else "windows"
+    total = sum(text.available or 0 for text in texts)
+    return f"errors are over {what} and hold for the {total} {what} of {listed([text.name for text in texts], 4)}"
 
 
 def identity(report: Report) -> str:
@@ -72,12 +85,17 @@ def identity(report: Report) -> str:
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     """What a row of the layers' table is."""
     over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
+    summary = shapes.report.summary
     sentence = f"Rows are medians {over}"
-    if any(reading.error is not None for reading in shapes.readings.values()):
-        sentence += "; ± is one head's standard error (median)"
+    if summary.median_errors:
+        sentence += "; ± is the standard error of that median"
+        known = population(shapes.report)
+        sentence += f" ({known})" if known else ""
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
-        sentence += f"; null is {chance}, mean ± sd"
+        sentence += f"; null is {chance}, as the median of so many heads, mean ± sd"
+    if summary.between_texts:
+        sentence += "; “between texts” is the sd of the texts' medians"
     return f"{sentence}."
 
 
@@ -91,16 +109,9 @@ def constants(shapes: Shapes) -> str:
     return f"The same for every head: {listed(same, 8)}." if same else ""
 
 
-def standout(found: Standout) -> tuple[str, str]:
-    """`layer 3 head 7`, and what stands out in words with its robust z-score."""
-    score = f"{'+' if found.score > 0 else ''}{written(found.score, 1)}"
-    return f"layer {found.layer} head {found.head}", f"{clean(found.text)} (z {score})"
-
-
-def more_standouts(report: Report) -> list[str]:
-    """`and 5 more`, where more heads stand out than the report names."""
-    more = report.summary.standouts_in_all - len(report.summary.standouts)
-    return [f"and {more} more"] if more > 0 else []
+def extreme(found: Extreme) -> tuple[str, str]:
+    """`layer 3 head 7`, and what it does, with its value and rank."""
+    return f"layer {found.layer} head {found.head}", clean(found.text)
 
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What does each layer read? Medians over its heads as columns of finished text."""
+"""What each layer reads: medians over its heads, with their errors, as columns of finished text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error,
 MOST_ROWS = 48
 """Layers up to which each has its row."""
 
+MOST_TEXTS = 6
+"""Texts up to which each has its row at the foot."""
 GROUPED_ROWS = 40
 """About how many rows a larger model has."""
 
@@ -42,13 +44,22 @@ def layer_rows(shapes: Shapes) -> LayerRows:
 
 
 def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """The layers' numbers and, where there are several, their parts."""
+    """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
     numbers = tuple(_span(shapes, group) for group in rows.groups)
-    foot = ("all", "null", "± sd") if any(reading.null for reading in shapes.readings.values()) else ("all",)
+    foot = _foot_names(shapes)
     layer = Column("", "layer", numbers, foot)
     if len(set(shapes.parts)) == 1:
         return (layer,)
     return layer, Column("", "part", tuple(shapes.parts[group[0]] for group in rows.groups), ("",) * len(foot), True)
+
+
+def _foot_names(shapes: Shapes) -> tuple[str, ...]:
+    """All heads; each text where there are several, and their sd; the null of the median, where a measure has one."""
+    summary = shapes.report.summary
+    texts = [text.name for text in summary.texts[:MOST_TEXTS]]
+    between = ["between texts"] if summary.between_texts else []
+    null = ["null", "± sd"] if summary.median_nulls else []
+    return ("all", *(clean(name) for name in texts), *between, *null)
 
 
 def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
@@ -56,7 +67,7 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
-    columns = [_column(varying[name], rows) for name in [*by_turns(headlines), *by_turns(others)]]
+    columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
     return (*columns, *_summed(shapes, rows))
 
 
@@ -65,30 +76,43 @@ def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _column(reading: Reading, rows: LayerRows) -> Column:
+def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
     title, source = title_of(reading.name), source_of(reading.name)
     everything = tuple(range(len(reading.values)))
+    height = len(_foot_names(shapes))
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
-        return Column(source, title, cells, (_commonest(reading, everything), "", ""))
+        return Column(source, title, cells, (_commonest(reading, everything), *[""] * (height - 1)))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
-    total = middle(reading.values)
-    null = reading.null or ()
-    shown = [number for number in (*medians, total, *null) if not np.isnan(number)]
-    decimals = decimals_with_error(shown, reading.error)
-    cells = tuple(
-        _with_error(median, middle(reading.errors[list(group)]), decimals)
-        for median, group in zip(medians, rows.groups, strict=True)
-    )
-    foot = [_with_error(total, middle(reading.errors), decimals), "", ""]
-    if reading.null is not None:
-        foot[1:] = [written(reading.null[0], decimals), f"±{written(reading.null[1], decimals)}"]
-    return Column(source, title, cells, tuple(foot))
+    total, summary = middle(reading.values), shapes.report.summary
+    errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
+    null = summary.median_nulls.get(reading.name)
+    bounds = (null.mean, null.sd) if null else ()
+    shown = [number for number in (*medians, total, *bounds) if not np.isnan(number)]
+    decimals = decimals_with_error(shown, error)
+    cells = tuple(_with_error(*pair, decimals) for pair in zip(medians, errors, strict=True))
+    foot = [_with_error(total, error, decimals)]
+    for text in summary.texts[:MOST_TEXTS]:
+        median = text.medians.get(reading.name)
+        foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
+    if summary.between_texts:
+        spread = summary.between_texts.get(reading.name)
+        foot.append("" if spread is None else written(spread, decimals))
+    if null is not None:
+        foot += [written(null.mean, decimals), f"±{written(null.sd, decimals)}"]
+    return Column(source, title, cells, (*foot, *[""] * (height - len(foot))))
 
 
-def _with_error(median: float, error: float, decimals: int) -> str:
+def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
+    """The standard error of each row's median; rows of several layers have none."""
+    summary = shapes.report.summary
+    known = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
+    return [known.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
+
+
+def _with_error(median: float, error: float | None, decimals: int) -> str:
     number = written(median, decimals)
-    return number if np.isnan(error) or np.isnan(median) else f"{number}±{written(error, decimals)}"
+    return number if error is None or np.isnan(median) else f"{number}±{written(error, decimals)}"
 
 
 def _commonest(reading: Reading, group: tuple[int, ...]) -> str:
@@ -113,4 +137,5 @@ def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     medians = [middle(values[list(group)]) for group in rows.groups]
     decimals = decimals_for([*known.values()])
     cells = tuple(written(median, decimals) for median in medians)
-    yield Column("weights", "layer symmetry", cells, (written(middle(values), decimals), "", ""))
+    foot = (written(middle(values), decimals), *[""] * (len(_foot_names(shapes)) - 1))
+    yield Column("weights", "layer symmetry", cells, foot)

@@ -31,8 +31,8 @@ def markdown(report: Report) -> str:
     if report.swap is not None:
         lines += swap_markdown(report, escaped)
     lines += in_markdown(experiment_sections(report, whole=True), escaped)
-    named = [": ".join(facts.standout(found)) for found in report.summary.standouts]
-    lines += _bullets("Heads that stand out", named + facts.more_standouts(report))
+    named = [": ".join(facts.extreme(found)) for found in report.summary.extremes]
+    lines += _bullets("Most extreme heads (ranks, not tests)", named)
     lines += _bullets("Skipped", facts.skipped(report.coverage.skipped))
     lines += _bullets("No value", facts.without_value(shapes))
     return "\n".join(lines).rstrip() + "\n"

@@ -1,10 +1,11 @@
-"""How does a report become rows for a spreadsheet, without becoming formulas?"""
+"""Writes a report as rows for a spreadsheet, none of which a spreadsheet takes for a formula."""
 
 from __future__ import annotations
 
 import csv as standard
 import io
 
+from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
 from attnlens.tables.experiments import experiment_csv
 from attnlens.tables.swaps import swap_csv
@@ -32,6 +33,22 @@ def csv(report: Report) -> str:
     writer = standard.writer(buffer, lineterminator="\n")
     writer.writerow([harmless(name) for name in columns])
     writer.writerows([row.get(name, "") for name in columns] for row in rows)
+    return buffer.getvalue()
+
+
+def windows_csv(report: Report) -> str:
+    """One row a window and head (of a swap a window, kernel and stage): what standard errors and intervals rest on.
+
+    Raises UsageError where no window was read.
+    """
+    if report.windows is None or not report.windows.windows:
+        raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
+    buffer = io.StringIO()
+    units = report.windows.units[0] if report.windows.units else {}
+    writer = standard.DictWriter(buffer, ["text", "window", *units, *report.windows.values], lineterminator="\n")
+    writer.writerow({name: harmless(name) for name in writer.fieldnames})
+    for row in report.windows.rows():
+        writer.writerow({name: _number(x) if isinstance(x, float) else harmless(str(x)) for name, x in row.items()})
     return buffer.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""What is the answer at a glance? The model, its layers, the heads that stand out, and what is missing."""
+"""The report on one page: the model, its layers, the most extreme heads, and what is missing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from attnlens.tables.layers import layer_rows, measure_columns, name_columns
 from attnlens.tables.sections import printed
 from attnlens.tables.swaps import swap_summary
 from attnlens.tables.terminal import FittedTable
+from attnlens.wording import clean
 
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
 def summary(report: Report) -> Group:
-    """The report on one page: header, coverage, a row per layer (medians over heads), standouts, what was skipped.
+    """The report on one page: header, coverage, a row per layer (medians over heads), extremes, what was skipped.
 
     The table shows as many measures as the page is wide, whole columns, in the report's order of importance with the
     sources taking turns. Above 48 layers neighbours share a row, and a line says so. Colour never carries a meaning of
@@ -37,7 +38,7 @@ def summary(report: Report) -> Group:
     return Group(
         *_header(report),
         *_layers(shapes),
-        *_standouts(report),
+        *_extremes(report),
         *_list("Skipped", facts.skipped(report.coverage.skipped)),
         *_list("No value", facts.without_value(shapes)),
     )
@@ -47,6 +48,8 @@ def _header(report: Report) -> Iterator[RenderableType]:
     yield Text.assemble((facts.title(report), "bold"), " · ", facts.header(report))
     for line in filter(None, (facts.ran_on(report), facts.conventions(report), facts.identity(report))):
         yield Text(line, style="dim")
+    for note in report.settings.notes:
+        yield Text(clean(note), style="yellow")
     sentence, whole = facts.standing(report)
     yield Text(sentence, style="bold blue" if whole else "bold yellow")
 
@@ -64,21 +67,19 @@ def _layers(shapes: Shapes) -> Iterator[RenderableType]:
         yield Text(facts.constants(shapes), style="dim")
 
 
-def _standouts(report: Report) -> Iterator[RenderableType]:
-    found = report.summary.standouts
+def _extremes(report: Report) -> Iterator[RenderableType]:
+    found = report.summary.extremes
     if not found:
         return
     yield ""
-    yield Text("Heads that stand out", style="bold")
+    yield Text("Most extreme heads (ranks, not tests)", style="bold")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for standout in found:
-        where, what = facts.standout(standout)
+    for one in found:
+        where, what = facts.extreme(one)
         table.add_row(Text(where), Text(what))
     yield Padding(table, (0, 0, 0, 2))
-    for line in facts.more_standouts(report):
-        yield Padding(Text(line), (0, 0, 0, 2))
 
 
 def _list(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:

@@ -1,20 +1,21 @@
-"""What is a model fed with? A text cut into sequences, or noise for one that reads pixels or sound."""
+"""What a model is fed with: windows or lines of texts, or noise for one that reads pixels or sound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import zip_longest
 from random import Random
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.inputs import noise, text_inputs, token_tensors
-from attnlens.texts.overlap import MOST_SHARED, RUN, shared_share
+from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
+from attnlens.texts.sampling import PLACEMENTS, Placement, chosen, shares
 from attnlens.texts.sequences import lines, position_limit, window_length, windows
-from attnlens.texts.sources import Content, joined, read_each, read_text
+from attnlens.texts.sources import LONGEST, Content, read_each, sample, thinned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,22 +23,28 @@ if TYPE_CHECKING:
     from attnlens.models import Loaded
 
 __all__ = [
+    "LONGEST",
     "MOST_SHARED",
+    "PLACEMENTS",
     "RUN",
     "Batch",
     "Batches",
     "Content",
+    "Cut",
+    "Placement",
     "batches",
-    "joined",
     "placeholder",
     "position_limit",
     "read_each",
-    "read_text",
     "reads_text",
+    "repeated_share",
+    "sample",
     "shared_share",
     "window_length",
 ]
 
+FOREIGN = 0.5
+"""Share of unknown tokens from which a text is foreign to a model: it reads little more than that there is a word."""
 NOISE = {"pixels": "pixel_values", "pixels+text": "pixel_values", "audio": None}
 """For each kind of model that reads noise, which input it is; None means the model's main input."""
 NOISE_NAMES = {"pixel_values": "random pixels", "input_features": "random sound", "input_values": "random sound"}
@@ -52,7 +59,7 @@ class Batch:
     lengths: tuple[int, ...]
     """Real tokens of each sequence (padding stands on the right); empty where no tokens are fed."""
     parts: tuple[str, ...] = ()
-    """The text that each sequence is of, by name, where they are of several in turn; empty otherwise."""
+    """The name of the text that each sequence is of; empty where no tokens are fed."""
 
     @property
     def size(self) -> int:
@@ -65,15 +72,13 @@ class Batches:
     """All forward passes, and what they are made of."""
 
     batches: tuple[Batch, ...]
-    """In the order of the text."""
+    """In the order of the texts, and of each text's windows."""
     sequences: int
-    """How many sequences there are; fewer than asked for, where the text has no more."""
+    """How many sequences there are; fewer than asked for, where the texts have no more."""
     tokens: int
     """Ids of the longest sequence, special tokens included; 0 where no tokens are fed."""
-    text: Text
-    """What was fed: the name, and the SHA-256 of the text in UTF-8 (then of the noise, if there is any)."""
-    end: int
-    """Characters of the text up to the end of the last line; 0 for windows, and where no text is fed."""
+    texts: tuple[Text, ...]
+    """The texts fed, with the numbers of their windows; the noise after them, if there is any."""
     unknown_share: float
     """Share of ids that are the tokenizer's unknown token; near 1, the model reads another language than the text's."""
 
@@ -93,45 +98,74 @@ class Batches:
             for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
         ]
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The name of the text that each sequence is of; empty where no tokens are fed."""
+        return tuple(name for batch in self.batches for name in batch.parts)
+
+    @property
+    def taken(self) -> dict[str, frozenset[int]]:
+        """The windows' numbers of each text, by its SHA-256."""
+        return {text.sha256: frozenset(text.windows) for text in self.texts}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How texts are cut into sequences, and which of these are fed."""
+
+    tokens: int | None = None
+    """Length of a window, of which the special tokens are a part; None: 128, or what the model has positions for."""
+    sequences: int = 32
+    """How many, over all texts; each gives its share, as equal as their lengths allow."""
+    batch_size: int = 8
+    """How many go through the model at once."""
+    pack: bool = True
+    """Windows of the running text, or its lines."""
+    placement: Placement = "spread"
+    """Where in each text the windows lie."""
+    seed: int = 0
+    """Of the placement, and of noise."""
+    turn: tuple[int, int] = (0, 1)
+    """(i, n): of the chosen sequences of each text only number i, i + n, i + 2n …, so that n parts are disjoint."""
+    allow_foreign: bool = False
+    """Whether a text of which the tokenizer does not know half of the tokens is fed all the same."""
+
 
 def batches(
     loaded: Loaded,
-    content: Content,
+    contents: Sequence[Content],
+    cut: Cut = Cut(),  # it is frozen
     *,
-    tokens: int | None = None,
-    sequences: int = 32,
-    batch_size: int = 8,
-    pack: bool = True,
-    skip: int = 0,
-    start: int = 0,
+    apart_from: Batches | None = None,
     skip_noise: int = 0,
-    seed: int = 0,
-    parts: Sequence[Content] = (),
 ) -> Batches:
-    """The inputs of `loaded` made of `content`: windows of the running text, or its lines (`pack=False`).
+    """The inputs of `loaded` made of the texts, without the windows of `apart_from`, which were cut alike.
 
-    `tokens` is the length of a window, of which the special tokens are a part; None means 128, or what the model has
-    positions for, if that is less. The text is read from its character `start` on, and its first `skip` sequences are
-    left out. Where `content` is joined of several `parts`, one sequence of each is taken in turn, from its beginning
-    on; where one has no more, of those that have. A model of pixels or sound gets noise from `seed`, the first
-    `skip_noise` draws left out (and its decoder, or CLIP's text side, the text). Raises TextError where a text is too
-    short or there is no usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has
-    positions.
+    A model of pixels or sound gets noise from the seed, the first `skip_noise` draws left out (and its decoder, or
+    CLIP's text side, the texts). Raises TextError where a text is too short or foreign to the model, or there is no
+    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
-    _check(loaded, sequences, batch_size)
-    rows, names, end = _cut(loaded, content, parts, tokens, slice(skip, skip + sequences), pack, start)
-    made = _noise(loaded, len(rows) or sequences, seed, skip_noise)
-    count = len(rows) or sequences
-    cuts = [slice(start, start + batch_size) for start in range(0, count, batch_size)]
+    _check(loaded, cut.sequences, cut.batch_size)
+    rows, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
+    unknown = _unknown_share(loaded, rows)
+    if unknown >= FOREIGN and not cut.allow_foreign:
+        raise TextError(
+            f"The tokenizer does not know {unknown:.0%} of the tokens of {', '.join(text.name for text in texts)}: "
+            f"the model was made for another language.",
+            "Bring a text of its kind with --text, or go on with --allow-foreign-text.",
+        )
+    count = len(rows) or cut.sequences
+    made = _noise(loaded, count, cut.seed, skip_noise)
+    parts = [slice(start, start + cut.batch_size) for start in range(0, count, cut.batch_size)]
     return Batches(
         batches=tuple(
-            _batch(loaded, rows[cut], {name: tensor[cut] for name, tensor in made.items()}, names[cut]) for cut in cuts
+            _batch(loaded, rows[part], {name: tensor[part] for name, tensor in made.items()}, names[part])
+            for part in parts
         ),
         sequences=count,
         tokens=max(map(len, rows), default=0),
-        text=_text(content if rows else None, made),
-        end=end,
-        unknown_share=_unknown_share(loaded, rows),
+        texts=(*texts, *_described(made)),
+        unknown_share=unknown,
     )
 
 
@@ -162,65 +196,56 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
         known = config.get_text_config().vocab_size
         rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
     made = _noise(loaded, sequences, seed)
-    name = " + ".join(["random tokens"] * bool(rows) + [NOISE_NAMES[name] for name in made])
-    batch = _batch(loaded, rows, made, ())
-    return Batches((batch,), sequences, tokens * bool(rows), Text(name=name, sha256=_digest(rows, made)), 0, 0.0)
+    named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
+    return Batches((_batch(loaded, rows, made, ()),), sequences, tokens * bool(rows), (*named, *_described(made)), 0.0)
 
 
-def _cut(
-    loaded: Loaded,
-    content: Content,
-    parts: Sequence[Content],
-    tokens: int | None,
-    wanted: slice,
-    pack: bool,
-    start: int,
-) -> tuple[list[list[int]], tuple[str, ...], int]:
-    """The sequences of one text, no names, and where the last line ends; of several parts one each in turn, the name of
-    the part of each, and 0.
-    """
+def _fed(
+    loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
+) -> tuple[list[list[int]], tuple[str, ...], list[Text]]:
+    """The ids of every sequence, the name of the text that it is of, and what is fed of each text."""
     if not reads_text(loaded):
-        return [], (), 0
-    length = window_length(loaded.model, tokens)
-    if len(parts) < 2:
-        rows, end = _rows(loaded, content, length, wanted, pack, start)
-        return rows, (), end
-    found = [
-        [(row, part.name) for row in _rows(loaded, part, length, slice(0, wanted.stop), pack, 0)[0]] for part in parts
-    ]
-    turns = [one for turn in zip_longest(*found) for one in turn if one is not None][wanted]
-    return [row for row, _ in turns], tuple(name for _, name in turns), 0
+        return [], (), []
+    length = window_length(loaded.model, cut.tokens)
+    every = [_sequences(loaded, content, length, cut) for content in contents]
+    digests = [sha256(content.text.encode()).hexdigest() for content in contents]
+    gone = [taken.get(digest, frozenset()) for digest in digests]
+    counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
+    rows, names, texts = list[list[int]](), list[str](), list[Text]()
+    for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
+        numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
+        rows += [found[number] for number in numbers]
+        names += [content.name] * len(numbers)
+        if numbers:
+            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
+    if not rows:
+        raise TextError(
+            f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
+            "Give a longer text, another one with --calibration, or fewer --sequences.",
+        )
+    _check_known(loaded, rows)
+    return rows, tuple(names), texts
 
 
-def _rows(
-    loaded: Loaded,
-    content: Content,
-    length: int,
-    part: slice,
-    pack: bool,
-    start: int,
-) -> tuple[list[list[int]], int]:
-    """Those sequences of ids, and where the last line ends; every id is one that the model knows."""
+def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[list[int]]:
+    """All windows or lines of a text."""
     if loaded.tokenizer is None:
         raise TextError(
             f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
             "Put its tokenizer files beside its weights, or use --source weights.",
         )
-    rest = Content(content.text[start:], f"{content.name}, behind its evaluated lines") if start else content
-    found, end = (windows if pack else lines)(loaded.tokenizer, rest, tokens=length, sequences=part.stop)
-    rows = found[part]
-    if not rows:
-        raise TextError(
-            f"The text ({content.name}) has nothing left behind its first {part.start} sequences.",
-            "Give a longer text, another one with --calibration, or fewer --sequences.",
-        )
+    read = thinned(content, spread=cut.placement != "first")
+    return (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)
+
+
+def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
+    """Raise TextError where the tokenizer gives ids that the model has no embedding for."""
     known, largest = loaded.model.config.get_text_config().vocab_size, max(map(max, rows))
     if largest >= known:
         raise TextError(
             f"The tokenizer gives token {largest} and the model knows only {known}.",
             "Tokenizer and weights don't belong together; use --source weights.",
         )
-    return rows, start + end
 
 
 def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Tensor]:
@@ -245,22 +270,12 @@ def _padding(loaded: Loaded) -> int:
     return next((choice for choice in choices if choice is not None), 0)
 
 
-def _text(content: Content | None, made: dict[str, Tensor]) -> Text:
-    names, digest = [], sha256()
-    if content is not None:
-        names.append(content.name)
-        digest.update(content.text.encode("utf-8"))
-    for name, tensor in made.items():
-        names.append(NOISE_NAMES[name])
-        digest.update(tensor.numpy().tobytes())
-    return Text(name=" + ".join(names), sha256=digest.hexdigest())
-
-
-def _digest(rows: Sequence[Sequence[int]], made: dict[str, Tensor]) -> str:
-    digest = sha256(repr(rows).encode())
-    for tensor in made.values():
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
+def _described(made: Mapping[str, Tensor]) -> list[Text]:
+    """The noise as what was fed."""
+    return [
+        Text(name=NOISE_NAMES[name], sha256=sha256(tensor.numpy().tobytes()).hexdigest())
+        for name, tensor in made.items()
+    ]
 
 
 def _unknown_share(loaded: Loaded, rows: list[list[int]]) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,24 +23,24 @@ Ids = Sequence[int]
 
 
 def shared_share(
-    tokenizer: PreTrainedTokenizerBase | None,
-    evaluated: Sequence[Ids],
-    calibrated: Sequence[Ids],
-    *,
-    packed: bool,
-    parts: int,
+    tokenizer: PreTrainedTokenizerBase | None, evaluated: Sequence[Ids], calibrated: Sequence[Ids]
 ) -> float:
-    """The share, 0 to 1, of evaluated tokens in runs of at least RUN that the calibration sequences have too.
+    """The share, 0 to 1, of evaluated tokens in runs of at least RUN that a calibration sequence has too.
 
-    Special tokens are left out. Windows that follow each other in one text are joined, so that it does not matter
-    where they were cut: the evaluated ones where they are `packed` and no lines, the calibration windows where they are
-    of one text and not of several `parts` in turn. A line shorter than RUN counts where all of it is found, from LEAST
-    tokens on. 0 where no tokens are fed.
+    Special tokens are left out. A sequence shorter than RUN counts where all of it is found, from LEAST tokens on. 0
+    where no tokens are fed.
     """
-    special = set(() if tokenizer is None else tokenizer.all_special_ids)
-    bare = [[[id_ for id_ in row if id_ not in special] for row in rows] for rows in (evaluated, calibrated)]
-    whole = packed, parts == 1
-    return share_in_runs(*(_joined(rows) if one else rows for rows, one in zip(bare, whole, strict=True)))
+    return share_in_runs(*(_bare(tokenizer, rows) for rows in (evaluated, calibrated)))
+
+
+def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
+    """The share, 0 to 1, of tokens in runs of RUN that another of the sequences has too, special tokens left out."""
+    bare = _bare(tokenizer, sequences)
+    every = [_runs(row, RUN) if len(row) >= RUN else [] for row in bare]
+    holders = Counter(run for runs in every for run in set(runs))
+    again = {run for run, count in holders.items() if count > 1}
+    total = sum(map(len, bare))
+    return _count_covered(every, RUN, again) / total if total else 0.0
 
 
 def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
@@ -56,8 +57,10 @@ def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
     return sum(_covered(runs, length, calibrated) for length, runs in alike.items()) / total if total else 0.0
 
 
-def _joined(rows: Iterable[Ids]) -> list[list[int]]:
-    return [[id_ for row in rows for id_ in row]]
+def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
+    """The rows without special tokens."""
+    special = set(() if tokenizer is None else tokenizer.all_special_ids)
+    return [[id_ for id_ in row if id_ not in special] for row in rows]
 
 
 def _runs(passage: Ids, length: int) -> list[bytes]:
@@ -71,8 +74,13 @@ def _covered(evaluated: Sequence[Sequence[bytes]], length: int, calibrated: Sequ
     """How many tokens of these passages, given as their runs of that length, lie in one that `calibrated` has too."""
     wanted = {run for runs in evaluated for run in runs}
     held = {run for passage in calibrated for run in _runs(passage, length) if run in wanted}
+    return _count_covered(evaluated, length, held)
+
+
+def _count_covered(passages: Iterable[Sequence[bytes]], length: int, held: Container[bytes]) -> int:
+    """How many tokens of these passages, given as their runs of that length, lie in a run that is `held`."""
     covered = 0
-    for runs in evaluated:
+    for runs in passages:
         counted = 0
         for at, run in enumerate(runs):
             if run in held:

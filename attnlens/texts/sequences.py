@@ -1,8 +1,7 @@
-"""How does a text become sequences of token ids, by windows or by lines?"""
+"""How a text becomes sequences of token ids: windows of the running text, or its lines."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
@@ -11,56 +10,38 @@ from attnlens.texts.sources import Content
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHARACTERS_A_TOKEN = 8
-"""More than most tokenizers put into a token, so that one look at the text's beginning is mostly enough."""
-MARGIN = 32
-"""Tokens at the end of a cut that are not used: there, a tokenizer may have split otherwise than in the whole text."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
-def windows(
-    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int
-) -> tuple[list[list[int]], int]:
-    """The first `sequences` windows of the running text, each of `tokens` ids with the tokenizer's special tokens.
-
-    And 0: where they end is not known, which may be inside a character.
+def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+    """All windows of the running text, one behind the other, each of `tokens` ids with the special tokens.
 
     Raises TextError where there is not even one window, UsageError where the special tokens leave no room.
     """
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
-    ids = _beginning(tokenizer, content.text, room * sequences)
-    count = min(sequences, len(ids) // room)
-    if count == 0:
+    ids = _ids(tokenizer, content.text, None)
+    if len(ids) < room:
         raise TextError(
             f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
             "Give a longer text, or fewer --tokens.",
         )
-    return [[*before, *ids[room * i : room * (i + 1)], *after] for i in range(count)], 0
+    return [[*before, *ids[at : at + room], *after] for at in range(0, len(ids) - room + 1, room)]
 
 
-def lines(
-    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, sequences: int
-) -> tuple[list[list[int]], int]:
-    """The first `sequences` non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
-
-    And at which character the last of them ends, with what was cut off.
+def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+    """All non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
 
     A line of fewer than two tokens has no pair to look at and is left out. Raises TextError where no line is left,
     UsageError where the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
-    found, end = list[list[int]](), 0
-    for line in re.finditer(r"[^\n]+", content.text):
-        if len(found) == sequences:
-            break
-        ids = _ids(tokenizer, line[0].removesuffix("\r"), tokens) if line[0].strip() else []
-        if len(ids) >= 2:
-            found.append(ids)
-            end = line.end()
+    written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
+    every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
+    found = [ids for ids in every if len(ids) >= 2]
     if not found:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
-    return found, end
+    return found
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
@@ -112,17 +93,6 @@ def position_limit(model: PreTrainedModel) -> int | None:
         if path.endswith("position_embeddings") and isinstance(module, Embedding) and module.padding_idx is not None:
             limits.append(module.num_embeddings - module.padding_idx - 1)
     return min(limits, default=None)
-
-
-def _beginning(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:
-    """The first `needed` ids of the text without special tokens, or all, if it has fewer."""
-    size = (needed + MARGIN) * CHARACTERS_A_TOKEN
-    while size < len(text):
-        ids = _ids(tokenizer, re.sub(r"\S*\Z", "", text[:size]).rstrip(), None)
-        if len(ids) >= needed + MARGIN:
-            return ids[:needed]
-        size *= 2
-    return _ids(tokenizer, text, None)[:needed]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, longest: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where does the text come from? Files, standard input, or the sample that ships with attnlens."""
+"""Where the texts come from: files, standard input, or the samples that ship with attnlens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from attnlens.errors import TextError
 
-SAMPLE = Path(__file__).parent.parent / "demo" / "text.txt"
+DEMO = Path(__file__).parent.parent / "demo"
+SAMPLES = Path(__file__).parent.parent / "samples"
+SAMPLE_NAMES = {
+    DEMO / "text.txt": "King James passages",
+    SAMPLES / "documentation.txt": "attnlens documentation",
+    SAMPLES / "source.txt": "attnlens source code",
+}
+"""The built-in samples: three kinds of text, because one text is not text."""
+LONGEST, BLOCKS = 2**23, 64
+"""Characters of a text beyond which windows are cut from so many blocks, spread evenly over it."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
@@ -19,37 +28,44 @@ class Content(NamedTuple):
     text: str
     """The text itself."""
     name: str
-    """File names, `stdin`, or `built-in sample`."""
-
-
-def read_text(paths: Sequence[str]) -> Content:
-    """The texts of those files one after the other (`-` is standard input), or the built-in sample where none is named.
-
-    Raises TextError for a file that is missing, unreadable, binary or not in UTF-8, and where there is nothing but
-    white space in all of them.
-    """
-    return joined(read_each(paths))
+    """File name, `stdin`, or what a built-in text is."""
 
 
 def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
-    """Those texts each by itself, under names of their own; raises what `read_text` raises."""
-    if not paths:
-        return (Content(_decoded(_bytes_of(str(SAMPLE)), "built-in sample"), "built-in sample"),)
+    """The texts of those files (`-` is standard input) under names of their own; none where no file is named.
+
+    Raises TextError for a file that is missing, unreadable, binary or not in UTF-8, and where one holds nothing but
+    white space.
+    """
     names = [_name(path) for path in paths]
     found = tuple(
         Content(_decoded(_bytes_of(path), path), name if names.count(name) == 1 else path)
         for path, name in zip(paths, names, strict=True)
     )
-    if not any(content.text.strip() for content in found):
-        raise TextError(f"The text is empty: {', '.join(paths)}.", "Give a text of at least a few hundred words.")
+    for content in found:
+        if not content.text.strip():
+            raise TextError(f"The text is empty: {content.name}.", "Give a text of at least a few hundred words.")
     return found
 
 
-def joined(contents: Sequence[Content]) -> Content:
-    """One after the other; the last line of one and the first of the next stay two lines."""
-    texts = [content.text for content in contents]
-    ended = [text if text.endswith("\n") else f"{text}\n" for text in texts[:-1]]
-    return Content("".join((*ended, texts[-1])), " + ".join(content.name for content in contents))
+def sample(model: str) -> tuple[Content, ...]:
+    """The built-in texts for a model of that name: for `demo` and its checkpoints passages of the book that it was
+    trained on; for any other model those passages, documentation in modern English, and Python source code.
+    """
+    own = model == "demo" or Path(model).resolve().is_relative_to(DEMO)
+    names = dict(list(SAMPLE_NAMES.items())[: 1 if own else None])
+    return tuple(Content(_decoded(_bytes_of(str(path)), name), name) for path, name in names.items())
+
+
+def thinned(content: Content, *, spread: bool) -> Content:
+    """The text, or where it is longer than LONGEST its beginning, or BLOCKS pieces spread evenly over it."""
+    length, size = len(content.text), LONGEST // BLOCKS
+    if length <= LONGEST:
+        return content
+    if not spread:
+        return content._replace(text=content.text[:LONGEST])
+    starts = [index * (length - size) // (BLOCKS - 1) for index in range(BLOCKS)]
+    return content._replace(text="\n".join(content.text[start : start + size] for start in starts))
 
 
 def _name(path: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnlens.records import Call, QueryKey
 
 
-DEMO, TEXT = "demo", "built-in sample"
+DEMO, TEXT = "demo", "King James passages"
 """What experiments on a trained model read, as their records name it."""
 
 
@@ -27,8 +27,8 @@ def demo() -> models.Loaded:
 
 
 def sample(loaded: models.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
-    """The first windows of the built-in text, which demo was not trained on; fewer where it has no more."""
-    found = texts.batches(loaded, texts.read_text([]), tokens=tokens, sequences=sequences)
+    """Windows spread over the built-in passages, which demo was not trained on; fewer where they have no more."""
+    found = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
     return torch.cat([batch.inputs["input_ids"] for batch in found])
 
 

@@ -1,0 +1,118 @@
+"""How windows were sampled: of which text each is, and whether errors are over windows or over texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+FEWEST_TEXTS = 5
+"""Texts from which intervals are over texts: fewer say too little of how texts differ."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """Windows of one or several texts, and the population that an error is about.
+
+    Over "windows" the texts are strata: the error is that of the mean of these texts' windows. Over "texts" they are
+    clusters: it is that of the mean of texts like these (Cochran 1977, chapters 5 and 9A).
+    """
+
+    texts: tuple[int, ...]
+    """The number of the text that each window is of."""
+    over: Literal["windows", "texts"] = "windows"
+    """What was drawn."""
+
+    @classmethod
+    def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
+        """The design of windows of texts with these names; `over` texts where there are five or more, if not said."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        chosen = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
+        return cls(tuple(numbers[name] for name in names), chosen)
+
+    @classmethod
+    def plain(cls, count: int) -> Design:
+        """So many windows of one text."""
+        return cls((0,) * count)
+
+    @property
+    def count(self) -> int:
+        """How many windows there are."""
+        return len(self.texts)
+
+    @property
+    def clustered(self) -> bool:
+        """Whether texts were drawn."""
+        return self.over == "texts"
+
+    @property
+    def units(self) -> int:
+        """How many independent draws there are: texts, or windows."""
+        return len(set(self.texts)) if self.clustered else self.count
+
+    @property
+    def freedom(self) -> int:
+        """Degrees of freedom of a variance: texts − 1, or windows − texts."""
+        groups = len(set(self.texts))
+        return groups - 1 if self.clustered else self.count - groups
+
+    @cached_property
+    def members(self) -> Float[Tensor, "texts windows"]:
+        """1 where a window is of a text."""
+        every: Tensor = torch.tensor(self.texts)[None] == torch.tensor(sorted(set(self.texts)))[:, None]
+        return every.double()
+
+    def select(self, windows: Sequence[int]) -> Design:
+        """The design of some of the windows."""
+        return Design(tuple(self.texts[window] for window in windows), self.over)
+
+    def draws(self, count: int, seed: int = 0) -> Float[Tensor, "draws windows"]:
+        """How often each window is in each bootstrap sample: windows drawn within their text, or whole texts."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.clustered:
+            texts = len(self.members)
+            picks = torch.randint(texts, (count, texts), generator=generator)
+            return _tallied(picks, texts) @ self.members
+        drawn = torch.zeros(count, self.count, dtype=torch.float64)
+        for text in self.members:
+            (own,) = text.nonzero(as_tuple=True)
+            picks = torch.randint(len(own), (count, len(own)), generator=generator)
+            drawn[:, own] = _tallied(picks, len(own))
+        return drawn
+
+    def variance(
+        self,
+        residuals: Float[Tensor, "*batch windows"],
+        times: Float[Tensor, "*batch windows"],
+    ) -> Float[Tensor, "*batch"]:
+        """The variance of Σ times · residuals, each window drawn `times` (0: it has no value).
+
+        Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)²; residuals are
+        those of a mean, over its denominator. NaN where there is only one draw to judge by.
+        """
+        sums = (times * residuals) @ self.members.mT
+        if self.clustered:
+            copies = (times[..., None, :] * self.members).amax(-1)
+            total = copies.sum(-1)
+            squares = (sums.square() / copies.clamp(min=1)).sum(-1)
+            return torch.where(total > 1, squares * total / (total - 1).clamp(min=1), torch.nan)
+        counts = times @ self.members.mT
+        squares = (times * residuals.square()) @ self.members.mT
+        spread = (squares - sums.square() / counts.clamp(min=1)).clamp(min=0)
+        each = (spread * counts / (counts - 1).clamp(min=1)).sum(-1)
+        # one window of a text has no spread that would tell how much another one differs
+        return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, each)
+
+
+def _tallied(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
+    """How often each of `size` numbers stands in each row."""
+    return torch.zeros(len(picks), size, dtype=torch.float64).scatter_add_(
+        1, picks, torch.ones_like(picks, dtype=torch.float64)
+    )

@@ -1,0 +1,98 @@
+"""Intervals of a mean and of a paired difference of means, over windows or over texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnlens.statistics.design import Design
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+FEWEST_UNITS = 8
+"""Draws (windows or texts) from which an interval is bootstrapped; below, Student's t says more of the tails."""
+
+
+class Interval(NamedTuple):
+    """A number with the ends of its interval; NaN where there is none."""
+
+    value: float
+    """The estimate."""
+    low: float
+    """Lower end."""
+    high: float
+    """Upper end."""
+
+
+def student_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Interval:
+    """value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
+    if freedom < 1 or math.isnan(error):
+        return Interval(value, math.nan, math.nan)
+    from scipy import stats
+
+    reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
+    return Interval(value, value - reach, value + reach)
+
+
+def paired_difference(
+    before: Float[Tensor, " windows"],
+    after: Float[Tensor, " windows"],
+    design: Design | None = None,
+    *,
+    weights: Float[Tensor, " windows"] | None = None,
+    of: Callable[[Tensor], Tensor] | None = None,
+    draws: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """of(mean after) − of(mean before) over windows, with its interval.
+
+    The studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and
+    the quantiles of (θ* − θ)/se* turn the sample's own error into an interval; with fewer than eight draws Student's t.
+    `weights` are the windows' numbers of tokens: means are then over tokens. `of` is the identity, or exp (perplexity)
+    or log. Pairs with a NaN don't count; all three are NaN where none is left.
+    """
+    (there,) = (~(after - before).isnan()).nonzero(as_tuple=True)
+    if not len(there):
+        return Interval(math.nan, math.nan, math.nan)
+    sampled = (design or Design.plain(len(before))).select(there.tolist())
+    weight = torch.ones(len(there), dtype=torch.float64) if weights is None else weights.cpu()[there.cpu()].double()
+    pair = torch.stack((before, after)).cpu()[:, there.cpu()].double()
+    value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), sampled, of))
+    if sampled.units < FEWEST_UNITS or not error > 0:
+        return student_interval(value, error, sampled.freedom, level)
+    found, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
+    scores = (found - value) / errors
+    scores = scores[scores.isfinite()]
+    low, high = scores.quantile(scores.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    return Interval(value, value - high * error, value - low * error)
+
+
+def _contrast(
+    pair: Float[Tensor, "2 windows"],
+    weight: Float[Tensor, " windows"],
+    times: Float[Tensor, "*draws windows"],
+    design: Design,
+    of: Callable[[Tensor], Tensor] | None,
+) -> tuple[Float[Tensor, "*draws"], Float[Tensor, "*draws"]]:
+    """The difference for each sample, and its standard error to first order (the delta method)."""
+    total = (times * weight).sum(-1)
+    means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
+    slopes = torch.ones_like(means)
+    if of is not None:
+        with torch.enable_grad():
+            point = means.detach().requires_grad_()
+            (slopes,) = torch.autograd.grad(of(point).sum(), point)
+        means_of = of(means)
+    else:
+        means_of = means
+    first, second = (
+        slope[..., None] * (side - mean[..., None]) for slope, side, mean in zip(slopes, pair, means, strict=True)
+    )
+    residuals = weight * (second - first) / total[..., None]
+    return means_of[1] - means_of[0], design.variance(residuals, times).sqrt()

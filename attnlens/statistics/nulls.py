@@ -1,0 +1,105 @@
+"""What measures read by chance: nulls of one head and of a median over heads; scores against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from attnlens.records import QueryKey
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+MEDIAN_DRAWS = 2000
+"""Draws of all heads behind the null of a median."""
+
+
+@runtime_checkable
+class Quantity(Protocol):
+    """What the null needs to know of a measure."""
+
+    @property
+    def name(self) -> str:
+        """Its name among the readings."""
+
+    @property
+    def curve(self) -> bool:
+        """Whether it is a curve; curves have no null."""
+
+    @property
+    def has_null(self) -> bool:
+        """Whether Gaussian factors are a null for it."""
+
+
+@runtime_checkable
+class Question(Protocol):
+    """What the null needs to know of an analyzer (registry.Analyzer is one)."""
+
+    @property
+    def function(self) -> Callable[[QueryKey], Mapping[str, Tensor]]:
+        """QueryKey → readings."""
+
+    @property
+    def measures(self) -> Iterable[Quantity]:
+        """What it measures."""
+
+
+def gaussian_null(analyzer: Question, like: QueryKey, draws: int = 32, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Mean and sd of each scalar measure over independent Gaussian factors of the shapes, scale and rotation of `like`.
+
+    Each factor has unit Frobenius norm: a measure that is proportional to ‖W_Q‖‖W_K‖ is to be rescaled by the caller.
+    Draws without a value don't count; a measure with fewer than two values is left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def factor(shape: torch.Size) -> Tensor:
+        drawn = torch.randn(draws, *shape[-2:], generator=generator, dtype=torch.float64)
+        unit: Tensor = drawn / torch.linalg.matrix_norm(drawn, keepdim=True)
+        return unit.to(like.query.device)
+
+    heads = tuple(range(draws))
+    query, key = factor(like.query.shape), factor(like.key.shape)
+    readings = analyzer.function(replace(like, query=query, key=key, heads=heads, key_of=heads))
+    null = {}
+    for measure in analyzer.measures:
+        if measure.has_null and not measure.curve and measure.name in readings:
+            values = readings[measure.name].double()
+            values = values[~values.isnan()]
+            if len(values) > 1:
+                null[measure.name] = (float(values.mean()), float(values.std()))
+    return null
+
+
+def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
+    """Mean and sd of the median over heads whose values are independent draws of their own normal nulls.
+
+    The sd of one head's null says nothing of a median over many: of n equal normals it is about 1.25 sd/√n.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
+    medians = (means.double() + sds.double() * drawn).quantile(0.5, dim=1)
+    return float(medians.mean()), float(medians.std())
+
+
+def z_scores(
+    values: Float[Tensor, "*shape"], mean: float | Float[Tensor, "*shape"], sd: float | Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """(value − mean)/sd; NaN where sd is 0."""
+    spread = torch.as_tensor(sd, dtype=torch.float64)
+    scores: Tensor = (values.double() - mean) / torch.where(spread > 0, spread, torch.nan)
+    return scores
+
+
+def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """(value − median)/(1.4826 · MAD), the median absolute deviation in units of a normal sd; NaN where MAD is 0.
+
+    NaN values don't count and stay NaN (Iglewicz & Hoaglin 1993).
+    """
+    there = values.double()
+    median = there.nanquantile(0.5) if len(there) else there.sum()
+    apart = (there - median).abs()
+    return z_scores(there, float(median), 1.4826 * float(apart.nanquantile(0.5) if len(apart) else 0.0))
