@@ -61,9 +61,9 @@ def inspect(
 
     `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `arguments.Feeding`: the
     text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
-    carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as selected
-    what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which
-    carries what was finished.
+    carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
+    selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
+    Interrupted, which carries what was finished.
     """
     loading = arguments.loading_of(more, model)
     asked = arguments.settings(more, source=source, layers=layers, heads=heads)
