@@ -25,7 +25,9 @@ def gathered() -> tuple[Selector, Nearness]:
     asked = arguments.settings(
         source="tokens", layers=[HEAD[0]], heads=[HEAD[1]], tokens=64, sequences=6, pack=True, seed=0
     )
-    return posed(loaded, arguments.of_model(asked, loaded), texts.read_text([]), 4)[1:]
+    return posed(
+        loaded, arguments.of_model(asked, loaded), texts.sample("demo"), arguments.cut_of(asked, {"batch_size": 4})
+    )[1:]
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def _prepared(
             apart_from=None if others else evaluated,
             skip_noise=evaluated.sequences,
         )
-        shared = texts.shared_share(loaded.tokenizer, evaluated.ids, calibrated.ids)
+        shared = texts.shared_share(loaded.tokenizer, evaluated.passages, calibrated.passages)
         _refuse_shared(shared, calibrated, same=not others)
         asked = asked.model_copy(
             update={"calibration": Text.of(calibrated.texts), "calibrations": list(calibrated.texts)}

@@ -9,6 +9,7 @@ from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.tables.nulls import null_words
+from attnlens.tables.population import population
 from attnlens.wording import big, clean, counted, listed, model_name, short
 
 
@@ -62,18 +63,6 @@ def notes(report: Report) -> list[str]:
     """What else a reader of the numbers must know, a sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*report.settings.notes, *of_model)]
-
-
-def population(report: Report) -> str:
-    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed."""
-    texts = report.settings.texts
-    if not texts:
-        return ""
-    if report.settings.intervals == "texts":
-        return f"errors are over {len(texts)} texts and hold for texts like these"
-    what = "lines" if report.settings.pack is False else "windows"
-    total = sum(text.available or 0 for text in texts)
-    return f"errors are over {what} and hold for the {total} {what} of {listed([text.name for text in texts], 4)}"
 
 
 def identity(report: Report) -> str:

@@ -81,6 +81,8 @@ class Batches:
     """The texts fed, with the numbers of their windows; the noise after them, if there is any."""
     unknown_share: float
     """Share of ids that are the tokenizer's unknown token; near 1, the model reads another language than the text's."""
+    pack: bool = True
+    """Whether the sequences are windows of running text, and not lines."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -97,6 +99,20 @@ class Batches:
             for batch, ids in zip(self.batches, said, strict=True)
             for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
         ]
+
+    @property
+    def passages(self) -> list[tuple[int, ...]]:
+        """What the sequences say, windows that follow each other in a text joined to one passage."""
+        found: list[tuple[int, ...]] = []
+        numbers = [number for text in self.texts for number in text.windows]
+        places = list(zip(self.parts, numbers, strict=True))
+        for place, ids in enumerate(self.ids):
+            follows = place > 0 and places[place] == (places[place - 1][0], places[place - 1][1] + 1)
+            if follows and self.pack:
+                found[-1] += ids
+            else:
+                found.append(ids)
+        return found
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -166,6 +182,7 @@ def batches(
         tokens=max(map(len, rows), default=0),
         texts=(*texts, *_described(made)),
         unknown_share=unknown,
+        pack=cut.pack,
     )
 
 
