@@ -22,12 +22,9 @@ def gathered() -> tuple[Selector, Nearness]:
     from attnlens.run import arguments
 
     loaded = models.load("demo")
-    asked = arguments.settings(
-        source="tokens", layers=[HEAD[0]], heads=[HEAD[1]], tokens=64, sequences=6, pack=True, seed=0
-    )
-    return posed(
-        loaded, arguments.of_model(asked, loaded), texts.sample("demo"), arguments.cut_of(asked, {"batch_size": 4})
-    )[1:]
+    asked = arguments.settings({"tokens": 64, "sequences": 6}, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
+    settings = arguments.of_model(asked, loaded)
+    return posed(loaded, settings, texts.sample("demo"), arguments.cut_of(settings, {"batch_size": 4}))[1:]
 
 
 @pytest.fixture(scope="module")
