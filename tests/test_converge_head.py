@@ -22,9 +22,10 @@ def gathered() -> tuple[Selector, Nearness]:
     from attnlens.run import arguments
 
     loaded = models.load("demo")
-    asked = arguments.settings({"tokens": 64, "sequences": 6}, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
+    read: arguments.Feeding = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
+    asked = arguments.settings(read, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
     settings = arguments.of_model(asked, loaded)
-    return posed(loaded, settings, texts.sample("demo"), arguments.cut_of(settings, {"batch_size": 4}))[1:]
+    return posed(loaded, settings, texts.sample("demo"), arguments.cut_of(settings, read))[1:]
 
 
 @pytest.fixture(scope="module")
