@@ -78,7 +78,9 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
         sentence += f"; null is {chance}, mean ± sd"
-    return f"{sentence}."
+    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
+    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
+    return f"{sentence}.{apart}"
 
 
 def constants(shapes: Shapes) -> str:

@@ -9,9 +9,9 @@ from itertools import groupby
 
 import numpy as np
 
-from attnlens.shapes import Reading, Shapes, by_turns, middle
+from attnlens.shapes import Reading, Shapes, by_turns, group_of, middle
 from attnlens.tables.terminal import Column
-from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, title_of, written
 
 MOST_ROWS = 48
 """Layers up to which each has its row."""
@@ -66,11 +66,11 @@ def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
 
 
 def _column(reading: Reading, rows: LayerRows) -> Column:
-    title, source = title_of(reading.name), source_of(reading.name)
+    title, group = title_of(reading.name), group_of(reading.info)
     everything = tuple(range(len(reading.values)))
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
-        return Column(source, title, cells, (_commonest(reading, everything), "", ""))
+        return Column(group, title, cells, (_commonest(reading, everything), "", ""))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total = middle(reading.values)
     null = reading.null or ()
@@ -83,7 +83,7 @@ def _column(reading: Reading, rows: LayerRows) -> Column:
     foot = [_with_error(total, middle(reading.errors), decimals), "", ""]
     if reading.null is not None:
         foot[1:] = [written(reading.null[0], decimals), f"±{written(reading.null[1], decimals)}"]
-    return Column(source, title, cells, tuple(foot))
+    return Column(group, title, cells, tuple(foot))
 
 
 def _with_error(median: float, error: float, decimals: int) -> str:
