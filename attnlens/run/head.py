@@ -17,7 +17,7 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.errors import UsageError
-from attnlens.records import WHERE, Curve, Experiment, Report, Settings
+from attnlens.records import WHERE, Curve, Experiment, Report, Settings, Space
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import arguments
 from attnlens.run.collect import Collector
@@ -62,11 +62,10 @@ def head_experiments(
 ) -> Report:
     """Normalised gradient descent on one head's own selection problem, its chosen tokens optimal (score 1, others 0).
 
-    `head` is (layer, head). The problem is posed on the module's inputs where M lives on them, else on queries and
-    keys; the settings of the experiments say where. Two experiments: training from zero and from the head's own M
-    (correlation to the SVM that selects the same tokens, selections kept, ‖W‖ in units of ‖W_mm‖; a step has the length
-    lr · ‖W_mm‖), and how the softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and
-    UsageError for words that make no sense and for a head whose problem has no solution.
+    `head` is (layer, head). Two experiments: training from zero and from the head's own M (correlation to the SVM that
+    selects the same tokens, selections kept, ‖W‖ in units of ‖W_mm‖; a step has the length lr · ‖W_mm‖), and how the
+    softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and UsageError for words that
+    make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
     wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
@@ -81,13 +80,14 @@ def head_experiments(
     report, selector, found = posed(loaded, arguments.of_model(asked, loaded), content, batch_size, progress)
     start = time.perf_counter()
     meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)
-    where: dict[str, JsonValue] = {"posed": WHERE[selector.spaces[0]]}
-    experiments = [
-        made.model_copy(update={"settings": where | made.settings})
-        for made in (trained(found, head, wanted, progress), meant)
-    ]
+    experiments = [_placed(made, selector.spaces[0]) for made in (trained(found, head, wanted, progress), meant)]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
+
+
+def _placed(experiment: Experiment, space: Space) -> Experiment:
+    """With the space of its problem: the module's inputs where M lives on them, else queries and keys."""
+    return experiment.model_copy(update={"settings": {"posed": WHERE[space]} | experiment.settings})
 
 
 def _loaded(
