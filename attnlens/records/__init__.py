@@ -15,7 +15,7 @@ from attnlens.records.report import (
     json_schema,
     read_report,
 )
-from attnlens.records.selections import WHERE, Pick, Selection, Sentence, Space
+from attnlens.records.selections import WHERE_POSED, Pick, Selection, Sentence, Space
 from attnlens.records.swaps import (
     CONVENTIONS,
     PARTS,
@@ -39,7 +39,7 @@ __all__ = [
     "PARTS",
     "PATHS",
     "SWEEPS",
-    "WHERE",
+    "WHERE_POSED",
     "Bound",
     "Call",
     "Change",

@@ -17,7 +17,7 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.errors import UsageError
-from attnlens.records import WHERE, Curve, Experiment, Report, Settings, Space
+from attnlens.records import WHERE_POSED, Curve, Experiment, Report, Settings, Space
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import arguments
 from attnlens.run.collect import Collector
@@ -87,7 +87,7 @@ def head_experiments(
 
 def _placed(experiment: Experiment, space: Space) -> Experiment:
     """With the space of its problem: the module's inputs where M lives on them, else queries and keys."""
-    return experiment.model_copy(update={"settings": {"posed": WHERE[space]} | experiment.settings})
+    return experiment.model_copy(update={"settings": {"posed": WHERE_POSED[space]} | experiment.settings})
 
 
 def _loaded(

@@ -190,16 +190,20 @@ class Selector:
         measures = {"selection.decided": self._decided(head)}
         measures |= {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
         for space in SPACES:
-            for info in (found for found in OF_SPACE if not found.curve):
-                absent = None if space in own else Measure(value=None, reason=str(self.place.form))
-                measures[qualified(info.name, space)] = absent or measured(
-                    info.name, own[space], [draw[space] for draw in draws]
-                )
+            measures |= self._of_space(space, own, draws)
         return Answer(
             measures=measures,
             curves={qualified("margins", space): found.margins for space, found in own.items() if found.margins},
             shown=self._selection(head, first, draws) if first.picks else None,
         )
+
+    def _of_space(self, space: Space, own: Readings, draws: Sequence[Readings]) -> dict[str, Measure]:
+        """What the problem of one space reads beside its null; where the head has no such space, why not."""
+        kinds = [info.name for info in OF_SPACE if not info.curve]
+        if space not in own:
+            nothing = Measure(value=None, reason=str(self.place.form))
+            return {qualified(what, space): nothing for what in kinds}
+        return {qualified(what, space): measured(what, own[space], [draw[space] for draw in draws]) for what in kinds}
 
     def _decided(self, head: int) -> Measure:
         """Its decided queries, with their error over sequences; no null, for that would be one of each space."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnlens.records import WHERE, Space
+from attnlens.records import WHERE_POSED, Space
 from attnlens.registry import MeasureInfo
 
 MOST_QUERIES = 64
@@ -13,8 +13,8 @@ SPACES: tuple[Space, ...] = ("input", "projected")
 """On the module's inputs x and z, with the head's M; and on its k and q (after rotation), with the unit matrix times s.
 These are two questions about one selection, and their answers are not compared with each other."""
 WORDS: dict[Space, dict[str, str]] = {
-    "input": {"where": WHERE["input"], "x": "x", "z": "z", "M": "M"},
-    "projected": {"where": WHERE["projected"], "x": "k", "z": "q", "M": "s·I"},
+    "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
+    "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
 """What stands for the names in braces in OF_SPACE."""
 DECIDED = MeasureInfo(
