@@ -85,7 +85,9 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
         sentence += f"; null is {chance}, as the median of so many heads, mean ± sd"
     if summary.between_texts:
         sentence += "; “between texts” is the sd of the texts' medians"
-    return f"{sentence}."
+    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
+    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
+    return f"{sentence}.{apart}"
 
 
 def constants(shapes: Shapes) -> str:
