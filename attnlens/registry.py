@@ -108,6 +108,8 @@ class Answer:
 
     measures: dict[str, Measure]
     """By qualified name; each has its value, or its own reason for having none."""
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By qualified name, what each sequence read, of measures that are means over sequences: mean and error follow."""
     curves: dict[str, list[float]] = field(default_factory=dict)
     """By qualified name; those without a value are left out."""
     shown: Selection | None = None

@@ -69,7 +69,8 @@ class Selector:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.kept: list[Kept] = []
-        self.shares: dict[int, list[float]] = defaultdict(list)
+        self.shares: dict[int, dict[int, float]] = defaultdict(dict)
+        """The share of each sequence's queries that are decided, by head."""
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale = 1.0
@@ -89,7 +90,8 @@ class Selector:
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
             self.softmax[head] = Softmax(query_key.softcap, sink)
-            self.shares[head].append(_decided(query_key.select([index]), kept.copies[kept.place_of[head][2]], sink))
+            copies = kept.copies[kept.place_of[head][2]]
+            self.shares[head][sequence] = _decided(query_key.select([index]), copies, sink)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
         held = sum(before.key.shape[-2] for before in self.kept)
         if not self.biased and (not self.kept or held + kept.key.shape[-2] <= MOST_TOKENS):
@@ -187,12 +189,12 @@ class Selector:
 
     def _answer(self, head: int, own: Readings, draws: Sequence[Readings]) -> Answer:
         first = own[self.spaces[0]]
-        measures = {"selection.decided": self._decided(head)}
-        measures |= {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
+        measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
         for space in SPACES:
             measures |= self._of_space(space, own, draws)
         return Answer(
             measures=measures,
+            windows={DECIDED.name: self.shares[head]},
             curves={qualified("margins", space): found.margins for space, found in own.items() if found.margins},
             shown=self._selection(head, first, draws) if first.picks else None,
         )
@@ -205,21 +207,11 @@ class Selector:
             return {qualified(what, space): nothing for what in kinds}
         return {qualified(what, space): measured(what, own[space], [draw[space] for draw in draws]) for what in kinds}
 
-    def _decided(self, head: int) -> Measure:
-        """Its decided queries, with their error over sequences; no null, for that would be one of each space."""
-        import torch
-
-        found = torch.tensor([share for share in self.shares[head] if share == share], dtype=torch.float64)
-        if not len(found):
-            return Measure(value=None, reason=DECIDED.missing)
-        error = float(found.std() / len(found) ** 0.5) if len(found) > 1 else None
-        return Measure(value=float(found.mean()), se=error, n=len(found))
-
     def _unposed(self, head: int) -> Answer:
         """What stands where a position bias forbids the problem."""
         nothing = Measure(value=None, reason=BIASED)
-        names = [info.name for info in MEASURES if not info.curve]
-        return Answer(dict.fromkeys(names, nothing) | {"selection.decided": self._decided(head)})
+        names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
+        return Answer(dict.fromkeys(names, nothing), {DECIDED.name: self.shares[head]})
 
     def _selection(self, head: int, own: Reading, draws: Sequence[Readings]) -> Selection:
         site, space = self.place.site, self.spaces[0]
