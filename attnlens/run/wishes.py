@@ -117,9 +117,9 @@ class Wish:
         for kernel in self.kernels:
             if self.fit:
                 check_fit(kernel, alone=len(self.kernels) == 1)
-            if self.heal and kernel.info.hard:
+            if self.heal and not kernel.has_gradient:
                 raise UsageError(
-                    f"{kernel.info.name} can't be healed: its weights have no gradient.",
+                    f"{kernel.spelling} can't be healed: its weights have no gradient.",
                     "Leave out --heal, or choose another kernel.",
                 )
         if len(self.kernels) > 1 and (self.heal or self.save):
