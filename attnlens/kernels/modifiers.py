@@ -36,6 +36,8 @@ class Modifier:
     """Filters: whether places count from the start of the text, and not from each other alone."""
     part: Callable[[Tensor], Tensor] | None = None
     """Ties of whole sequences: log k of all pairs of tokens, (…, n, n) → what it leaves, up to query-only terms."""
+    caution: str = ""
+    """What a reader of its numbers must know, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ TIES = {
         Modifier(
             "symmetric",
             "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
-            "the mean of log k and its transpose; it halves the key gate too: its cost is not that of asymmetry",
+            "the mean of log k and its transpose",
             "Tsai T.2",
+            caution="symmetric halves the gate on keys and imports a term of the query alone: what it costs is not the "
+            "cost of asymmetry, which skewless measures in bidirectional heads.",
         ),
         Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
         Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
@@ -79,6 +83,7 @@ TIES = {
             "the asymmetry that no gate on queries or keys removes is gone, the gates stay; bidirectional heads",
             "Schoenberg 1938; Wright & Gonzalez 2021",
             part=skewless,
+            caution="skewless takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis.",
         ),
         Modifier(
             "mercer",
@@ -86,13 +91,15 @@ TIES = {
             "the positive definite (Mercer) part of log k times the key gate; bidirectional heads",
             "Schoenberg 1938; Wright & Gonzalez 2021",
             part=mercer,
+            caution="mercer takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis.",
         ),
         Modifier(
             "keyless",
             "L − 1cᵀ, c the centred column means of L",
             "the key gate is gone: no key is liked by all queries; bidirectional heads",
-            "Schoenberg 1938",
+            "attnlens",
             part=keyless,
+            caution="keyless takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis.",
         ),
     )
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlens import hooks
 from attnlens.attention import Path, attend, route, weights
-from attnlens.kernels import Kernel
+from attnlens.kernels import TIES, Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, SiteSwap
 
@@ -20,10 +20,6 @@ PRIMAL = (
     "Primal attention maps each token's own e- and r-scores to the output and reads no values; where the mask is "
     "causal the scores are those of running means of queries and keys, without a mask a token sees no other (samples "
     "apart)."
-)
-SYMMETRIC = (
-    "symmetric halves the gate on keys and puts a term of the query's own into the others: what it costs is not the "
-    "cost of asymmetry, which skewless measures in bidirectional heads."
 )
 CONSTANT = 1e-4
 """Relative spread of ‖k‖ below which keys have one length; more where the type rounds by more."""
@@ -73,12 +69,8 @@ class Local:
                 f"All keys of a head have one length at {self.constant} of {total} sites (QK-norm of unit gain): there "
                 "the RBF kernel is the exponential kernel with a scale of 2γs."
             )
-        if kernel.tie == "symmetric":
-            notes.append(SYMMETRIC)
-        if kernel.part is not None:
-            notes.append(
-                f"{kernel.tie} takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis."
-            )
+        if kernel.tie is not None and TIES[kernel.tie].caution:
+            notes.append(TIES[kernel.tie].caution)
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
         return notes

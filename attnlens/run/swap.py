@@ -14,7 +14,7 @@ from attnlens.records import Report, Settings
 from attnlens.run import arguments, budget
 from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
-from attnlens.run.tasks import feed, task_of
+from attnlens.run.tasks import check_input, feed, task_of
 from attnlens.run.wishes import Wish, Wishes
 
 FITTING, HEALING = 32, 512
@@ -38,10 +38,9 @@ def swap_kernel(
 ) -> Report:
     """The loss, predictions and hidden states of a model under other kernels, against the model itself.
 
-    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared, each also in its
-    symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget,
-    ranks, calibration, save, allow_signed) and of `load`. Raises UsageError, ModelError, TextError, OutputError,
-    IdentityError, Interrupted.
+    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
+    options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget, ranks, calibration, save,
+    allow_signed) and of `load`. Raises UsageError, ModelError, TextError, OutputError, IdentityError, Interrupted.
     """
     start = time.perf_counter()
     loading = cast("models.Loading", {name: more.get(name) for name in models.Loading.__annotations__ if name in more})
@@ -106,6 +105,7 @@ def _prepared(
     calibrated, shared = None, 0.0
     if wish.limit is not None:
         budget.check_task(task)
+        check_input(loaded)
     if wish.calibrates:
         same, packed = not others, asked.pack is not False
         calibrated = cut(

@@ -91,7 +91,8 @@ class Wish:
         budget, ranks = given.get("budget"), _ranks(given)
         if budget is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings))])
-        kernels_asked = [parsed(words, allow_signed=allow) for words in spellings]
+        each = (parsed(words, allow_signed=allow) for words in spellings)
+        kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         wish = cls(
             kernels=kernels_asked,
             part=cast("Part | None", _one_of("part", given.get("part"), PARTS)) if ranks is None else part_of(ranks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from attnlens.kernels import TIES
 from attnlens.records import Change, Healing, Outcome, Pair, Report, Stage, Swap
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
 
@@ -16,6 +17,9 @@ UNITS = {
     "hidden": "nats",
 }
 """What the loss counts in, by task."""
+
+EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
+"""What a swap is judged by, in the few words of an axis."""
 
 WORDS = {
     "kl": "KL",
@@ -36,6 +40,11 @@ def verdict(swap: Swap) -> str:
         return "The model diverges: with this kernel its predictions are no finite numbers."
     if swap.loss is not None:
         return _loss_sentence(swap.loss, UNITS[swap.task])
+    if swap.kl is not None and swap.top1_agreement is not None:
+        return (
+            f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL) from the original's, and "
+            f"{percent(swap.top1_agreement, 1)} of the first choices are the same."
+        )
     if swap.hidden_cosine is None:
         return "Nothing could be compared; the reasons stand below."
     cka = "" if swap.hidden_cka is None else f", their linear CKA is {swap.hidden_cka:.3f}"
@@ -45,6 +54,19 @@ def verdict(swap: Swap) -> str:
 def diverged(outcome: Outcome) -> bool:
     """Whether the changed model's predictions or hidden states were not finite."""
     return any("diverged" in reason for reason in outcome.reasons.values())
+
+
+def effect_name(swap: Swap) -> str:
+    """What its sweep shows: `loss in nats per token`."""
+    if swap.judged_by == "hidden":
+        return "1 − cosine of the last hidden states"
+    return f"{EFFECTS[swap.judged_by]} in {UNITS[swap.task]}"
+
+
+def cautions(swaps: Sequence[Swap]) -> list[str]:
+    """What must be known of the ties among these kernels."""
+    names = dict.fromkeys(name for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    return [TIES[name].caution for name in names if TIES[name].caution]
 
 
 def ranking(swaps: Sequence[Swap]) -> str:

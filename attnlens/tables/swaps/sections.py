@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from attnlens.records import Effect, Report, Swap
 from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
-from attnlens.tables.swaps.pairs import compared
 from attnlens.tables.swaps.plans import explained, plan_lines, plan_rows
 from attnlens.tables.swaps.rows import (
     MARK,
@@ -56,7 +55,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
     known = (facts.kernel(swap), facts.reach(report), _calibration(report))
     yield Section("", tuple(line for line in known if line))
     sentences = (facts.verdict(swap), facts.stages_sentence(swap))
-    help_ = (_reading_help(unit, swap),) if swap.loss or swap.hidden_cosine is not None else ()
+    help_ = () if facts.diverged(swap) else (_reading_help(swap),)
     yield Section("What it does", tuple(line for line in sentences if line), stage_rows(swap), help_)
     if report.plan is not None:
         plan = report.plan
@@ -68,16 +67,11 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
 
 
 def _several(report: Report) -> Iterator[Section]:
-    rows = compared(report)
-    first = rows[0].asymmetric or report.swaps[0]
+    first = report.swaps[0]
     yield Section("", (facts.reach(report), *filter(None, [_calibration(report)])))
-    help_ = _reading_help(facts.UNITS[first.task], first)
-    if any(row.symmetric for row in rows):
-        help_ += " symmetric: the mean of log k and its transpose."
     lines = filter(None, [facts.ranking(report.swaps) or facts.verdict(first)])
-    yield Section("What they do", tuple(lines), kernel_rows(rows), (help_,))
-    formulas = dict.fromkeys(facts.kernel(row.asymmetric or swap) for row in rows for swap in row.swaps)
-    yield Section("Kernels", tuple(formulas), items=True)
+    yield Section("What they do", tuple(lines), kernel_rows(report.swaps), (_reading_help(first),))
+    yield Section("Kernels", tuple(map(facts.kernel, report.swaps)), items=True)
     yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
 
 
@@ -90,13 +84,14 @@ def _calibration(report: Report) -> str:
     return f"calibration text: {clean(where)}, no part of what was evaluated"
 
 
-def _reading_help(unit: str, swap: Swap) -> str:
-    if swap.loss is None and not any(stage.loss for stage in swap.stages):
-        return "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
-    return (
-        f"loss and KL in {unit}; Δ with a paired bootstrap interval over sequences; KL(original ‖ changed); "
-        "top-1: share of the same first choice."
-    )
+def _reading_help(swap: Swap) -> str:
+    states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
+    if swap.judged_by == "hidden":
+        return states
+    unit, top = facts.UNITS[swap.task], "top-1: share of the same first choice"
+    if swap.judged_by == "kl":
+        return f"KL(original ‖ changed) in {unit}; {top}; {states}"
+    return f"loss and KL in {unit}; Δ with a paired bootstrap interval over sequences; KL(original ‖ changed); {top}."
 
 
 def _sweep(swap: Swap) -> Section:
@@ -119,8 +114,7 @@ def _noun(swap: Swap) -> str:
 
 
 def _effect_help(swap: Swap) -> str:
-    what = "1 − cosine of the last hidden states" if swap.task == "hidden" else f"loss in {facts.UNITS[swap.task]}"
-    return f"Δ of the {what}"
+    return f"Δ of the {facts.effect_name(swap)}"
 
 
 def _significant(effects: list[Effect], noun: str) -> str:
