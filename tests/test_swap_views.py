@@ -135,11 +135,15 @@ def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
 
 
 def test_kernels_on_noise_are_compared_by_their_predictions() -> None:
-    report = swap_report(*(swapped(noise=True, kernel=name, deltas=(d,)) for name, d in (("rbf", 1.0), ("l2", None))))
+    deltas = {"rbf": 1.0, "l2": None, "cosine": 2.0}
+    report = swap_report(*(swapped(noise=True, kernel=name, deltas=(delta,)) for name, delta in deltas.items()))
     text = printed(tables.summary(report), 110)
     assert row(text, "kernel") == ["kernel", "KL", "top-1", "cosine", "CKA", "speed"]
     assert row(text, "rbf")[1:6] == ["1.10", "55.6", "%", "0.500", "0.588"]
     assert row(text, "l2")[1:] == ["diverged", "–", "–", "–", "×", "0.80"]
+    assert "The KL to the original is least under rbf (1.10), largest under cosine (2.20). Diverged: l2." in flowing(
+        report
+    )
 
 
 def test_several_kernels_are_rows_whatever_their_ties() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
     """softmax(what the tie leaves of log k + bias) v over each sequence's real tokens; rows of padding are zero.
 
-    O(T²) memory, one sequence of the batch at a time; in float64, since the parts are small beside what they leave.
+    O(T²) memory, one sequence of the batch at a time; in float64, as means are taken away.
     """
     value = call.paired_value
     found = value.new_zeros(*call.query.shape[:3], value.shape[-1])

@@ -64,6 +64,9 @@ def _count(name: str, meaning: str) -> Parameter:
     return Parameter(name, meaning, int, low=1, high=2**31)
 
 
+WHOLE = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."
+"""What must be known of ties that see a sequence as a whole."""
+
 TIES = {
     tie.name: tie
     for tie in (
@@ -72,8 +75,8 @@ TIES = {
             "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
             "the mean of log k and its transpose",
             "Tsai T.2",
-            caution="symmetric halves the gate on keys and imports a term of the query alone: what it costs is not the "
-            "cost of asymmetry, which skewless measures in bidirectional heads.",
+            caution="Averaging log k and its transpose halves the gate on keys and imports a term of the query alone; "
+            "what it costs is not the cost of asymmetry, which skewless measures in bidirectional heads.",
         ),
         Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
         Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
@@ -83,7 +86,7 @@ TIES = {
             "the asymmetry that no gate on queries or keys removes is gone, the gates stay; bidirectional heads",
             "Schoenberg 1938; Wright & Gonzalez 2021",
             part=skewless,
-            caution="skewless takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis.",
+            caution=WHOLE,
         ),
         Modifier(
             "mercer",
@@ -91,7 +94,7 @@ TIES = {
             "the positive definite (Mercer) part of log k times the key gate; bidirectional heads",
             "Schoenberg 1938; Wright & Gonzalez 2021",
             part=mercer,
-            caution="mercer takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis.",
+            caution=WHOLE,
         ),
         Modifier(
             "keyless",
@@ -99,7 +102,7 @@ TIES = {
             "the key gate is gone: no key is liked by all queries; bidirectional heads",
             "attnlens",
             part=keyless,
-            caution="keyless takes whole matrices of log k apart, in O(T²) memory: it is meant for analysis.",
+            caution=WHOLE,
         ),
     )
 }

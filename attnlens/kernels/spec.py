@@ -67,7 +67,7 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether attention changes smoothly with queries and keys."""
+        """Whether attention has a gradient: mercer's eigenvalues, of which many meet at 0, have none."""
         return not self.info.hard and self.tie != "mercer"
 
     def with_fitted(self, fitted: Mapping[str, Tensor]) -> Kernel:

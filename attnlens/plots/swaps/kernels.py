@@ -10,8 +10,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
-from attnlens.plots.swaps.distances import axis_of, distance_of
 from attnlens.tables.swaps.facts import diverged
+from attnlens.tables.swaps.judged import distance, effect_name
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     axes.tick_params(axis="y", length=0)
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
-    axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + axis_of(swaps[0]), labelpad=1.5)
+    axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def effect_of(swap: Swap) -> float | None:
     """Δ of the loss, or the distance that stands in its place."""
     if swap.judged_by != "loss":
-        return distance_of(swap, swap)
+        return distance(swap, swap)
     return None if swap.loss is None else swap.loss.delta
 
 

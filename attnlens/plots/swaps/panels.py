@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.plots.swaps.distances import axis_of
 from attnlens.plots.swaps.healing import draw_healing
 from attnlens.plots.swaps.kernels import NAME, draw_kernels, effect_of
 from attnlens.plots.swaps.ranks import draw_ranks
@@ -17,7 +16,8 @@ from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
-from attnlens.tables.swaps.facts import EFFECTS, UNITS, cautions, effect_name
+from attnlens.tables.swaps.facts import cautions
+from attnlens.tables.swaps.judged import EFFECTS, UNITS, effect_name
 from attnlens.tables.swaps.plans import share
 from attnlens.wording import clean
 
@@ -174,4 +174,4 @@ def _sweep_lines(axes: Axes, *, swaps: list[Swap]) -> None:
         values = [np.nan if effect.delta is None else effect.delta for effect in effects]
         lines.append((swap.kernel, np.array(values)))
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
-    draw_lines(axes, lines, f"Δ of the {axis_of(swaps[0])}")
+    draw_lines(axes, lines, f"Δ of the {effect_name(swaps[0])}")

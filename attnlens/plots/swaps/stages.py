@@ -8,8 +8,8 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.plots.captions import typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
-from attnlens.plots.swaps.distances import axis_of, distance_of
 from attnlens.tables.swaps.facts import diverged, loss_decimals
+from attnlens.tables.swaps.judged import distance, effect_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter(PlainNumbers())
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_xlabel(axis_of(swap), labelpad=1.5)
+    axes.set_xlabel(effect_name(swap), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if own is None and all(_place(swap, stage) is None for stage in swap.stages):
         axes.set_xticks([])
@@ -68,7 +68,7 @@ def _draw(axes: Axes, swap: Swap, stage: Stage, row: int) -> None:
 def _place(swap: Swap, stage: Stage) -> float | None:
     if draws_loss(swap):
         return None if stage.loss is None else stage.loss.after
-    return distance_of(swap, stage)
+    return distance(swap, stage)
 
 
 def _label(axes: Axes, place: float, row: int, number: float, decimals: int) -> None:

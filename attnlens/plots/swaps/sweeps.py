@@ -21,7 +21,7 @@ from attnlens.plots.style import (
     tick_positions,
 )
 from attnlens.records import PARTS
-from attnlens.tables.swaps.facts import EFFECTS
+from attnlens.tables.swaps.judged import EFFECTS
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from attnlens.records import Effect, Report, Swap
 from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
+from attnlens.tables.swaps.judged import UNITS, effect_name
 from attnlens.tables.swaps.plans import explained, plan_lines, plan_rows
 from attnlens.tables.swaps.rows import (
     MARK,
@@ -51,7 +52,7 @@ def site_sections(report: Report) -> Iterator[Section]:
 
 
 def _one(report: Report, swap: Swap) -> Iterator[Section]:
-    unit = facts.UNITS[swap.task]
+    unit = UNITS[swap.task]
     known = (facts.kernel(swap), facts.reach(report), _calibration(report))
     yield Section("", tuple(line for line in known if line))
     sentences = (facts.verdict(swap), facts.stages_sentence(swap))
@@ -88,7 +89,7 @@ def _reading_help(swap: Swap) -> str:
     states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
     if swap.judged_by == "hidden":
         return states
-    unit, top = facts.UNITS[swap.task], "top-1: share of the same first choice"
+    unit, top = UNITS[swap.task], "top-1: share of the same first choice"
     if swap.judged_by == "kl":
         return f"KL(original ‖ changed) in {unit}; {top}; {states}"
     return f"loss and KL in {unit}; Δ with a paired bootstrap interval over sequences; KL(original ‖ changed); {top}."
@@ -114,7 +115,7 @@ def _noun(swap: Swap) -> str:
 
 
 def _effect_help(swap: Swap) -> str:
-    return f"Δ of the {facts.effect_name(swap)}"
+    return f"Δ of the {effect_name(swap)}"
 
 
 def _significant(effects: list[Effect], noun: str) -> str:
