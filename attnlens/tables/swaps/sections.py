@@ -99,14 +99,15 @@ def _sweep(swap: Swap) -> Section:
     effects, noun = swap.sweep, _noun(swap)
     cut = f" Shown are the {MOST} most and the {MOST} least harmful." if len(effects) > 2 * MOST else ""
     if not tested(swap):
-        below = f"{_effect_help(swap)}, a distance: it is never negative, and nothing is tested.{cut}"
+        below = f"{_effect_help(swap)}{cut}"
         return Section(f"Each {noun} alone", (), sweep_rows(swap, MOST), (below,))
     below = f"{_effect_help(swap)}; {MARK} significant at a false discovery rate of 5 %.{cut}"
     return Section(f"Each {noun} alone", (_significant(effects, noun),), sweep_rows(swap, MOST), (below,))
 
 
 def _sweeps(swaps: list[Swap]) -> Section:
-    below = f"{_effect_help(swaps[0])}; FDR 5 %: how many matter at a false discovery rate of 5 %."
+    below = _effect_help(swaps[0])
+    below += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested(swaps[0]) else ""
     return Section(f"Each {_noun(swaps[0])} alone", (), sweeps_rows(swaps), (below,))
 
 
@@ -115,7 +116,8 @@ def _noun(swap: Swap) -> str:
 
 
 def _effect_help(swap: Swap) -> str:
-    return f"Δ of the {effect_name(swap)}"
+    untested = "" if tested(swap) else ", a distance: it is never negative, and nothing is tested."
+    return f"Δ of the {effect_name(swap)}{untested}"
 
 
 def _significant(effects: list[Effect], noun: str) -> str:
