@@ -104,6 +104,7 @@ def kernels_table(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters
     for kind, found in (("tie", ties), ("filter", filters)):
         for modifier in found:
             facts = [f"{p.name}: {p.meaning}{_allowed(p)}" for p in modifier.parameters]
+            facts += [modifier.caution] * bool(modifier.caution)
             cell = _explained(modifier.formula, [f"{kind}: {modifier.meaning}", *facts, modifier.source])
             modifiers.add_row(_typed(modifier.name, modifier.parameters), cell)
     return Group(kernels, Text(), modifiers)
