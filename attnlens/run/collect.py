@@ -29,7 +29,7 @@ from attnlens.statistics import Design, Stream, standard_error
 
 TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
 ONE_WINDOW = "one window has no spread"
-ALONE = "a text has one window with a value, whose spread nothing tells"
+ALONE = "one window of a text has a value, or one text, whose spread nothing tells"
 
 
 @dataclass(frozen=True)

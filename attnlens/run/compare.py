@@ -167,7 +167,7 @@ class Comparison:
     @property
     def _lone(self) -> str:
         """Why there is no interval."""
-        return "one text has no spread" if self.design.clustered else "one sequence of a text has no spread"
+        return "one text has no spread" if self.design.clustered else "one sequence has no spread"
 
     def _change(
         self,

@@ -63,9 +63,12 @@ def sweep(
     every = torch.cat([_sizes(fed, task) for fed in batches])
     sizes, sampled = every[every > 0], design.select((every > 0).nonzero()[:, 0].tolist())
     tested = task != "hidden" and not batches[0].noise
-    effects = [
-        _effect(unit, torch.cat(before), torch.cat(after[unit]), sizes, sampled, seed, tested) for unit in chosen
-    ]
+    own = torch.cat(before)
+    return _ranked([_effect(unit, own, torch.cat(after[unit]), sizes, sampled, seed, tested) for unit in chosen])
+
+
+def _ranked(effects: Sequence[Effect]) -> list[Effect]:
+    """The most harmful first, those marked that stand at the false discovery rate."""
     p_values = torch.tensor([torch.nan if e.p_value is None else e.p_value for e in effects], dtype=torch.float64)
     found = false_discovery(p_values).tolist()
     marked = [e.model_copy(update={"significant": yes}) for e, yes in zip(effects, found, strict=True)]
