@@ -10,8 +10,8 @@ import torch
 
 from attnlens.linalg.parallel import over_heads
 from attnlens.linalg.roots import cholesky_root, eigenvalue_root, factor_root
-from attnlens.linalg.rotation import Rotation
-from attnlens.records import QueryKey
+from attnlens.linalg.rotation import averaged
+from attnlens.records import QueryKey, Rotation
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,10 +30,10 @@ class Form:
     query_key: QueryKey
     """The factors."""
 
-    @cached_property
+    @property
     def rotation(self) -> Rotation | None:
         """How positions turn queries and keys, if they do."""
-        return None if self.query_key.rotation is None else Rotation.of(self.query_key.rotation)
+        return self.query_key.rotation
 
     @cached_property
     def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
@@ -108,7 +108,7 @@ class Form:
 
     def _averaged(self, gram: Tensor) -> Tensor:
         """The Gram matrix of the stacked factors, over the number of positions; without rotation as it is."""
-        return gram if self.rotation is None else self.rotation.averaged(gram)
+        return gram if self.rotation is None else averaged(self.rotation, gram)
 
     def _root(
         self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor

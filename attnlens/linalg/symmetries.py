@@ -9,13 +9,13 @@ import torch
 
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.rotation import Rotation
+from attnlens.linalg.rotation import averaged, traces
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens.records import QueryKey
+    from attnlens.records import QueryKey, Rotation
 
 
 def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
@@ -43,8 +43,8 @@ def distance_traces(
     if form.rotation is None:
         return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
     query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
-    squared = form.rotation.traces(query, key) + form.rotation.traces(key, query)
-    return form.rotation.traces(cross, cross), squared / 2
+    squared = traces(form.rotation, query, key) + traces(form.rotation, key, query)
+    return traces(form.rotation, cross, cross), squared / 2
 
 
 def layer_symmetry(query_key: QueryKey) -> float | None:
@@ -68,7 +68,7 @@ def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     if query_key.rotation is None:
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    rotation = Rotation.of(query_key.rotation)
+    rotation = query_key.rotation
     query_gram, key_gram, cross = query.mT @ query, key.mT @ key, key.mT @ query
     squared = _block_traces(rotation, query_gram, key_gram) + _block_traces(rotation, key_gram, query_gram)
     return _over_distances(_block_traces(rotation, cross, cross), squared / 2)
@@ -82,8 +82,8 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
-        turned = (form.rotation.averaged(gram) for gram in (query_gram, key_gram))
-        query_gram, key_gram = (form.rotation.transposed.averaged(gram) for gram in turned)
+        turned = (averaged(form.rotation, gram) for gram in (query_gram, key_gram))
+        query_gram, key_gram = (averaged(form.rotation.transposed, gram) for gram in turned)
     rows = _outstanding(over_heads(_row_norms, form.query_key.query, key_gram))
     columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram))
     none = rows + columns == 0
@@ -121,5 +121,5 @@ def _block_traces(
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
-    rows = [rotation.traces(x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
+    rows = [traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
     return torch.stack(rows).sum(0)

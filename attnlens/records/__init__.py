@@ -15,6 +15,7 @@ from attnlens.records.report import (
     json_schema,
     read_report,
 )
+from attnlens.records.rotation import Rotation
 from attnlens.records.selections import Pick, Selection, Sentence, Space
 from attnlens.records.swaps import (
     CONVENTIONS,
@@ -67,6 +68,7 @@ __all__ = [
     "Record",
     "Report",
     "Rise",
+    "Rotation",
     "Selection",
     "Sentence",
     "Settings",
