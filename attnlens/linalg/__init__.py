@@ -15,7 +15,7 @@ from attnlens.linalg.spectra import (
     singular_values,
     stable_rank,
 )
-from attnlens.linalg.symmetries import directionality, distance_traces, layer_symmetry, symmetry, symmetry_by_distance
+from attnlens.linalg.symmetries import directionality, layer_symmetry, symmetry, symmetry_by_distance
 
 __all__ = [
     "Anatomy",
@@ -28,7 +28,6 @@ __all__ = [
     "decay_law",
     "definite",
     "directionality",
-    "distance_traces",
     "effective_rank",
     "entropy",
     "in_pool",

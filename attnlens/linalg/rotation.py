@@ -1,7 +1,7 @@
 """What does a rotary position encoding do to a trace or a Gram matrix, summed over positions?
 
-Both sums are quadratic in R. Each coordinate meets its partner alone, so both follow from the products of cos and sin
-of two pairs: head_dim² of them at each position, where multiplying the matrices out would take head_dim³.
+Both sums are quadratic in R. A pair of coordinates meets no other in R, so they follow from products of cos and sin of
+two pairs: of the order of head_dim² at each position, where multiplying the matrices out would take head_dim³.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ if TYPE_CHECKING:
 def averaged(
     rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
 ) -> Float[Tensor, "*batch head_dim head_dim"]:
-    """mean_i R(i)ᵀ X R(i)."""
-    order = _order(rotation)
-    cos, sin = _waves(rotation)
-    same, mixed, both = ((a.mT @ b / len(cos)).repeat(2, 2) for a, b in ((cos, cos), (cos, sin), (sin, sin)))
-    x = _ordered(matrix, order)
-    rows, columns = _partnered(x, -2), _partnered(x, -1)
-    mean = same * x + mixed * columns + mixed.mT * rows + both * _partnered(rows, -1)
+    """mean_i R(i)ᵀ X R(i).
+
+    With w = x_a + i x_b for a pair, and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v); turning both pairs
+    multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are taken once for all matrices.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    waves = torch.polar(torch.ones_like(angles), angles)
+    first, mixed, back_mixed, second = _blocks(matrix, order)
+    against = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
+    along = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
+    total, difference = against + along, against - along
+    upper = torch.cat((total.real, -total.imag), -1)
+    mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
     back = order.argsort()[: rotation.size]
     return mean[..., back[:, None], back]
 
@@ -37,18 +43,21 @@ def traces(
     left: Float[Tensor, "*batch terms head_dim head_dim"],
     right: Float[Tensor, "*batch terms head_dim head_dim"],
 ) -> Float[Tensor, "*batch positions"]:
-    """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)) for each distance Δ = 0 … positions − 1."""
-    order = _order(rotation)
-    cos, sin = _waves(rotation)
-    x, y = _ordered(left.mT, order), _ordered(right, order)
-    rows, columns = _partnered(y, -2), _partnered(y, -1)
-    with_cos = cos @ _by_pairs(x, y) + sin @ _by_pairs(x, rows)
-    with_sin = cos @ _by_pairs(x, columns) + sin @ _by_pairs(x, _partnered(rows, -1))
-    return (with_cos * cos + with_sin * sin).sum(-1)
+    """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), the mean of Δ and −Δ, for each distance Δ = 0 … positions − 1.
+
+    In that mean the products of a cos with a sin cancel.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    a, b, c, d = _blocks(left.mT, order)
+    first, mixed, back_mixed, second = _blocks(right, order)
+    cosines = (a * first + b * mixed + c * back_mixed + d * second).sum(-3)
+    sines = (a * second - b * back_mixed - c * mixed + d * first).sum(-3)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos @ cosines * cos + sin @ sines * sin).sum(-1)
 
 
 def _order(rotation: Rotation) -> Int[Tensor, " even"]:
-    """The coordinates in an order in which the partner is half the length away: first ones, second ones.
+    """The coordinates in an order in which the partner is half the length away: first ones, then second ones.
 
     Those that stand still are made pairs too; where one is left over, a coordinate of zeros is its partner.
     """
@@ -58,24 +67,13 @@ def _order(rotation: Rotation) -> Int[Tensor, " even"]:
     return torch.cat((rotation.pairs, still.nonzero().reshape(-1, 2))).T.flatten()
 
 
-def _waves(rotation: Rotation) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
-    """cos φ and sin φ of all pairs in that order, 1 and 0 where coordinates stand still."""
-    angles = pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
-    return angles.cos(), angles.sin()
+def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
+    """The angles of all pairs in that order, 0 where coordinates stand still."""
+    return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
 
 
-def _ordered(matrix: Tensor, order: Int[Tensor, " even"]) -> Float[Tensor, "*batch even even"]:
+def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
+    """The quarters of a matrix in that order: entries of the first of one pair with the first of another, and so on."""
     missing = len(order) - matrix.shape[-1]
-    return pad(matrix, (0, missing, 0, missing))[..., order[:, None], order]
-
-
-def _partnered(x: Float[Tensor, "*batch even even"], axis: int) -> Float[Tensor, "*batch even even"]:
-    """The partner's entries along an axis, with the sign that sin φ has in R: − in the first half, + in the second."""
-    first, second = x.chunk(2, axis)
-    return torch.cat((-second, first), axis)
-
-
-def _by_pairs(x: Float[Tensor, "*batch terms even even"], y: Tensor) -> Float[Tensor, "*batch half half"]:
-    """Σ_terms X∘Y, its four entries of each two pairs added up."""
-    half = x.shape[-1] // 2
-    return (x * y).sum(-3).unflatten(-1, (2, half)).unflatten(-3, (2, half)).sum((-4, -2))
+    ordered = pad(matrix, (0, missing, 0, missing))[..., order[:, None], order]
+    return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]

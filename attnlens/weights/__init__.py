@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from attnlens.errors import NotBilinearError
 from attnlens.hooks import Reached
 from attnlens.records import QueryKey, Rotation, Site
-from attnlens.weights.norms import Norms, linear, norms_inside
+from attnlens.weights.norms import linear, norms_inside
 from attnlens.weights.probe import TOLERANCE, Probe, float64_weights, not_bilinear
 from attnlens.weights.turning import rotation_of
 
@@ -92,8 +92,9 @@ def factors(
     """The effective W_Q, W_K of every site in turn, or the error that says why a site has none.
 
     `first` are the sites as reached by a single token (position 0), `window` as reached by as many positions as
-    distances are wanted. The Jacobian is the map if the map is affine, which is checked at other inputs. Under QK-norm
-    it is not; then the norms' gains are kept, their positive per-token scalars dropped, and the directions checked.
+    distances are wanted. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms inside
+    the module keep their gains and drop their positive per-token scalars; where they stand in the way of queries or
+    keys (QK-norm) the directions are checked. All in float64, from a copy of one module at a time.
     """
     known: list[Rotation] = []
     for one, many in zip(first, window, strict=True):
@@ -105,17 +106,17 @@ def factors(
 
 
 def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
-    maps = _maps(probe)
-    norms: Norms = {}
+    norms = norms_inside(probe.reached.module)
+    with linear(norms):
+        maps = _maps(probe)
     reason = _mismatch(probe, maps)
-    if reason is not None and (norms := norms_inside(probe.reached.module)):
-        with linear(norms):
-            maps = _maps(probe)
+    qk_norm = reason is not None and bool(norms)
+    if qk_norm:
         reason = _mismatch(probe, maps, up_to_scale=True)
     if reason is not None:
         raise not_bilinear(reason)
-    rotation = rotation_of(window, norms, known)
-    return Factors(window.reached.site, maps, probe.reached.call.scale, rotation, qk_norm=bool(norms))
+    rotation = rotation_of(window, norms if qk_norm else {}, known)
+    return Factors(window.reached.site, maps, probe.reached.call.scale, rotation, qk_norm)
 
 
 def _maps(probe: Probe) -> Maps:

@@ -39,14 +39,11 @@ class Probe:
     ) -> Call:
         """What the module asks for on these inputs (`other`: the other sequence, used by cross-attention alone).
 
-        Raises NotBilinearError where the module can't be called alone.
+        What it would do with an answer is not computed. Raises NotBilinearError where the module can't be called alone.
         """
-        asked: list[Call] = []
 
         def answer(call: Call) -> Tensor:
-            asked.append(call)
-            batch, heads, queries = call.query.shape[:3]
-            return call.value.new_zeros(batch, queries, heads, call.value.shape[-1])
+            raise _Asked(call)
 
         arguments = {**self.arguments, self.reached.input_name: hidden}
         if self.reached.other is not None:
@@ -54,6 +51,8 @@ class Probe:
         with opened(self.model, answer):
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs=arguments)
+            except _Asked as asked:
+                return asked.call
             except (
                 RuntimeError,
                 TypeError,
@@ -62,7 +61,7 @@ class Probe:
             ) as error:  # somebody's module on inputs it never met
                 first = str(error).splitlines()[0]
                 raise not_bilinear(f"its attention module can't be called on its own ({first})") from error
-        return asked[0]
+        raise not_bilinear("its attention module, called on its own, asks for no attention")
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -75,6 +74,14 @@ class Probe:
         likes: list[Tensor] = [self.arguments[name] for name in (self.reached.input_name, self.reached.other) if name]
         draws = [torch.randn(batch, 1, like.shape[-1], generator=generator).to(like) for like in likes]
         return draws[0].repeat(1, tokens, 1), draws[-1].repeat(1, tokens, 1)
+
+
+class _Asked(BaseException):  # no Exception, which a module might catch
+    """A module has asked for an attention computation."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:

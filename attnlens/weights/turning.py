@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int
     from torch import Tensor
 
-ROWS = 32
+ROWS = 16
 """Queries and keys from which pairs are told: a wrong partner explains a share of about 1/ROWS, the right one all."""
 POSITIONS = 32
 """How many positions are looked at to tell the pairs."""
@@ -41,14 +41,14 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
         return None
     heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
     # Position embeddings may carry the batch of the captured call; where it is 1, any other goes with them.
-    inputs = probe.random(batch if batch > 1 else -(-ROWS // heads), positions, seed=4)
-    used = _parts(probe, inputs)
+    few, many = (batch, batch) if batch > 1 else (1, -(-ROWS // heads))
+    used = _parts(probe, probe.random(few, positions, seed=4))
     if not any(_moved(part) for part in used):
         return None
     with linear(without_gains(norms)):
-        bare = _parts(probe, inputs) if norms else used
+        bare = _parts(probe, probe.random(many, positions, seed=5))
     rounding = float(torch.finfo(probe.reached.call.query.dtype).eps)
-    found = fitted(*bare, rounding)
+    found = fitted(bare[0], bare[1], rounding)
     if any(_missed(part, found, rounding) for part in used):
         raise not_bilinear(DIRECTION)
     found = _steady(found) if rounding > torch.finfo(torch.float32).eps else found
@@ -110,9 +110,10 @@ def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs
     new = lengths[:, None] - gram.square() * inverse
     explained = (across - gram * own[:, None]).square().sum(0) / new
     share = torch.where((new > STILL * lengths[:, None]) & turning, explained / left, 0.0)
-    partners = (share + share.mT).argmax(0)
-    pairs = torch.stack((turning.nonzero()[:, 0], partners[turning]), -1).sort(-1).values.unique(dim=0)
-    if len(pairs.unique()) < pairs.numel():
+    partners = torch.maximum(share, share.mT).argmax(0)
+    both_ways = torch.stack((turning.nonzero()[:, 0], partners[turning]), -1).sort(-1).values
+    pairs: Tensor = torch.unique(both_ways, dim=0)
+    if len(torch.unique(pairs)) < pairs.numel():
         raise not_bilinear(DIRECTION)
     return pairs
 
@@ -144,7 +145,8 @@ def _large(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
 
 def _wrapped(angles: Tensor) -> Tensor:
     """The same angles in [−π, π)."""
-    return (angles + math.pi).remainder(2 * math.pi) - math.pi
+    wrapped: Tensor = (angles + math.pi).remainder(2 * math.pi) - math.pi
+    return wrapped
 
 
 def _steady(rotation: Rotation) -> Rotation:
