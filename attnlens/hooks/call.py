@@ -65,7 +65,7 @@ def _seen(mask: Tensor) -> Tensor:
 
     Masked is what is so low that a float32 score beside it is lost; and what lies so far below its row's largest entry
     that its weight is below rounding, with a gap of that width above it in which its head has no entry. So −100 on top
-    of a position bias is a mask (Swin), and a bias that falls with distance to any depth in small steps is none (ALiBi).
+    of a position bias is a mask (Swin), and a bias that falls with distance in small steps is none (ALiBi).
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
