@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
-from attnlens import hooks
+from attnlens import hooks, weights
 from attnlens.hooks.call import read_call
 from attnlens.registry import analyzers
 
@@ -156,6 +156,15 @@ def test_models_with_other_masks_read_as_with_a_boolean_one(build, boolean):
         old = scores + torch.where(seen, 0.0, -100.0)
         assert readings(ours, old)["tokens.share_positive"] > 0.05, "control: as a bias the mask is seen as structure"
         assert max(readings(ours, scores).values()) < 1e-6
+
+
+def test_weights_are_read_behind_a_mask_that_is_made_for_all_windows_together():
+    model, inputs = swin()
+    found = hooks.survey(model, inputs)
+    for one, factors in zip(found, weights.factors(model, found, found), strict=True):
+        assert factors.rotation is None
+        expected = one.module.q_proj.weight.double().view(2, 8, 16).mT
+        torch.testing.assert_close(factors.maps.query, expected, rtol=1e-6, atol=1e-6)
 
 
 def readings(query_key, logits):

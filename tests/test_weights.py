@@ -189,3 +189,9 @@ def test_nan_in_one_head_leaves_the_others():
     assert factors.maps.query[0].isnan().all()
     assert factors.maps.query[1:].isfinite().all()
     assert factors.rotation.angles.isfinite().all()
+
+
+def test_a_part_that_is_called_norm_and_is_none_is_passed_over():
+    config = transformers.RobertaPreLayerNormConfig(**families.ENCODER)
+    model, inputs = causal(config, transformers.RobertaPreLayerNormForMaskedLM)
+    assert not any(factors.qk_norm for factors in read(model, inputs=inputs))

@@ -34,7 +34,8 @@ def norms_inside(module: nn.Module) -> Norms:
     """
     found = {}
     for part in module.modules():
-        if "Norm" in type(part).__name__ and (weight := next(part.parameters(), None)) is not None:
+        plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
+        if plain and (weight := next(part.parameters(), None)) is not None:
             norm = _read(part, weight)
             if norm is not None:
                 found[part] = norm
@@ -43,6 +44,13 @@ def norms_inside(module: nn.Module) -> Norms:
 
 @torch.no_grad()
 def _read(module: nn.Module, weight: Tensor) -> Norm | None:
+    try:
+        return _linear_norm(module, weight)
+    except TypeError:  # it takes more than one tensor (Zaya)
+        return None
+
+
+def _linear_norm(module: nn.Module, weight: Tensor) -> Norm | None:
     weights = float64_weights(module)
     ones = torch.ones(weight.shape, dtype=torch.float64, device=weight.device)
     x = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(ones)

@@ -65,8 +65,12 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64."""
-        return {name: _in_float64(value) for name, value in self.reached.arguments.items()}
+        """The arguments of the module's last call in float64, but its mask.
+
+        A mask says which keys are used and not what they are, and may not go with other tokens (Swin's windows).
+        """
+        kept = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
+        return kept | {name: None for name in kept if name == "attention_mask"}
 
     def random(self, batch: int, tokens: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Seeded standard normal inputs, each the same at every position; one and the same for self-attention."""
