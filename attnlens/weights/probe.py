@@ -58,6 +58,7 @@ class Probe:
                 TypeError,
                 ValueError,
                 IndexError,
+                AttributeError,
             ) as error:  # somebody's module on inputs it never met
                 first = str(error).splitlines()[0]
                 raise not_bilinear(f"its attention module can't be called on its own ({first})") from error
@@ -65,12 +66,13 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64, but its mask.
+        """The arguments of the module's last call in float64, without a mask that was made for several sequences.
 
-        A mask says which keys are used and not what they are, and may not go with other tokens (Swin's windows).
+        It says which keys are used and not what they are, and doesn't go with other tokens (Swin's windows).
         """
-        kept = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
-        return kept | {name: None for name in kept if name == "attention_mask"}
+        arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
+        mask = arguments.get("attention_mask")
+        return arguments | ({"attention_mask": None} if isinstance(mask, Tensor) and len(mask) > 1 else {})
 
     def random(self, batch: int, tokens: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Seeded standard normal inputs, each the same at every position; one and the same for self-attention."""
