@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
-from heads import at_distance, dense, query_key, random, rotary, stacked
+from heads import at_distance, dense, query_key, random, rotary, stacked, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlens import linalg
 from attnlens.linalg import forms, roots, spectra
+from attnlens.records import Rotation
 
 SIGMA = torch.tensor([4.0, 2.0, 1.0, 1.0], dtype=torch.float64)
 
@@ -202,15 +203,21 @@ def test_layer_symmetry_is_that_of_the_heads_summed():
 # --- rotation ---------------------------------------------------------------------------------------------------------
 
 
-def test_rotation_sums_are_those_of_the_matrices_multiplied_out():
-    matrices = rotary(7, 6, rotated=4)
-    rotation = linalg.Rotation.of(matrices)
-    assert rotation.values.shape == (7, 2 * 4 + 2)
-    x, y = random(3, 2, 6, 6), random(3, 2, 6, 6, seed=1)
-    close(rotation.averaged(x), sum(r.mT @ x @ r for r in matrices) / 7)
-    close(rotation.transposed.averaged(x), sum(r @ x @ r.mT for r in matrices) / 7)
-    multiplied = [(x @ r.mT @ y @ r).diagonal(dim1=-2, dim2=-1).sum((-2, -1)) for r in matrices]
-    close(rotation.traces(x, y), torch.stack(multiplied, -1))
+INTERLEAVED = Rotation(torch.tensor([[4, 5], [0, 1]]), random(7, 2), 6)
+ODD = Rotation(torch.tensor([[0, 3]]), random(7, 1), 5)
+NONE = Rotation(torch.empty(0, 2, dtype=torch.long), torch.empty(7, 0).double(), 4)
+
+
+@pytest.mark.parametrize("rotation", [rotary(7, 6), rotary(7, 6, rotated=4), INTERLEAVED, ODD, NONE])
+def test_rotation_sums_are_those_of_the_matrices_multiplied_out(rotation):
+    matrices, size = turns(rotation), rotation.size
+    x, y = random(3, 2, size, size), random(3, 2, size, size, seed=1)
+    close(linalg.averaged(rotation, x), sum(r.mT @ x @ r for r in matrices) / 7)
+    close(linalg.averaged(rotation.transposed, x), sum(r @ x @ r.mT for r in matrices) / 7)
+    multiplied = [(x @ (r.mT @ y @ r + r @ y @ r.mT) / 2).diagonal(dim1=-2, dim2=-1).sum((-2, -1)) for r in matrices]
+    close(linalg.traces(rotation, x, y), torch.stack(multiplied, -1))
+    tokens = random(2, 5, size)
+    close(rotation.turned(tokens), torch.stack([tokens[:, i] @ matrices[i] for i in range(5)], 1))
 
 
 @pytest.fixture(params=[6, 4], ids=["all dimensions", "partial rotary"])

@@ -434,18 +434,18 @@ def test_site_errors_and_mass_outside_the_simplex_are_those_of_the_matrices(demo
 def test_padding_enters_no_sites_number(lines):
     model = family("bert")
     read = {"text": (lines,), "pack": False, "sequences": 2, "tokens": 40}
-    fed = feed(model, batches(model, **read), "masked", 0)[0]
+    fed = feed(model, batches(model, placement="first", **read), "masked", 0)[0]
     call = hooks.survey(model.model, fed.inputs)[0].call
     real = fed.inputs["attention_mask"].bool()
     assert not real.all()
     own, new = (attend(call, one, "eager").double() for one in (hooks.OWN, parsed("rbf")))
     expected, padded = (float((new[rows] - own[rows]).norm() / own[rows].norm()) for rows in (real, ...))
-    found = swap_kernel(model, "rbf", batch_size=2, **read).swap.sites[0].output_error
+    found = swap_kernel(model, "rbf", batch_size=2, windows="first", **read).swap.sites[0].output_error
     assert found == pytest.approx(expected, rel=1e-4)
     assert found != pytest.approx(padded, rel=1e-2)
     rows = weights(call, parsed("linear")).double().transpose(1, 2)
     share = (-rows).clamp(min=0).sum(-1) / rows.abs().sum(-1)
-    found = swap_kernel(model, "linear", batch_size=2, **read).swap.sites[0].off_simplex
+    found = swap_kernel(model, "linear", batch_size=2, windows="first", **read).swap.sites[0].off_simplex
     assert found == pytest.approx(float(share[real].mean()), rel=1e-4)
     assert found != pytest.approx(float(share.mean()), rel=1e-3)
 

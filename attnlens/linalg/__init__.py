@@ -5,7 +5,7 @@ from attnlens.linalg.attention import attention_singular_values, centred, entrop
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import in_pool, over_heads
-from attnlens.linalg.rotation import Rotation
+from attnlens.linalg.rotation import averaged, traces
 from attnlens.linalg.spectra import (
     cumulative,
     decay_law,
@@ -15,20 +15,19 @@ from attnlens.linalg.spectra import (
     singular_values,
     stable_rank,
 )
-from attnlens.linalg.symmetries import directionality, distance_traces, layer_symmetry, symmetry, symmetry_by_distance
+from attnlens.linalg.symmetries import directionality, layer_symmetry, symmetry, symmetry_by_distance
 
 __all__ = [
     "Anatomy",
     "Form",
-    "Rotation",
     "anatomy",
     "attention_singular_values",
+    "averaged",
     "centred",
     "cumulative",
     "decay_law",
     "definite",
     "directionality",
-    "distance_traces",
     "effective_rank",
     "entropy",
     "in_pool",
@@ -41,4 +40,5 @@ __all__ = [
     "stable_rank",
     "symmetry",
     "symmetry_by_distance",
+    "traces",
 ]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from attnlens.records.rotation import Rotation
+
 Part = Literal["encoder", "decoder", "cross"]
 Source = Literal["weights", "tokens"]
 
@@ -59,8 +61,8 @@ class QueryKey:
     """The query heads' numbers in the model."""
     key_of: tuple[int, ...]
     """For each query head, the index of its key head in `key`."""
-    rotation: Float[Tensor, "positions head_dim head_dim"] | None = None
-    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i), and R(i) R(j)ᵀ = R(i−j)."""
+    rotation: Rotation | None = None
+    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
     allowed: Bool[Tensor, "*batch #heads n n"] | None = None
     """Tokens: which keys (last axis) a query may see; None means all."""
     bias: Float[Tensor, "*batch #heads n n"] | None = None
