@@ -37,6 +37,8 @@ FEWEST_HEADS = 12
 """Heads below which none is called an outlier."""
 MOST_STANDOUTS = 8
 """How many standouts a summary names."""
+PAST_ONLY = "not identified: the model never compares a query with a later key"
+"""Why causal heads lack what only a comparison of all pairs fixes."""
 TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
 
 
@@ -219,7 +221,8 @@ def _measure(
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or value != value:
-        return Measure(value=None, reason=info.missing)
+        hidden = info.identified == "all pairs" and site.part == "decoder"
+        return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
     label = info.labels[round(value)] if info.labels else None
     return Measure(value=value, label=label, se=se, n=n, null=null)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnlens.records import Report, Skipped, Standout
+from attnlens.registry import NOT_IDENTIFIED
 from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
@@ -78,7 +79,8 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
         sentence += f"; null is {chance}, mean ± sd"
-    return f"{sentence}."
+    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
+    return f"{sentence}. {listed(open_)}: {NOT_IDENTIFIED}" if open_ else f"{sentence}."
 
 
 def constants(shapes: Shapes) -> str:
