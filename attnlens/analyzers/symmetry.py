@@ -109,6 +109,16 @@ TOKENS = (
         "‖JAJ‖²/‖LJ‖²",
         more="far more of its scores is asymmetric",
     ),
+    MeasureInfo(
+        "tokens.definite",
+        "share of sequences whose symmetrised kernel matrix is positive semidefinite, where all pairs are seen",
+        "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
+        low=0,
+        high=1,
+        missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border",
+        has_null=False,
+        identified="all pairs",
+    ),
     _share(
         "key",
         "share of the visible scores that depends on the key alone: the same keys whatever the query",
@@ -138,17 +148,7 @@ TOKENS = (
         "mean of p_ij over queries that see two keys or more, j the first of them",
         self_only=False,
         missing="no query may choose between keys",
-        more="rests on the first token",
-    ),
-    MeasureInfo(
-        "tokens.definite",
-        "share of sequences whose symmetrised kernel matrix is positive semidefinite, where all pairs are seen",
-        "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
-        low=0,
-        high=1,
-        missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border",
-        has_null=False,
-        identified="all pairs",
+        more="its attention rests on the first token",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Least-squares fit of a term for each key and one for each distance to the scores that a mask leaves visible."""
+"""How much of a head's scores do a term for each key and one for each distance explain? Least squares, mask by mask."""
 
 from __future__ import annotations
 
