@@ -63,7 +63,7 @@ def test_a_wider_page_shows_more_measures_and_a_narrow_one_says_what_it_hides() 
     report = synthetic_report(4, 4)
     columns = [len(rows_of(printed(tables.summary(report), width))["0"]) for width in (60, 80, 120, 200)]
     assert columns == sorted(set(columns))
-    assert f"{columns[1]} of 19 columns fit" in printed(tables.summary(report), 80)
+    assert f"{columns[1]} of 21 columns fit" in printed(tables.summary(report), 80)
     assert "columns fit" not in printed(tables.summary(report), 400)
 
 

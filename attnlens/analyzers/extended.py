@@ -12,7 +12,7 @@ EXTENDED = "of the bilinear form extended to pairs that the model never compares
 def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
     return MeasureInfo(
         f"extended.share_{name}",
-        f"share {EXTENDED} that {meaning}; not identified, except where all pairs are seen",
+        f"share {EXTENDED} that {meaning} (not identified)",
         f"{formula}, L of all pairs",
         low=0,
         high=1,

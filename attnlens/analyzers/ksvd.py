@@ -27,13 +27,15 @@ def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) ->
     changes every cosine.
     """
     settings: dict[str, Any] = {"low": 0, "self_only": False, "has_null": False, "identified": "nowhere"} | rest
-    return MeasureInfo(f"ksvd.{name}", meaning, formula, missing=missing, **settings)
+    said = "" if settings["identified"] == "everywhere" else " (not identified)"
+    return MeasureInfo(f"ksvd.{name}", meaning + said, formula, missing=missing, **settings)
 
 
 def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureInfo, ...]:
     """The cumulative singular values of a matrix, of the first power (with these settings) and squared."""
     settings: dict[str, Any] = {"low": 0, "high": 1, "curve": True, "self_only": False, "has_null": False}
-    settings["identified"] = "everywhere" if symbol.startswith("P") else "nowhere"
+    if not symbol.startswith("P"):
+        settings["identified"], words = "nowhere", f"{words} (not identified)"
     first = MeasureInfo(
         f"ksvd.{matrix}_spectrum",
         f"share of the k largest in the singular values of {words}",

@@ -105,39 +105,37 @@ def _additive(packed: bytes | None, n: int, m: int, distances: bool, device: tor
     if packed is not None:
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=n * m)
         visible = torch.from_numpy(bits).to(visible).view(n, m)
-    weighted = visible / visible.sum(-1, keepdim=True).clamp(min=1)
-    counts = visible.sum(0)
-    keys = Even(n) if packed is None else _solver(counts.diag() - visible.mT @ weighted, counts)
+    rooted = visible / visible.sum(-1, keepdim=True).clamp(min=1).sqrt()
+    keys = Even(n) if packed is None else _solver(-rooted.mT @ rooted, visible.sum(0))
     if not distances:
-        nothing = visible.new_zeros(m, 0)
-        return Additive(keys, None, nothing, nothing.new_zeros(0, dtype=torch.long))
-    place = _places(n, m, device)
-    present = torch.bincount(place[visible > 0], minlength=n + m).nonzero()[:, 0]
-    queries, shared = (
-        visible.new_zeros(rows.shape[0], n + m).scatter_(1, at, rows)[:, present]
-        for rows, at in ((visible, place), (visible.mT, place.mT))
-    )
-    counts = queries.sum(0)
-    shared -= weighted.mT @ queries
-    queries *= visible.sum(-1, keepdim=True).clamp(min=1).rsqrt()
-    normal = torch.addmm(counts.diag(), queries.mT, queries, alpha=-1)
+        return Additive(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
+    counts, normal, shared, present = _of_distances(visible, rooted)
     normal.addmm_(shared.mT, keys(shared.mT).mT, alpha=-1)
     return Additive(keys, _solver(normal, counts), shared, present)
 
 
-def _solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
-    """The solver of normal equations in which so many pairs have each term; takes over the matrix."""
+def _of_distances(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pairs of each distance, c's normal equations less those on the diagonal, their block with b, which occur.
+
+    `rooted` is the mask over the root of each query's number of keys, through which row constants are eliminated.
+    """
+    n, m = visible.shape
+    queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
+    place = (keys - queries[:, None]) % (n + m)
+    present = torch.bincount(place[visible > 0], minlength=n + m).nonzero()[:, 0]
+    by_query = visible.new_zeros(n, n + m).scatter_(1, place, rooted)[:, present]
+    by_key = visible.new_zeros(m, n + m).scatter_(1, place.mT, visible.mT)[:, present]
+    return by_key.sum(0), -by_query.mT @ by_query, by_key - rooted.mT @ by_query, present
+
+
+def _solver(reduced: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
+    """The solver of the normal equations diag(pairs of each term) + `reduced`, a matrix that it takes over."""
+    reduced.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
-    matrix = normal.mul_(scale).mul_(scale[:, None])
-    shifted = matrix.clone()
-    shifted.diagonal().add_(RIDGE)
-    return Solver(matrix, torch.linalg.cholesky(shifted), scale)
-
-
-def _places(n: int, m: int, device: torch.device) -> Int[Tensor, "n m"]:
-    """(j − i) mod (n + m): where distance_sums has the distance of query i and key j."""
-    queries, keys = (torch.arange(size, device=device) for size in (n, m))
-    return (keys - queries[:, None]) % (n + m)
+    matrix = reduced.mul_(scale).mul_(scale[:, None])
+    factor = matrix.clone()
+    factor.diagonal().add_(RIDGE)
+    return Solver(matrix, torch.linalg.cholesky(factor), scale)
 
 
 def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some every_distance"]:
