@@ -16,7 +16,7 @@ from attnlens.linalg.spectra import (
     stable_rank,
 )
 from attnlens.linalg.symmetries import directionality, distance_traces, layer_symmetry, symmetry, symmetry_by_distance
-from attnlens.linalg.visible import VisibleShares, compares_all, seen, seen_singular_values, visible_shares
+from attnlens.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
 
 __all__ = [
     "Anatomy",
@@ -42,7 +42,7 @@ __all__ = [
     "product_singular_values",
     "rank_at",
     "seen",
-    "seen_singular_values",
+    "seen_rank",
     "singular_values",
     "stable_rank",
     "symmetry",

@@ -9,7 +9,7 @@ import torch
 
 from attnlens.linalg.additive import additives, distance_sums
 from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.spectra import product_singular_values
+from attnlens.linalg.spectra import product_singular_values, rank_at
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -77,16 +77,16 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
     return query_key.allowed.all(-1).all(-1).expand(lead)
 
 
-def seen_singular_values(query_key: QueryKey) -> Float[Tensor, "*batch heads least"]:
-    """σ of what softmax sees, descending, with the accuracy of σ² (enough for energies, not for the least of them).
+def seen_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
+    """The least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of what softmax sees; NaN where it sees nothing.
 
-    Bilinear scores of all pairs are q·(k − k̄), and keep their factors; all others go through their Gram matrix.
+    Bilinear scores of all pairs are s·q(k − k̄)ᵀ, and keep their factors; all others go through their Gram matrix.
     """
     if not (query_key.bilinear and bool(compares_all(query_key).all())):
-        return over_heads(_gram_values, seen(query_key))
+        return rank_at(over_heads(_gram_values, seen(query_key)), share)
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
-    return values * _above_rounding(values.norm(dim=-1), query_key.logits)[..., None]
+    return rank_at(values * _above_rounding(values.norm(dim=-1), query_key.logits)[..., None], share)
 
 
 def _above_rounding(
@@ -105,6 +105,7 @@ def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
 
 
 def _gram_values(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some least"]:
+    """σ, descending, with the accuracy of σ²."""
     small = scores if scores.shape[-2] <= scores.shape[-1] else scores.mT
     energies: Tensor = torch.linalg.eigvalsh(small @ small.mT)
     return energies.clamp(min=0).flip(-1).sqrt()
