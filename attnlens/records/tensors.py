@@ -100,9 +100,9 @@ class QueryKey:
     def attention(self) -> Float[Tensor, "*batch heads n n"]:
         """The attention matrix softmax(logits + mask), in float64; a query that may see nothing has a row of zeros."""
         masked = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, -math.inf)
-        total = masked.logsumexp(-1, keepdim=True)
-        if self.sinks is not None:
-            total = total.logaddexp(self.sinks.double()[:, None, None])
+        if self.sinks is None:
+            return masked.softmax(-1).nan_to_num(nan=0.0)
+        total = masked.logsumexp(-1, keepdim=True).logaddexp(self.sinks.double()[:, None, None])
         return (masked - total).exp().nan_to_num(nan=0.0)
 
     @cached_property

@@ -56,12 +56,14 @@ class DoctorRow(Protocol):
 
 
 def measures_table(infos: Iterable[MeasureInfo]) -> Table:
-    """Name, range and meaning of every measure and curve; its formula below the meaning."""
+    """Name, range and meaning of every measure and curve; its formula below the meaning, and what is not identified."""
     table = _table("measure", "range", "meaning")
     for info in infos:
         meaning = Text(clean(info.meaning))
         if info.formula:
             meaning.append(f"\n{clean(info.formula)}", style="dim")
+        if info.caution:
+            meaning.append(f"\n{clean(info.caution)}")
         table.add_row(Text(info.name, style="bold"), _range(info), meaning)
     return table
 
