@@ -86,7 +86,7 @@ def _calibration(report: Report) -> str:
     if text is None:
         return ""
     same = text == report.settings.text
-    where = f"what follows in {text.name}" if same else text.name
+    where = f"other windows of {text.name}" if same else text.name
     return f"calibration text: {clean(where)}, no part of what was evaluated"
 
 
