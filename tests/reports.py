@@ -11,6 +11,7 @@ from attnlens.records import (
     Conventions,
     Coverage,
     Environment,
+    Extreme,
     Head,
     Measure,
     ModelInfo,
@@ -19,7 +20,6 @@ from attnlens.records import (
     Report,
     Settings,
     Skipped,
-    Standout,
     Summary,
     Text,
     Tool,
@@ -214,29 +214,58 @@ def _cumulative(sigma: list[float]) -> list[float]:
     return [float(value) for value in total]
 
 
+def _errors(heads: list[Head]) -> dict[str, float]:
+    """Of the median: here the largest error of a head over the root of their number."""
+    found: dict[str, float] = {}
+    for head in heads:
+        for name, measure in head.measures.items():
+            if measure.se is not None:
+                found[name] = max(found.get(name, 0.0), measure.se / len(heads) ** 0.5)
+    return found
+
+
+def _nulls(heads: list[Head]) -> dict[str, Null]:
+    """Of the median: the head's own mean with a smaller sd."""
+    return {
+        name: Null(mean=measure.null.mean, sd=measure.null.sd / len(heads) ** 0.5)
+        for head in heads
+        for name, measure in head.measures.items()
+        if measure.null is not None
+    }
+
+
 def _summary(heads: list[Head], layers: int) -> Summary:
-    """Two heads that stand out, and the layers' symmetry; medians are the tables' own business."""
+    """Two extreme heads, the layers' symmetry, errors and nulls of medians; medians are the tables' own business."""
     if not heads or "weights.symmetry" not in heads[0].measures:
         return Summary()
     last = heads[-1]
-    standouts = [
-        Standout(
+    extremes = [
+        Extreme(
             layer=heads[0].layer,
             head=heads[0].head,
             measure="weights.symmetry",
-            score=4.2,
-            text="far more symmetric than the model's other heads",
+            value=0.9,
+            rank=1,
+            of=len(heads),
+            percentile=99,
+            text="more symmetric than the other heads: largest of them",
         ),
-        Standout(
+        Extreme(
             layer=last.layer,
             head=last.head,
             measure="weights.effective_rank",
-            score=-3.6,
-            text="needs far fewer dimensions than the model's other heads",
+            value=2,
+            rank=1,
+            of=len(heads),
+            percentile=1,
+            text="needs fewer dimensions than the other heads: smallest of them",
         ),
     ]
     return Summary(
-        standouts=standouts,
+        extremes=extremes,
+        median_errors=_errors(heads),
+        median_nulls=_nulls(heads),
+        layer_errors=[_errors([head for head in heads if head.layer == layer]) for layer in range(layers)],
         layer_numbers=list(range(layers)),
         layer_symmetry=[round(0.6 * float(np.exp(-layer / layers)), 6) for layer in range(layers)],
         identity_error=3.2e-7,

@@ -15,7 +15,7 @@ from attnlens.tables import markdown
 from attnlens.texts import overlap
 
 READ = {"sequences": 8, "tokens": 64, "batch_size": 4}
-OWN = texts.read_text(()).text
+OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
 """Text that no evaluation here reaches."""
 
@@ -108,7 +108,7 @@ def test_moved_lines_are_refused(demo, tmp_path):
 @pytest.mark.parametrize(("share", "refused"), [(0.5, True), (0.2, True), (0.0, False)])
 def test_a_partial_copy_is_refused(demo, tmp_path, share, refused):
     evaluated = demo.tokenizer.decode(
-        [id_ for row in texts.batches(demo, texts.read_text(()), **READ).ids for id_ in row]
+        [id_ for row in texts.batches(demo, texts.sample("demo"), texts.Cut(**READ)).ids for id_ in row]
     )
     assert OWN.startswith(evaluated)
     name = of_file(tmp_path, f"{FAR[:200]}\n{evaluated[: int(share * len(evaluated))]}\n{FAR[200:]}")

@@ -105,7 +105,7 @@ def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
 
 
 def test_another_file_with_the_evaluated_passages_is_refused(demo, tmp_path):
-    own = texts.read_text(()).text
+    own = texts.sample("demo")[0].text
     for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000])):
         (tmp_path / name).write_text(content)
     with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
@@ -146,7 +146,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
 
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
-    fed = texts.batches(demo, texts.read_text(()), tokens=16, sequences=40, batch_size=2)
+    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
     train, back = room._split(fed)
     assert (len(train), len(back)) == (18, 2)
     assert [*train, *back] == list(fed.batches)
@@ -171,8 +171,8 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
     else:
         model = demo if which == "demo" else family(which)
     cut = {"tokens": 32, "batch_size": 8}
-    calibrated = texts.batches(model, texts.read_text(()), sequences=24, skip=4, **cut)
-    held_out = texts.batches(model, texts.read_text(()), sequences=4, **cut).batches[0].inputs
+    calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, skip=4, **cut))
+    held_out = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=4, **cut)).batches[0].inputs
     sites = sites_of(model.model, held_out)
     plain = dict.fromkeys(sites, hooks.Swap(parsed("rbf")))
     fitted = fit(model, sites, plain, calibrated, lambda _: None)
@@ -225,7 +225,7 @@ def test_the_symmetric_forms_of_a_comparison_are_not_fitted(demo):
 
 
 def test_a_fit_sees_the_heads_own_queries_and_keys_whatever_the_tie(demo):
-    fed = texts.batches(demo, texts.read_text(()), tokens=16, sequences=4)
+    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4))
     sites = sites_of(demo.model, fed.batches[0].inputs)
     plain, tied = (
         fit(demo, sites, dict.fromkeys(sites, hooks.Swap(parsed(words))), fed, lambda _: None)
@@ -389,7 +389,7 @@ def test_the_curve_of_a_healing_falls_and_begins_with_the_swapped_model(healed):
 
 
 def healer(model, words, heads=None, **more):
-    fed = texts.batches(model, texts.read_text(()), tokens=16, sequences=12, batch_size=4)
+    fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=12, batch_size=4))
     inputs = fed.batches[0].inputs
     sites = sites_of(model.model, inputs)
     swaps = dict.fromkeys(sites, hooks.Swap(parsed(words), heads))
@@ -439,7 +439,7 @@ def test_what_was_not_fitted_is_trained_from_its_typed_value(demo, words, name, 
         assert not torch.equal(swap.kernel.fitted[name], start.float())
     assert found.parameters == 4 * (count * 2 * 16 * 128 + start.numel())
     plain = dict.fromkeys(made.sites, hooks.Swap(parsed(words), heads))
-    fed = texts.batches(demo, texts.read_text(()), tokens=16, sequences=2).batches[0].inputs
+    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
     unhealed = []
     for swaps in (plain, made.swaps):
         with hooks.replace(demo.model, made.sites, swaps):
@@ -574,7 +574,10 @@ def test_the_models_weights_are_put_back_even_after_an_error(demo):
 
 def test_the_loss_is_drawn_at_its_steps_and_chooses_nothing(demo, monkeypatch):
     """The best step follows the validation distance alone: an evaluation that lies changes no weight."""
-    lying, inputs = iter(range(10**6)), texts.batches(demo, texts.read_text(()), tokens=16).batches[0].inputs
+    lying, inputs = (
+        iter(range(10**6)),
+        texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16)).batches[0].inputs,
+    )
     honest, _ = healer(demo, "rbf")
     other, found = healer(demo, "rbf", evaluate=lambda: hooks.forward(demo.model, inputs) and float(next(lying)))
     assert [step.step for step in found.curve if step.loss is not None] == [0, 6]

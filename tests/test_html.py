@@ -9,7 +9,7 @@ import pytest
 from reports import CROSS, synthetic_report
 
 from attnlens import html
-from attnlens.records import File, Report, Skipped, Standout, Text
+from attnlens.records import Extreme, File, Report, Skipped, Text, TextSummary
 
 HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -35,11 +35,14 @@ def hostile() -> Report:
     """A report that holds the string wherever a report holds strings."""
     report = synthetic_report(2, 2, model=HOSTILE, architecture=HOSTILE)
     settings = report.settings.model_copy(
-        update={"text": Text(name=HOSTILE, sha256=HOSTILE), "device": HOSTILE, "dtype": HOSTILE}
+        update={"text": Text(name=HOSTILE, sha256=HOSTILE), "device": HOSTILE, "dtype": HOSTILE, "notes": [HOSTILE]}
     )
     environment = report.environment.model_copy(update=dict.fromkeys(("python", "torch", "platform"), HOSTILE))
     skipped = [Skipped(site=HOSTILE, heads=[0], measure=HOSTILE, reason=HOSTILE)]
-    standouts = [Standout(layer=0, head=0, measure=HOSTILE, score=4, text=HOSTILE)]
+    extremes = [
+        Extreme(layer=0, head=0, measure=HOSTILE, value=4, rank=1, of=4, percentile=99, text=HOSTILE),
+    ]
+    texts = [TextSummary(name=HOSTILE, sequences=2)]
     conventions = report.model.conventions.model_copy(update={"notes": [HOSTILE]}) if report.model.conventions else None
     return report.model_copy(
         update={
@@ -51,7 +54,7 @@ def hostile() -> Report:
             "environment": environment,
             "tool": report.tool.model_copy(update={"name": HOSTILE, "version": HOSTILE}),
             "coverage": report.coverage.model_copy(update={"skipped": skipped, "analysed": 3}),
-            "summary": report.summary.model_copy(update={"standouts": standouts}),
+            "summary": report.summary.model_copy(update={"extremes": extremes, "texts": texts}),
             "heads": [head.model_copy(update={"site": HOSTILE, "measures": measures(head)}) for head in report],
         }
     )
@@ -104,6 +107,6 @@ def test_what_is_missing_has_its_reason_in_the_cell_and_below() -> None:
     assert "the weights are not finite: bert.encoder.layer.0.attention.self head 1 (weights)" in text
 
 
-@pytest.mark.parametrize("section", ["Heads that stand out", "What is measured", "How it was made"])
+@pytest.mark.parametrize("section", ["Most extreme heads (ranks, not tests)", "What is measured", "How it was made"])
 def test_the_page_has_what_a_colleague_asks_for(section: str) -> None:
     assert f"<h2>{section}</h2>" in html.page(synthetic_report(2, 2))

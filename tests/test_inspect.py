@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
 from attnlens.run import Interrupted
-from attnlens.run.collect import standouts
+from attnlens.run.extremes import extremes
 from attnlens.tables import facts
 
 SMALL = {"sequences": 4, "tokens": 32}
@@ -74,7 +76,7 @@ def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, demo
 
 def test_tokens_measures_of_the_demo_are_means_over_its_sequences(demo, demo_report):
     """The naive way: eager attention's own probabilities, one sequence at a time."""
-    fed = texts.batches(demo, texts.read_text(()), **SMALL)
+    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(**SMALL))
     entropies = []
     with torch.no_grad(), hooks.implementation(demo.model, "eager"):
         for batch in fed:
@@ -137,15 +139,12 @@ def test_a_report_as_a_table_and_in_short(demo_report):
     assert repr(demo_report) == "<Report inspect demo: COMPLETE: 32 of 32 heads>"
 
 
-def test_padding_never_enters_a_statistic(demo):
+def test_padding_never_enters_a_statistic(demo, tmp_path):
     """Lines fed in one padded batch read the same as the same lines fed one by one."""
     lines = "In the beginning was the Word.\nJesus wept.\nAnd God said, Let there be light: and there was light.\n"
-    content = texts.Content(lines, "lines")
-    reports = []
-    for size in (3, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(texts, "read_text", lambda _paths: content)
-            reports.append(attnlens.inspect(demo, source="tokens", pack=False, batch_size=size))
+    path = tmp_path / "lines.txt"
+    path.write_text(lines)
+    reports = [attnlens.inspect(demo, source="tokens", text=path, pack=False, batch_size=size) for size in (3, 1)]
     for together, alone in zip(*(report.heads for report in reports), strict=True):
         for name, measure in together.measures.items():
             if measure.value is not None:
@@ -365,7 +364,55 @@ def test_settings_say_what_was_fed(demo, tmp_path):
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
     lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, tokens=40)
     assert (lines.settings.sequences, lines.settings.tokens, lines.settings.pack) == (6, 40, False)
-    assert "lines.txt, 6 lines of at most 40 tokens" in facts.header(lines)
+    assert "6 lines of at most 40 tokens spread over lines.txt" in facts.header(lines)
+    assert (lines.settings.sequences_asked, lines.settings.windows, lines.settings.intervals) == (
+        32,
+        "spread",
+        "windows",
+    )
+    assert lines.settings.notes == ["The text has 6 lines of the 32 asked for."]
+
+
+def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(demo, tmp_path):
+    book = texts.sample("demo")[0].text
+    pieces = [book[start : start + 12_000] for start in range(0, 48_000, 8_000)]
+    paths = [tmp_path / f"{number}.txt" for number in range(6)]
+    for path, piece in zip(paths, pieces, strict=True):
+        path.write_text(piece)
+    few = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[:3], sequences=12, tokens=32)
+    assert few.settings.intervals == "windows"
+    assert [(text.name, text.sequences) for text in few.summary.texts] == [(f"{n}.txt", 4) for n in range(3)]
+    assert [len(text.windows) for text in few.settings.texts] == [4, 4, 4]
+    alone = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[1], sequences=4, tokens=32)
+    name = "tokens.entropy"
+    assert few.summary.texts[1].medians[name] == pytest.approx(alone.summary.medians[name], rel=1e-9)
+    medians = [text.medians[name] for text in few.summary.texts]
+    assert few.summary.between_texts[name] == pytest.approx(statistics.stdev(medians), rel=1e-9)
+    many = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=12, tokens=32)
+    assert many.settings.intervals == "texts"
+    assert "hold for texts like these" in facts.population(many)
+    assert len(many.summary.texts) == 6
+    with pytest.raises(UsageError, match="need 5 texts, and there are 3"):
+        attnlens.inspect(demo, source="tokens", text=paths[:3], sequences=6, tokens=32, intervals="texts")
+
+
+def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[1], sequences=5, tokens=32)
+    rows = list(report.windows.rows())
+    assert len(rows) == 5 * 8
+    assert {row["window"] for row in rows} == set(report.settings.texts[0].windows)
+    for head in report.heads:
+        own = [row["tokens.entropy"] for row in rows if row["head"] == head.head]
+        assert statistics.mean(own) == pytest.approx(head.measures["tokens.entropy"].value, rel=1e-9)
+        assert statistics.stdev(own) / math.sqrt(5) == pytest.approx(head.measures["tokens.entropy"].se, rel=1e-9)
+
+
+def test_one_window_has_no_error_and_says_why(demo):
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], sequences=1, tokens=32)
+    measure = report.heads[0].measures["tokens.entropy"]
+    assert measure.value is not None
+    assert (measure.se, measure.se_reason) == (None, "one window has no spread")
+    assert report.summary.median_errors == {}
 
 
 def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(tmp_path):
@@ -442,7 +489,7 @@ def test_a_checkpoint_loaded_without_its_head_is_complete(tmp_path):
     assert attnlens.inspect(loaded, source="weights", tokens=4).coverage.complete
 
 
-# heads that stand out
+# extreme heads
 
 
 def heads_of(values, calls, name):
@@ -461,23 +508,32 @@ def heads_of(values, calls, name):
     ]
 
 
-def test_shared_weights_stand_out_once():
+def test_shared_weights_are_ranked_once():
     values = [0.01 * number for number in range(20)] + [9.0]
     for name, lines in (("weights.norm", 1), ("tokens.entropy", 3)):
         info = {name: MeasureInfo(name, "", "", more="large")}
-        found = standouts(heads_of(values, 3, name), info)
+        found = [one for one in extremes(heads_of(values, 3, name), info) if one.value == 9]
         assert len(found) == lines
+        assert {(one.rank, one.of) for one in found} == {(1, 21) if lines == 1 else (one.rank, 63) for one in found}
         assert ("(all 3 calls)" in found[0].text) == (lines == 1)
-        assert (found[0].layer, found[0].head) == (0, 20)
+        assert {one.head for one in found} == {20}
     few = heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm")
-    assert standouts(few, {"weights.norm": MeasureInfo("weights.norm", "", "", more="large")}) == []
+    assert extremes(few, {"weights.norm": MeasureInfo("weights.norm", "", "", more="large")}) == []
 
 
-def test_more_standouts_than_are_named_are_counted(demo_report):
-    summary = demo_report.summary
-    assert summary.standouts_in_all >= len(summary.standouts)
-    many = demo_report.model_copy(update={"summary": summary.model_copy(update={"standouts_in_all": 99})})
-    assert facts.more_standouts(many) == [f"and {99 - len(summary.standouts)} more"]
+def test_extremes_are_ranks_with_value_and_percentile_one_line_a_head():
+    values = [0.01 * number for number in range(20)]
+    info = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", more="even", less="sharp")}
+    found = extremes(heads_of(values, 1, "tokens.entropy"), info)
+    assert {(one.head, one.rank, one.percentile) for one in found} == {
+        (19, 1, 97.5), (18, 2, 92.5), (17, 3, 87.5), (0, 1, 2.5), (1, 2, 7.5), (2, 3, 12.5)
+    }  # fmt: skip
+    assert {one.text for one in found if one.rank == 2} == {
+        "even: tokens.entropy 0.18, 2nd largest of 20, median 0.095",
+        "sharp: tokens.entropy 0.01, 2nd smallest of 20, median 0.095",
+    }
+    alike = heads_of([0.5] * 20, 1, "tokens.entropy")
+    assert extremes(alike, info) == []
 
 
 @pytest.mark.parametrize("field", ["layer", "head", "kv_head"])

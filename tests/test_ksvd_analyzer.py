@@ -147,7 +147,7 @@ def test_values_in_the_kernels_own_directions_are_aligned_also_where_its_first_m
 
 def test_random_values_have_their_chance_level_on_every_real_head():
     loaded = models.load("demo")
-    batch = texts.batches(loaded, texts.read_text([]), tokens=128, sequences=1, batch_size=1).batches[0]
+    batch = texts.batches(loaded, texts.sample("demo"), texts.Cut(tokens=128, sequences=1, batch_size=1)).batches[0]
     ratios, old, ranks = [], [], []
     for reached in hooks.survey(loaded.model, batch.inputs):
         query_key = reached.call.query_key(reached.site)

@@ -247,7 +247,7 @@ def test_cross_attention_is_refused_with_its_reason():
 
 
 def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
-    (tmp_path / "own.txt").write_text(texts.read_text(()).text + "\nAmen.")
+    (tmp_path / "own.txt").write_text(texts.sample("demo")[0].text + "\nAmen.")
     with pytest.raises(TextError, match="of the evaluated tokens"):
         swap_kernel(demo, "primal:4", calibration=str(tmp_path / "own.txt"), **READ)
 
@@ -282,7 +282,7 @@ def test_demo_loses_and_the_report_says_what_there_is(demo):
 
 def test_scores_do_better_than_no_scores(demo):
     """The control: with W_c = 0 each head gives its mean output."""
-    batch = texts.batches(demo, texts.read_text(()), tokens=32, sequences=8)
+    batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
     swaps = fit(demo, sites, {site: hooks.Swap(parsed("primal:16")) for site in sites}, batch, lambda _: None)
     silent = {
@@ -300,7 +300,7 @@ def test_scores_do_better_than_no_scores(demo):
 
 @pytest.mark.parametrize("convention", ["paper", "code"])
 def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, convention):
-    batch = texts.batches(demo, texts.read_text(()), tokens=16, sequences=8)
+    batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
     chosen = {sites[1]: hooks.Swap(parsed("primal:4"), (1, 5)), sites[3]: hooks.Swap(parsed("primal:4"))}
     swaps = fit(demo, sites, chosen, batch, lambda _: None)
@@ -337,7 +337,7 @@ def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, conventi
 
 def test_eta_keeps_the_objective_small(demo):
     found = []
-    batch = texts.batches(demo, texts.read_text(()), tokens=32, sequences=16, batch_size=8)
+    batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=16, batch_size=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
     swaps = fit(demo, sites, {site: hooks.Swap(parsed("primal:8")) for site in sites}, batch, lambda _: None)
     for eta in (0.0, 3.0):
@@ -359,7 +359,7 @@ def test_a_saved_swap_comes_back(demo, tmp_path):
     report = swap_kernel(demo, "primal:8", save=tmp_path / "primal", heads=[0, 3], **READ)
     back = load_swapped(tmp_path / "primal")
     assert back.kernel == "primal:scores=8,samples=0"
-    batch = texts.batches(demo, texts.read_text(()), tokens=24, sequences=4)
+    batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=24, sequences=4))
     ids = torch.cat([b.inputs["input_ids"] for b in batch])
     assert float(back.model(input_ids=ids, labels=ids).loss) == pytest.approx(report.swap.loss.after, rel=1e-5)
     swapped = outputs(back.model, {"input_ids": ids})

@@ -34,7 +34,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def inputs(demo):
-    return texts.batches(demo, texts.read_text(()), tokens=16, sequences=2).batches[0].inputs
+    return texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,9 @@ def test_a_healed_model_comes_back_with_the_same_logits(demo, inputs, healed):
 def test_its_loss_is_the_reports(demo, healed):
     folder, swap, _, _ = healed
     back = load_swapped(folder)
-    ids = torch.cat([b.inputs["input_ids"] for b in texts.batches(demo, texts.read_text(()), tokens=16, sequences=4)])
+    ids = torch.cat(
+        [b.inputs["input_ids"] for b in texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4))]
+    )
     assert float(back.model(input_ids=ids, labels=ids).loss) == pytest.approx(swap.loss.after, rel=1e-5)
     text = back.tokenizer.decode(ids[0])
     assert back.tokenizer(text)["input_ids"] == ids[0].tolist()
@@ -133,7 +135,7 @@ def test_every_kind_of_kernel_comes_back(demo, inputs, tmp_path, words, layers):
 @pytest.mark.parametrize("name", ["bert", "albert", "t5", "llama"])
 def test_other_families_come_back(tmp_path, name):
     model = family(name)
-    fed = texts.batches(model, texts.read_text(()), tokens=16, sequences=2).batches[0].inputs
+    fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
     sites = sites_of(model.model, fed)
     swaps = dict.fromkeys(sites[1:], hooks.Swap(parsed("rbf:gamma=2"), (0, 2)))
     save_swapped(tmp_path / "model", model, sites, swaps)

@@ -416,7 +416,7 @@ def test_what_is_shown_are_the_posed_queries():
 def test_input_space_is_a_naive_dense_computation():
     """M formed with its biases, every score of the demo's layer recomputed from the inputs, and the same problem."""
     demo = attnlens.load("demo")
-    fed = texts.batches(demo, texts.read_text(()), tokens=24, sequences=3).batches[0].inputs
+    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=24, sequences=3)).batches[0].inputs
     reached = hooks.survey(demo.model, fed)[1]
     report = attnlens.inspect(demo, analyzers="selection", tokens=24, sequences=3, layers=[1], heads=[2])
     block, size = demo.model.transformer.h[1].attn, 16

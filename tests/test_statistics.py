@@ -2,13 +2,27 @@ import math
 from dataclasses import dataclass
 
 import pytest
+import scipy.stats
 import torch
 from heads import query_key, random, rotary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlens.registry import MeasureInfo, analyzers
-from attnlens.statistics import Stream, false_discovery, gaussian_null, paired_bootstrap, robust_z, z_scores
+from attnlens.statistics import (
+    Design,
+    Stream,
+    false_discovery,
+    gaussian_null,
+    median_error,
+    null_of_median,
+    paired_difference,
+    rank_correlation,
+    robust_z,
+    standard_error,
+    student_interval,
+    z_scores,
+)
 
 NAN = math.nan
 
@@ -162,64 +176,152 @@ def test_the_paired_interval_covers_the_true_difference_as_often_as_it_says():
     for seed in range(200):
         before = 10 * random(40, seed=seed)
         after = before + 0.3 + random(40, seed=seed + 1000)
-        delta, low, high = paired_bootstrap(before, after, draws=400, seed=seed)
+        delta, low, high = paired_difference(before, after, draws=400, seed=seed)
         assert low < delta < high
         covered += low < 0.3 < high
-    assert 0.88 <= covered / 200 <= 0.99
+    assert 0.9 <= covered / 200 <= 0.995
 
 
 def test_pairing_is_what_makes_the_interval_narrow():
     before = 10 * random(60)
     after = before + 0.3 + 0.1 * random(60, seed=1)
-    _, low, high = paired_bootstrap(before, after)
+    _, low, high = paired_difference(before, after)
     assert high - low < 0.1
-    _, low, high = paired_bootstrap(before, after.roll(1))  # the control: the pairs broken
+    _, low, high = paired_difference(before, after.roll(1))  # the control: the pairs broken
     assert high - low > 2
-    assert paired_bootstrap(before, after, seed=3) == paired_bootstrap(before, after, seed=3)
+    assert paired_difference(before, after, seed=3) == paired_difference(before, after, seed=3)
 
 
 def test_missing_pairs_do_not_count():
     before, after = torch.tensor([1.0, NAN, 3.0]), torch.tensor([2.0, 5.0, 4.0])
-    assert paired_bootstrap(before, after) == (1, 1, 1)
-    assert all(math.isnan(part) for part in paired_bootstrap(before[1:2], after[1:2]))
+    assert paired_difference(before, after) == (1, 1, 1)
+    assert all(math.isnan(part) for part in paired_difference(before[1:2], after[1:2]))
 
 
 def test_weighted_pairs_are_repeated_pairs():
     """A sequence of three tokens is three equal pairs: the mean is that over tokens."""
     before, after = random(6), random(6, seed=1)
     sizes = torch.tensor([1, 3, 2, 5, 1, 4])
-    delta, low, high = paired_bootstrap(before, after, weights=sizes.double())
+    delta, low, high = paired_difference(before, after, weights=sizes.double())
     difference = (after - before).repeat_interleave(sizes)
     assert delta == pytest.approx(float(difference.mean()), abs=1e-12)
     assert delta != pytest.approx(float((after - before).mean()), abs=1e-3)
     assert low < delta < high
-    narrow = paired_bootstrap(before.repeat_interleave(sizes), after.repeat_interleave(sizes))
+    narrow = paired_difference(before.repeat_interleave(sizes), after.repeat_interleave(sizes))
     assert high - low > 1.2 * (narrow[2] - narrow[1]), "sequences are drawn, not their tokens"
 
 
 def test_equal_weights_are_no_weights_and_a_weight_of_zero_is_no_pair():
     before, after = random(9), random(9, seed=1)
-    plain = paired_bootstrap(before, after)
-    assert paired_bootstrap(before, after, weights=torch.full((9,), 7.0)) == pytest.approx(plain, abs=1e-12)
+    plain = paired_difference(before, after)
+    assert paired_difference(before, after, weights=torch.full((9,), 7.0)) == pytest.approx(plain, abs=1e-12)
     sizes = torch.tensor([2.0, 0.0, 3.0], dtype=torch.float64)
-    delta, _, _ = paired_bootstrap(before[:3], after[:3], weights=sizes)
+    delta, _, _ = paired_difference(before[:3], after[:3], weights=sizes)
     expected = (2 * (after - before)[0] + 3 * (after - before)[2]) / 5
     assert delta == pytest.approx(float(expected))
 
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=12), st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_a_weighted_interval_stays_among_the_differences(sizes, seed):
+def test_a_weighted_interval_holds_its_estimate_and_shifts_with_the_differences(sizes, seed):
     before, after = random(len(sizes), seed=seed), random(len(sizes), seed=seed + 1)
-    found = paired_bootstrap(before, after, weights=torch.tensor(sizes, dtype=torch.float64), draws=200, seed=seed)
-    difference = after - before
-    assert all(difference.min() - 1e-9 <= part <= difference.max() + 1e-9 for part in found)
-    assert found[1] <= found[2]
+    weights = torch.tensor(sizes, dtype=torch.float64)
+    found = paired_difference(before, after, weights=weights, draws=200, seed=seed)
+    assert found.low <= found.value <= found.high
+    shifted = paired_difference(before, after + 3, weights=weights, draws=200, seed=seed)
+    assert [part - 3 for part in shifted] == pytest.approx(list(found), abs=1e-8)
+    doubled = paired_difference(2 * before, 2 * after, weights=weights, draws=200, seed=seed)
+    assert [part / 2 for part in doubled] == pytest.approx(list(found), abs=1e-8)
+
+
+# --- designs ----------------------------------------------------------------------------------------------------------
+
+
+def naive_variance(values, texts, clustered):
+    """The textbook's, by loops: strata (Cochran 1977, Eq. 5.12) or clusters of the mean over all windows."""
+    n, mean = len(values), values.mean()
+    groups = [values[[i for i, text in enumerate(texts) if text == number]] for number in dict.fromkeys(texts)]
+    if not clustered:
+        return sum((len(group) / n) ** 2 * group.var() / len(group) for group in groups)
+    totals = [(group - mean).sum() / n for group in groups]
+    return len(groups) / (len(groups) - 1) * sum(total**2 for total in totals)
+
+
+@pytest.mark.parametrize("clustered", [False, True], ids=["strata", "clusters"])
+def test_the_error_is_the_textbooks(clustered):
+    texts = [0] * 7 + [1] * 4 + [2] * 9 + [3] * 3 + [4] * 5
+    values = random(len(texts), 3, seed=4) + torch.tensor(texts)[:, None]
+    design = Design.of(texts, "texts" if clustered else "windows")
+    expected = torch.stack([naive_variance(column, texts, clustered) for column in values.mT]).sqrt()
+    torch.testing.assert_close(standard_error(values, design), expected)
+    assert design.freedom == (4 if clustered else len(texts) - 5)
+    plain = standard_error(values, Design.plain(len(texts)))
+    assert (plain > 1.2 * expected).all() if not clustered else (plain < expected).all(), "the control: one text"
+
+
+def test_five_texts_are_clusters_and_four_are_strata():
+    assert Design.of("aabbccddee").clustered
+    assert not Design.of("aabbccdd").clustered
+    assert Design.of("aabb", "texts").clustered
+
+
+def test_missing_windows_do_not_count_and_lone_ones_have_no_error():
+    values = torch.tensor([[1.0, 1.0], [3.0, NAN], [8.0, NAN]], dtype=torch.float64)
+    error = standard_error(values, Design.plain(3))
+    assert error[0] == pytest.approx(float(values[:, 0].std() / math.sqrt(3)))
+    assert error[1].isnan()
+    assert standard_error(values[:, :1], Design.of("aab")).isnan().all()
+    assert math.isnan(median_error(values[:1], Design.plain(1), [range(2)])[0])
+
+
+def test_the_error_of_a_median_is_not_one_heads_error():
+    """Heads that move with the window together: their median is as unsure as one head; alone, it is surer."""
+    shared = random(32, 1) + 0.1 * random(32, 64, seed=1)
+    alone = random(32, 64, seed=2)
+    groups = [range(64), range(8)]
+    together, apart = (median_error(values, Design.plain(32), groups)[0] for values in (shared, alone))
+    one = 1 / math.sqrt(32)
+    assert 0.7 * one < together < 1.3 * one
+    assert apart < 0.3 * one
+    assert median_error(alone, Design.plain(32), groups)[1] > 1.5 * apart
+
+
+def test_the_null_of_a_median_is_narrower_than_one_heads():
+    means, sds = torch.zeros(144), torch.full((144,), 2.0)
+    mean, sd = null_of_median(means, sds)
+    assert mean == pytest.approx(0, abs=0.02)
+    assert sd == pytest.approx(2 * math.sqrt(math.pi / 2 / 144), rel=0.06)
+    assert null_of_median(means[:1], sds[:1])[1] == pytest.approx(2, rel=0.06)
+
+
+def test_students_interval_is_wider_where_there_is_little_to_judge_by():
+    assert student_interval(1.0, 2.0, 4).high == pytest.approx(1 + 2 * 2.776445)
+    assert student_interval(1.0, 2.0, 10**6).high == pytest.approx(1 + 2 * 1.959966)
+    assert math.isnan(student_interval(1.0, 2.0, 0).low)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=4, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_the_rank_correlation_is_scipys_with_ties(pairs):
+    x, y = torch.tensor(pairs, dtype=torch.float64).T
+    found = rank_correlation(x, y, draws=50)
+    if len(set(x.tolist())) == 1 or len(set(y.tolist())) == 1:
+        assert math.isnan(found.value)
+        return
+    assert found.value == pytest.approx(scipy.stats.spearmanr(x.numpy(), y.numpy()).statistic, abs=1e-12)
+    assert math.isnan(rank_correlation(x[:3], y[:3]).value)
+
+
+def test_a_function_of_the_means_is_compared():
+    before, after = random(40).abs(), random(40, seed=1).abs() + 1
+    found = paired_difference(before, after, of=torch.exp)
+    assert found.value == pytest.approx(float(after.mean().exp() - before.mean().exp()))
+    assert found.low < found.value < found.high
 
 
 def test_a_missing_pair_takes_its_weight_with_it():
     before, after = torch.tensor([1.0, NAN, 3.0]), torch.tensor([2.0, 5.0, 5.0])
-    delta, _, _ = paired_bootstrap(before, after, weights=torch.tensor([1.0, 100.0, 3.0]))
+    delta, _, _ = paired_difference(before, after, weights=torch.tensor([1.0, 100.0, 3.0]))
     assert delta == pytest.approx((1 * 1 + 3 * 2) / 4)
 
 

@@ -14,7 +14,7 @@ from attnlens.run import sweep as room
 from attnlens.run.swap import swap_kernel
 from attnlens.run.sweep import sweep, units
 from attnlens.run.tasks import feed, task_of
-from attnlens.statistics import false_discovery, paired_bootstrap
+from attnlens.statistics import false_discovery, paired_difference
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 2}
 SWEPT = ["gpt2", "llama", "gpt_neox", "gemma2", "gpt_oss", "bert", "albert", "t5", "bart", "whisper"]
@@ -89,7 +89,9 @@ def counted(model, work):
 
 
 def swept(model, words="rbf", what="layers"):
-    fed = feed(model, texts.batches(model, texts.read_text(()), tokens=16, sequences=2), task_of(model.model), 0)
+    fed = feed(
+        model, texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)), task_of(model.model), 0
+    )
     sites = sites_of(model.model, fed[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Swap(parsed(words)))
     heads = {found.site: found.call.query.shape[1] for found in hooks.survey(model.model, fed[0].inputs)}
@@ -241,12 +243,14 @@ def test_a_sweep_of_a_fitted_kernel_is_that_of_a_separate_swap(demo):
 def test_the_interval_is_the_paired_bootstrap_of_the_sequences(demo):
     """Naively: the loss of each sequence of eight alone, with and without."""
     effect = swap_kernel(demo, "rbf", sweep="layers", layers=[2], sequences=8, tokens=16).swap.sweep[0]
-    rows = torch.cat([b.inputs["input_ids"] for b in texts.batches(demo, texts.read_text(()), tokens=16, sequences=8)])
+    rows = torch.cat(
+        [b.inputs["input_ids"] for b in texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))]
+    )
     sites = sites_of(demo.model, {"input_ids": rows[:1]})
     losses = [[], []]
     for row in rows:
         for store, swaps in zip(losses, ({}, {sites[2]: hooks.Swap(parsed("rbf"))}), strict=True):
             with torch.no_grad(), hooks.replace(demo.model, sites, swaps):
                 store.append(demo.model(input_ids=row[None], labels=row[None]).loss.double())
-    expected = paired_bootstrap(*(torch.stack(found) for found in losses))
+    expected = paired_difference(*(torch.stack(found) for found in losses))
     assert (effect.delta, *effect.ci95) == pytest.approx(expected, abs=1e-5)

@@ -77,10 +77,11 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
     text = printed(tables.summary(report), 80)
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
-    assert re.search(r"± sd +±0\.002", text)
-    errors = [head.measures["tokens.share_positive"].se for head in report.heads if head.layer == 2]
+    sd = report.summary.median_nulls["weights.symmetry"].sd
+    assert re.search(rf"± sd +±{sd:.3f}", text), "the null of the median, and not of one head"
+    error = report.summary.layer_errors[2]["tokens.share_positive"]
     value = medians(report, "tokens.share_positive")[2]
-    assert f"{value:.3f}±{np.median(errors):.3f}" in rows["2"]
+    assert f"{value:.3f}±{error:.3f}" in rows["2"]
 
 
 def test_measures_that_all_heads_share_are_one_line_and_no_column() -> None:
@@ -124,9 +125,9 @@ def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
     assert "COMPLETE: 12 of 12 heads" in printed(tables.summary(synthetic_report(3, 4)))
 
 
-def test_standouts_are_words_and_skipped_parts_have_reasons() -> None:
+def test_extremes_are_words_and_skipped_parts_have_reasons() -> None:
     text = printed(tables.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)])), 150)
-    assert "layer 0 head 0  far more symmetric than the model's other heads (z +4.2)" in text
+    assert "layer 0 head 0  more symmetric than the other heads: largest of them" in text
     assert "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)" in text
     assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
 

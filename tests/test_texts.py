@@ -1,10 +1,11 @@
-"""Does the model get exactly the text, in windows or line by line, with the tokenizer's own special tokens?"""
+"""The model gets exactly the text, in windows spread over it or line by line, with its own special tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.models.heads import kind_of
 from attnlens.records import ModelInfo
 from attnlens.texts.sequences import position_limit
-from attnlens.texts.sources import SAMPLE
+from attnlens.texts.sources import BLOCKS, DEMO, LONGEST, thinned
 
 WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
 PROSE = "the cat sat on the mat, the dog lay by the door.\n\nit was a quiet evening, and no one came.\n" * 20
@@ -47,6 +48,15 @@ def content(text: str) -> texts.Content:
     return texts.Content(text, "a text")
 
 
+def fed(
+    model: models.Loaded, contents: texts.Content | list[texts.Content], *, placement: Any = "first", **options: Any
+) -> texts.Batches:
+    """The first windows, where the test does not say otherwise; `skip_noise` and `apart_from` are the call's own."""
+    own = {name: options.pop(name) for name in ("skip_noise", "apart_from") if name in options}
+    several = [contents] if isinstance(contents, texts.Content) else contents
+    return texts.batches(model, several, texts.Cut(placement=placement, **options), **own)
+
+
 def rows(found: texts.Batches, name: str = "input_ids") -> list[list[int]]:
     return [row for batch in found for row in batch.inputs[name].tolist()]
 
@@ -62,32 +72,30 @@ def rejected(kind: type[AttnlensError], call: Any, *args: Any, **options: Any) -
 # where texts come from
 
 
-def test_files_are_read_one_after_the_other(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("first")
-    (tmp_path / "two.txt").write_text("second\n", encoding="utf-8-sig")
-    found = texts.read_text([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")])
-    assert found == ("first\nsecond\n", "one.txt + two.txt")
-
-
 def test_files_are_read_each_by_itself(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("first")
     (tmp_path / "two.txt").write_text("second\n")
     paths = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
     found = texts.read_each(paths)
     assert found == (("first", "one.txt"), ("second\n", "two.txt"))
-    assert texts.joined(found) == texts.read_text(paths)
+    assert texts.read_each([]) == ()
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
-    assert texts.read_text(["-"]) == ("naïve\n", "stdin")
+    assert texts.read_each(["-"]) == (("naïve\n", "stdin"),)
 
 
-@pytest.mark.skipif(not SAMPLE.exists(), reason="the demo is not trained yet")
-def test_built_in_sample() -> None:
-    found = texts.read_text([])
-    assert found.name == "built-in sample"
-    assert len(found.text) > 10_000
+def test_the_built_in_sample_is_of_three_kinds_and_for_demo_of_its_own() -> None:
+    every = texts.sample("bert-base-uncased")
+    assert [found.name for found in every] == [
+        "King James passages",
+        "attnlens documentation",
+        "attnlens source code",
+    ]
+    assert all(len(found.text.encode()) >= 30_000 for found in every)
+    assert texts.sample("demo") == every[:1]
+    assert texts.sample(str(DEMO / "checkpoints" / "step-00030")) == every[:1]
 
 
 @pytest.mark.parametrize(
@@ -97,30 +105,111 @@ def test_built_in_sample() -> None:
 def test_unusable_texts(stored: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(stored)
-    assert words in rejected(TextError, texts.read_text, [str(path)]).problem
+    assert words in rejected(TextError, texts.read_each, [str(path)]).problem
 
 
 def test_unreadable_texts(tmp_path: Path) -> None:
-    assert "No such file" in rejected(TextError, texts.read_text, [str(tmp_path / "nowhere.txt")]).problem
-    assert "directory" in rejected(TextError, texts.read_text, [str(tmp_path)]).problem
+    assert "No such file" in rejected(TextError, texts.read_each, [str(tmp_path / "nowhere.txt")]).problem
+    assert "directory" in rejected(TextError, texts.read_each, [str(tmp_path)]).problem
 
 
 # windows
 
 
 @pytest.mark.parametrize("pack", [True, False], ids=["windows", "lines"])
-def test_several_parts_give_a_sequence_each_in_turn(pack: bool) -> None:
-    """Of a short part all that it has; the control is the joined text, whose first sequences are the first part's."""
+def test_each_text_gives_its_share_and_a_short_one_all_that_it_has(pack: bool) -> None:
     model = reading("gpt2")
     parts = [texts.Content(f"{word} and so on, and on and on.\n" * lines, word) for word, lines in WORDS.items()]
-    options: dict[str, Any] = {"tokens": 12, "sequences": 7, "batch_size": 4, "pack": pack}
-    alone = [rows(texts.batches(model, part, **options)) for part in parts]
-    assert len(alone[1]) < 3 <= len(alone[0])
-    turns = [alone[index][turn] for turn in range(7) for index in range(3) if turn < len(alone[index])][:7]
-    found = texts.batches(model, texts.joined(parts), **options, parts=parts)
-    assert rows(found) == turns
-    assert found.text.name == "the + cat + dog"
-    assert rows(texts.batches(model, texts.joined(parts), **options)) == alone[0]
+    options: dict[str, Any] = {"tokens": 12, "batch_size": 4, "pack": pack}
+    alone = [rows(fed(model, part, **options)) for part in parts]
+    found = fed(model, parts, sequences=9, **options)
+    short = len(alone[1])
+    assert short < 3
+    counts = [-(-(9 - short) // 2), short, (9 - short) // 2]
+    assert found.parts == tuple(name for name, count in zip(WORDS, counts, strict=True) for _ in range(count))
+    assert rows(found) == [row for part, count in zip(alone, counts, strict=True) for row in part[:count]]
+    assert [(text.name, len(text.windows)) for text in found.texts] == list(zip(WORDS, counts, strict=True))
+    assert found.texts[1].available == short
+
+
+def numbered(count: int) -> texts.Content:
+    """A text whose lines and windows of four letters are all different."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return content("".join(f"{letters[i // 26]}{letters[i % 26]}z\n" for i in range(count)))
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["windows", "lines"])
+def test_spread_windows_lie_evenly_over_the_text(pack: bool) -> None:
+    """Systematic sampling: neighbours lie ⌊n/k⌋ or ⌈n/k⌉ apart, and over the seeds every window comes up alike."""
+    model, options = reading("gpt2"), {"tokens": 4, "sequences": 10, "pack": pack, "placement": "spread"}
+    times = [0] * 103
+    for seed in range(60):
+        (text,) = fed(model, numbered(103), seed=seed, **options).texts
+        assert text.available == 103
+        steps = {after - before for before, after in pairwise(text.windows)}
+        assert steps <= {10, 11}
+        assert text.windows[0] < 11
+        assert text.windows[-1] >= 103 - 11
+        for window in text.windows:
+            times[window] += 1
+    assert max(times) <= 6 * 60 * 10 / 103, "a window comes up far more often than chance"
+    first = fed(model, numbered(103), **options | {"placement": "first"}).texts[0].windows
+    assert first == list(range(10)), "the control: the first windows are the beginning alone"
+    drawn = [fed(model, numbered(103), **options | {"placement": "random", "seed": seed}).texts[0] for seed in (0, 1)]
+    assert drawn[0].windows != drawn[1].windows
+    assert len({after - before for before, after in pairwise(drawn[0].windows)}) > 2
+
+
+def test_windows_are_where_their_numbers_say() -> None:
+    model, text = reading("gpt2"), numbered(50)
+    every = rows(fed(model, text, tokens=4, sequences=50))
+    found = fed(model, text, tokens=4, sequences=7, placement="spread", seed=3)
+    assert rows(found) == [every[number] for number in found.texts[0].windows]
+
+
+def test_other_windows_of_the_same_text_are_apart_and_turns_are_disjoint() -> None:
+    model, text = reading("gpt2"), numbered(60)
+    evaluated = fed(model, text, tokens=4, sequences=16, placement="spread")
+    parts = [
+        fed(model, text, tokens=4, sequences=36, placement="spread", apart_from=evaluated, turn=(turn, 3))
+        for turn in range(3)
+    ]
+    taken = [set(part.texts[0].windows) for part in (evaluated, *parts)]
+    assert [len(part) for part in taken] == [16, 12, 12, 12]
+    assert len(set().union(*taken)) == 16 + 36
+    spans = [max(part) - min(part) for part in taken]
+    assert min(spans) > 40, "each part lies over the whole text"
+    error = rejected(TextError, fed, model, text, tokens=4, apart_from=fed(model, text, tokens=4, sequences=60))
+    assert "nothing left" in error.problem
+
+
+def test_a_very_long_text_is_read_in_blocks_spread_over_it() -> None:
+    text = content("".join(f"{number:07d} " for number in range(LONGEST // 4)))
+    spread, first = thinned(text, spread=True).text, thinned(text, spread=False).text
+    assert len(spread) == LONGEST + BLOCKS - 1
+    assert spread.endswith(text.text[-100:])
+    assert first == text.text[:LONGEST]
+    assert thinned(content(PROSE), spread=True) == content(PROSE)
+
+
+def test_repeated_text_is_told() -> None:
+    model = reading("gpt2")
+    once = fed(model, numbered(600), tokens=32, sequences=10)
+    again = fed(model, content("and so on and so forth, " * 99), tokens=32, sequences=40)
+    assert texts.repeated_share(model.tokenizer, once.ids) == 0
+    assert texts.repeated_share(model.tokenizer, [*once.ids, once.ids[0]]) == pytest.approx(2 / 11)
+    assert texts.repeated_share(model.tokenizer, again.ids) > 0.5
+
+
+def test_a_foreign_text_is_refused_unless_it_is_allowed() -> None:
+    model, foreign = reading("bert"), content("ж ш щ " * 40)
+    error = rejected(TextError, fed, model, foreign, tokens=16)
+    assert "does not know 88% of the tokens of a text" in error.problem
+    assert "--allow-foreign-text" in error.remedy
+    assert fed(model, foreign, tokens=16, allow_foreign=True).unknown_share == pytest.approx(14 / 16)
+    half = content("the ж cat щ " * 40)
+    assert fed(model, half, tokens=10, allow_foreign=True).unknown_share < 0.5, "the control is below the limit"
+    assert fed(model, half, tokens=10).sequences
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -131,7 +220,7 @@ def test_each_window_is_wrapped_as_the_tokenizer_wraps_a_text(name: str) -> None
     wraps = {"bert": (1, 1), "roberta": (1, 1), "albert": (1, 1), "t5": (0, 1), "llama": (1, 0), "gpt2": (0, 0)}
     before, after = wraps[name]
     assert whole[before : len(whole) - after] == bare
-    found = texts.batches(reading(name), content(PROSE), tokens=16, sequences=10, batch_size=4)
+    found = fed(reading(name), content(PROSE), tokens=16, sequences=10, batch_size=4)
     room = 16 - before - after
     assert [len(batch.lengths) for batch in found] == [4, 4, 2]
     assert (found.sequences, found.tokens) == (10, 16)
@@ -148,29 +237,17 @@ def test_each_window_is_wrapped_as_the_tokenizer_wraps_a_text(name: str) -> None
 def test_one_window_of_a_whole_text_is_what_the_tokenizer_says(name: str) -> None:
     text = "the cat sat on the mat."
     whole = tiny.tokenizer(name)(text)["input_ids"]
-    assert rows(texts.batches(reading(name), content(text), tokens=len(whole))) == [whole]
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-@pytest.mark.parametrize("sequences", [1, 7, 50])
-def test_reading_only_the_beginning_changes_nothing(name: str, sequences: int) -> None:
-    long = PROSE * 30
-    bare = tiny.tokenizer(name)(long, add_special_tokens=False)["input_ids"]
-    found = rows(texts.batches(reading(name), content(long), tokens=12, sequences=sequences))
-    special = len(tiny.tokenizer(name)("")["input_ids"])
-    start = {"t5": 0, "gpt2": 0}.get(name, 1)
-    room = 12 - special
-    assert [id_ for row in found for id_ in row[start : start + room]] == bare[: room * sequences]
+    assert rows(fed(reading(name), content(text), tokens=len(whole))) == [whole]
 
 
 def test_a_short_text_gives_fewer_windows_and_says_how_many() -> None:
-    found = texts.batches(reading("gpt2"), content("a" * 35), tokens=10, sequences=32)
+    found = fed(reading("gpt2"), content("a" * 35), tokens=10, sequences=32)
     assert (found.sequences, found.tokens, len(found)) == (3, 10, 1)
 
 
 @pytest.mark.parametrize("text", ["a", "abcdefghi"])
 def test_a_text_shorter_than_a_window_is_refused_with_its_length(text: str) -> None:
-    error = rejected(TextError, texts.batches, reading("gpt2"), content(text), tokens=10)
+    error = rejected(TextError, fed, reading("gpt2"), content(text), tokens=10)
     assert f"has {len(text)} tokens" in error.problem
 
 
@@ -183,7 +260,7 @@ def test_each_line_is_a_sequence_and_padding_is_masked(name: str) -> None:
     lines = ["a cat", "the dog lay by the door", "he", "and so on and on, no end"]
     expected = [tokenizer(line, truncation=True, max_length=14)["input_ids"] for line in lines]
     assert len({len(row) for row in expected}) > 1
-    found = texts.batches(reading(name), content(LINES), tokens=14, batch_size=3, pack=False)
+    found = fed(reading(name), content(LINES), tokens=14, batch_size=3, pack=False)
     assert found.sequences == 4
     assert [length for batch in found for length in batch.lengths] == [len(row) for row in expected]
     for batch, wanted in zip(found, (expected[:3], expected[3:]), strict=True):
@@ -198,8 +275,8 @@ def test_each_line_is_a_sequence_and_padding_is_masked(name: str) -> None:
 def test_padded_lines_read_the_same_as_each_line_alone() -> None:
     for name in ("bert", "gpt2"):
         model = loaded(name, tiny.tokenizer(name), tiny.gpt2() if name == "gpt2" else None)
-        together = texts.batches(model, content(LINES), pack=False)
-        alone = texts.batches(model, content(LINES), pack=False, batch_size=1)
+        together = fed(model, content(LINES), pack=False)
+        alone = fed(model, content(LINES), pack=False, batch_size=1)
         (batch,) = together
         logits = model.model(**batch.inputs).logits
         for row, length, one in zip(logits, batch.lengths, alone, strict=True):
@@ -208,31 +285,20 @@ def test_padded_lines_read_the_same_as_each_line_alone() -> None:
 
 def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
     assert tiny.tokenizer("gpt2").pad_token_id is None
-    (batch,) = texts.batches(reading("gpt2"), content(LINES), pack=False)
+    (batch,) = fed(reading("gpt2"), content(LINES), pack=False)
     end = tiny.tokenizer("gpt2").eos_token_id
     assert set(batch.inputs["input_ids"][batch.inputs["attention_mask"] == 0].tolist()) == {end}
 
 
 def test_lines_without_a_pair_are_left_out() -> None:
-    found = texts.batches(reading("gpt2"), content("a\nbc\n\nd\nefg\n"), pack=False)
+    found = fed(reading("gpt2"), content("a\nbc\n\nd\nefg\n"), pack=False)
     assert [batch.lengths for batch in found] == [(2, 3)]
-    error = rejected(TextError, texts.batches, reading("gpt2"), content("a\nb\n"), pack=False)
+    error = rejected(TextError, fed, reading("gpt2"), content("a\nb\n"), pack=False)
     assert "No line" in error.problem
 
 
-def test_a_text_can_be_read_from_where_the_last_line_ended() -> None:
-    whole = texts.batches(reading("gpt2"), content(LINES), pack=False).ids
-    first = texts.batches(reading("gpt2"), content(LINES), pack=False, sequences=2, tokens=6)
-    rest = texts.batches(reading("gpt2"), content(LINES), pack=False, start=first.end)
-    assert LINES[: first.end].endswith("the door")
-    assert [*first.ids, *rest.ids] == [whole[0], whole[1][:6], *whole[2:]]
-    assert rest.text == first.text
-    assert first.end < rest.end == len(LINES) - 1
-    assert texts.batches(reading("gpt2"), content(PROSE)).end == 0
-
-
 def test_only_as_many_lines_as_asked_for() -> None:
-    assert texts.batches(reading("gpt2"), content(LINES), pack=False, sequences=2).sequences == 2
+    assert fed(reading("gpt2"), content(LINES), pack=False, sequences=2).sequences == 2
 
 
 # lengths
@@ -240,25 +306,25 @@ def test_only_as_many_lines_as_asked_for() -> None:
 
 @pytest.mark.parametrize(("tokens", "words"), [(33, "at most 32 tokens"), (1, "no pair"), (0, "no pair")])
 def test_windows_that_can_not_be(tokens: int, words: str) -> None:
-    assert words in rejected(UsageError, texts.batches, reading("gpt2"), content(PROSE), tokens=tokens).problem
+    assert words in rejected(UsageError, fed, reading("gpt2"), content(PROSE), tokens=tokens).problem
 
 
 def test_special_tokens_must_leave_room() -> None:
     for pack in (True, False):
-        error = rejected(UsageError, texts.batches, reading("bert"), content(PROSE), tokens=2, pack=pack)
+        error = rejected(UsageError, fed, reading("bert"), content(PROSE), tokens=2, pack=pack)
         assert "2 special tokens" in error.problem
-    assert texts.batches(reading("bert"), content(PROSE), tokens=3).tokens == 3
+    assert fed(reading("bert"), content(PROSE), tokens=3).tokens == 3
 
 
 @pytest.mark.parametrize("option", ["sequences", "batch_size"])
 def test_numbers_below_one(option: str) -> None:
-    rejected(UsageError, texts.batches, reading("gpt2"), content(PROSE), **{option: 0})
+    rejected(UsageError, fed, reading("gpt2"), content(PROSE), **{option: 0})
 
 
 def test_unasked_length_is_what_the_model_allows_up_to_128() -> None:
-    assert texts.batches(reading("gpt2"), content(PROSE)).tokens == 32
+    assert fed(reading("gpt2"), content(PROSE)).tokens == 32
     longer = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(n_positions=200))
-    assert texts.batches(longer, content(PROSE)).tokens == 128
+    assert fed(longer, content(PROSE)).tokens == 128
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "opt", "bart", "clip", "whisper", "distilbert"])
@@ -282,7 +348,7 @@ def test_a_decoder_reads_the_same_text_shifted() -> None:
     for name, start in (("t5", 0), ("bart", 2)):
         model = loaded(name, tiny.tokenizer("t5"))
         for pack in (True, False):
-            found = texts.batches(model, content(LINES * 9), tokens=10, pack=pack, batch_size=4)
+            found = fed(model, content(LINES * 9), tokens=10, pack=pack, batch_size=4)
             for batch in found:
                 ids, shifted = batch.inputs["input_ids"], batch.inputs["decoder_input_ids"]
                 real = batch.inputs["decoder_attention_mask"].bool()
@@ -306,50 +372,50 @@ def test_which_models_read_text(name: str, reads: bool) -> None:
 
 def test_a_bare_encoder_decoder_is_fed_in_the_same_way() -> None:
     bare = transformers.BartModel(families.build("bart").config)
-    headed = texts.batches(loaded("bart", tiny.tokenizer("t5")), content(PROSE), tokens=10)
-    found = texts.batches(loaded("bart", tiny.tokenizer("t5"), bare), content(PROSE), tokens=10)
+    headed = fed(loaded("bart", tiny.tokenizer("t5")), content(PROSE), tokens=10)
+    found = fed(loaded("bart", tiny.tokenizer("t5"), bare), content(PROSE), tokens=10)
     assert rows(found, "decoder_input_ids") == rows(headed, "decoder_input_ids")
 
 
 def test_pixels_are_seeded_noise_and_need_no_text() -> None:
     model = loaded("vit")
-    found = texts.batches(model, content(""), sequences=5, batch_size=2)
+    found = fed(model, content(""), sequences=5, batch_size=2)
     pixels = torch.cat([batch.inputs["pixel_values"] for batch in found])
     assert pixels.shape == (5, 3, 12, 12)
     assert pixels.std() == pytest.approx(1, abs=0.1)
-    assert (found.sequences, found.tokens, found.text.name) == (5, 0, "random pixels")
+    assert (found.sequences, found.tokens, found.texts[0].name) == (5, 0, "random pixels")
     assert all(batch.lengths == () for batch in found)
-    again, other = (texts.batches(model, content(""), sequences=5, seed=seed) for seed in (0, 1))
+    again, other = (fed(model, content(""), sequences=5, seed=seed) for seed in (0, 1))
     assert torch.equal(again.batches[0].inputs["pixel_values"], pixels)
-    assert again.text == found.text
-    assert other.text != found.text
+    assert again.texts == found.texts
+    assert other.texts != found.texts
     model.model(**found.batches[0].inputs)
 
 
 def test_a_draw_of_noise_depends_on_its_number_alone() -> None:
     model = loaded("vit")
-    whole = texts.batches(model, content(""), sequences=7, batch_size=7).batches[0].inputs["pixel_values"]
-    behind = texts.batches(model, content(""), sequences=3, skip_noise=4).batches[0].inputs["pixel_values"]
+    whole = fed(model, content(""), sequences=7, batch_size=7).batches[0].inputs["pixel_values"]
+    behind = fed(model, content(""), sequences=3, skip_noise=4).batches[0].inputs["pixel_values"]
     assert torch.equal(whole[4:], behind)
 
 
 def test_clip_reads_pixels_and_text() -> None:
     model = loaded("clip", tiny.tokenizer("bert"))
-    found = texts.batches(model, content(PROSE), tokens=10, sequences=6, batch_size=4)
+    found = fed(model, content(PROSE), tokens=10, sequences=6, batch_size=4)
     assert [set(batch.inputs) for batch in found] == [{"pixel_values", "input_ids", "attention_mask"}] * 2
     assert [len(batch.inputs["pixel_values"]) for batch in found] == [4, 2]
-    assert found.text.name == "a text + random pixels"
+    assert [text.name for text in found.texts] == ["a text", "random pixels"]
     model.model(**found.batches[0].inputs)
 
 
 def test_whisper_hears_noise_and_writes_the_text() -> None:
     model = loaded("whisper", tiny.tokenizer("bert"))
-    found = texts.batches(model, content(PROSE), tokens=10, sequences=3)
+    found = fed(model, content(PROSE), tokens=10, sequences=3)
     (batch,) = found
     assert batch.inputs["input_features"].shape == (3, 8, 30)
     whole = tiny.tokenizer("bert")(PROSE, truncation=True, max_length=10)["input_ids"]
     assert batch.inputs["decoder_input_ids"][0].tolist() == whole
-    assert found.text.name == "a text + random sound"
+    assert [text.name for text in found.texts] == ["a text", "random sound"]
     model.model(**batch.inputs)
 
 
@@ -358,14 +424,14 @@ def test_wav2vec2_hears_a_second_of_noise() -> None:
     convolutions = {"conv_dim": (8,), "conv_stride": (160,), "conv_kernel": (400,), "num_conv_pos_embedding_groups": 2}
     config = transformers.Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1, vocab_size=20)
     model = loaded("wav2vec2", model=transformers.Wav2Vec2Model(config).eval())
-    found = texts.batches(model, content(""), sequences=2)
+    found = fed(model, content(""), sequences=2)
     assert found.batches[0].inputs["input_values"].shape == (2, 16_000)
     model.model(**found.batches[0].inputs)
 
 
 def test_inputs_have_the_type_of_the_model() -> None:
     half = loaded("vit", model=families.build("vit").bfloat16())
-    (batch,) = texts.batches(half, content(""), sequences=2)
+    (batch,) = fed(half, content(""), sequences=2)
     assert batch.inputs["pixel_values"].dtype == torch.bfloat16
 
 
@@ -374,33 +440,27 @@ def test_inputs_have_the_type_of_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "whisper"])
 def test_without_a_tokenizer_there_are_no_tokens(name: str) -> None:
-    error = rejected(TextError, texts.batches, loaded(name), content(PROSE))
+    error = rejected(TextError, fed, loaded(name), content(PROSE))
     assert "no usable tokenizer: its files are missing" in error.problem
 
 
 def test_a_tokenizer_of_another_model_is_found_out_before_the_embedding_fails() -> None:
     foreign = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(vocab_size=60))
-    assert "knows only 60" in rejected(TextError, texts.batches, foreign, content(PROSE), tokens=16).problem
+    assert "knows only 60" in rejected(TextError, fed, foreign, content(PROSE), tokens=16).problem
 
 
 def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(PROSE + "naïve\n", encoding="utf-8")
-    found = texts.batches(reading("gpt2"), texts.read_text([str(path)]), tokens=16)
-    assert found.text.name == "text.txt"
-    assert found.text.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_unknown_share_tells_a_foreign_language() -> None:
-    assert texts.batches(reading("bert"), content(PROSE), tokens=16).unknown_share == 0
-    foreign = texts.batches(reading("bert"), content("ж ш щ " * 40), tokens=16)
-    assert foreign.unknown_share == pytest.approx(14 / 16)
+    found = fed(reading("gpt2"), list(texts.read_each([str(path)])), tokens=16)
+    assert found.texts[0].name == "text.txt"
+    assert found.texts[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_long_texts_do_not_make_transformers_talk(capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny.tokenizer("bert")
     tokenizer.model_max_length = 32
-    texts.batches(loaded("gpt2", tokenizer, tiny.gpt2()), content(PROSE), tokens=16)
+    fed(loaded("gpt2", tokenizer, tiny.gpt2()), content(PROSE), tokens=16)
     assert capfd.readouterr() == ("", "")
 
 
@@ -408,9 +468,9 @@ def test_long_texts_do_not_make_transformers_talk(capfd: pytest.CaptureFixture[s
 def test_a_placeholder_needs_no_tokenizer_and_fits_every_family(name: str) -> None:
     model = loaded(name)
     found, again, other = (texts.placeholder(model, 9, seed, sequences=2) for seed in (0, 0, 1))
-    assert (found.text, found.sequences) == (again.text, 2)
-    assert found.text.sha256 != other.text.sha256
-    assert "random" in found.text.name
+    assert (found.texts, found.sequences) == (again.texts, 2)
+    assert found.texts[0].sha256 != other.texts[0].sha256
+    assert "random" in found.texts[0].name
     (batch,) = found
     assert batch.lengths == (() if name == "vit" else (9, 9))
     assert all(len(tensor) == 2 for tensor in batch.inputs.values())

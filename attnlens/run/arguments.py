@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 from attnlens import models, registry, texts
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
-from attnlens.records import Settings, Text
+from attnlens.records import Intervals, Settings, Text
 from attnlens.registry import Analyzer, Gathering, checked_name
 from attnlens.statistics import Design
 from attnlens.statistics.design import FEWEST_TEXTS
@@ -78,31 +78,66 @@ def head(given: Any) -> tuple[int, int]:
     return layer, number
 
 
+class Feeding(models.Loading, total=False):
+    """The options of every run that feeds a model, beside those of `load`."""
+
+    text: Words
+    """Text files (`-` is stdin); none: the built-in texts."""
+    tokens: int | None
+    """Length of a window; None: 128, or the model's limit."""
+    sequences: int
+    """How many windows or lines over all texts; 32."""
+    batch_size: int
+    """How many go through the model at once; 8."""
+    pack: bool
+    """Windows of the running text (True), or its lines."""
+    windows: texts.Placement
+    """Where they lie in each text: "spread" evenly over it, the "first" ones, or "random"."""
+    intervals: Intervals | None
+    """Errors and intervals over "windows" of these texts, or over "texts" like them; None: texts from five on."""
+    allow_foreign_text: bool
+    """Go on where the tokenizer does not know half of the tokens."""
+    seed: int
+    """Of everything random; 0."""
+
+
+def loading_of(given: Feeding, model: object) -> models.Loading:
+    """Those of the options that say how a model is loaded.
+
+    Raises UsageError for an option that does not exist (did you mean), and for one of loading beside a model that is
+    already loaded, which it can't change.
+    """
+    for option in given:
+        checked_name("option", option, Feeding.__annotations__)
+    found = {name: value for name, value in given.items() if name in models.Loading.__annotations__}
+    if isinstance(model, models.Loaded) and found:
+        raise UsageError(
+            f"The model is already loaded, so that {', '.join(found)} would be ignored.",
+            "Give the options to attnlens.load.",
+        )
+    return cast("models.Loading", found)
+
+
 def settings(
+    given: Feeding,
     *,
     source: Any = "both",
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    tokens: int | None,
-    sequences: int,
-    pack: bool,
-    seed: int,
-    windows: Any = "spread",
-    intervals: Any = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
 ) -> Settings:
     """What was asked for, if it makes sense; UsageError where it does not."""
-    if intervals is not None:
-        checked_name("intervals", intervals, INTERVALS)
+    pack, intervals, tokens = given.get("pack", True), given.get("intervals"), given.get("tokens")
     if not isinstance(pack, bool):
         raise UsageError(f"pack={_shown(pack)} is neither True nor False.", "Give pack=True or pack=False.")
+    whole("batch_size", given.get("batch_size", 8), 1)
     return Settings(
-        seed=whole("seed", seed, 0, LARGEST_SEED),
+        seed=whole("seed", given.get("seed", 0), 0, LARGEST_SEED),
         source=checked_name("source", source, SOURCES),
-        sequences=whole("sequences", sequences, 1),
+        sequences=whole("sequences", given.get("sequences", 32), 1),
         tokens=None if tokens is None else whole("tokens", tokens, 2),
         pack=pack,
-        windows=checked_name("windows", windows, texts.PLACEMENTS),
-        intervals=intervals,
+        windows=checked_name("windows", given.get("windows", "spread"), texts.PLACEMENTS),
+        intervals=None if intervals is None else checked_name("intervals", intervals, INTERVALS),
         layers=numbers("layers", layers),
         heads=numbers("heads", heads),
     )
@@ -122,16 +157,16 @@ def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
     )
 
 
-def cut_of(asked: Settings, batch_size: int, allow_foreign: bool = False) -> texts.Cut:
+def cut_of(asked: Settings, given: Feeding) -> texts.Cut:
     """How the texts are cut, by what was asked for."""
     return texts.Cut(
         tokens=asked.tokens,
         sequences=asked.sequences or 1,
-        batch_size=batch_size,
+        batch_size=given.get("batch_size", 8),
         pack=asked.pack is not False,
         placement=asked.windows or "spread",
         seed=asked.seed,
-        allow_foreign=allow_foreign,
+        allow_foreign=given.get("allow_foreign_text", False),
     )
 
 
@@ -229,15 +264,6 @@ def share(select: object) -> float | None:
     if kind != "top-p" or not 0 < found < 1:
         raise UsageError(f"select={_shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
     return found
-
-
-def refuse_ignored(model: object, loading: models.Loading) -> None:
-    """Raise UsageError for options of loading beside a model that is already loaded, which they can't change."""
-    if isinstance(model, models.Loaded) and loading:
-        raise UsageError(
-            f"The model is already loaded, so that {', '.join(loading)} would be ignored.",
-            "Give the options to attnlens.load.",
-        )
 
 
 def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:

@@ -9,7 +9,6 @@ from os import PathLike
 from typing import Any, TypedDict, Unpack
 
 from attnlens.errors import UnaskedError, UsageError
-from attnlens.models import Loading
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.registry import checked_name
 from attnlens.run import arguments
@@ -157,8 +156,8 @@ def one_layer(width: int) -> ModelInfo:
 
 def _called(run: Callable[..., Report], options: dict[str, Any], *args: object, **fixed: Any) -> Report:
     """`run` with the options that it knows. Raises UsageError for any other (did you mean)."""
-    known = [name for name in signatures.signature(run).parameters if name not in (*fixed, "loading", "sizes")]
-    more = Sizes.__annotations__ if run is synthetic else Loading.__annotations__
+    known = [name for name in signatures.signature(run).parameters if name not in (*fixed, "more", "sizes")]
+    more = Sizes.__annotations__ if run is synthetic else arguments.Feeding.__annotations__
     for option in options:
         checked_name("option", option, [*known, *more])
     return run(*args, **options, **fixed)

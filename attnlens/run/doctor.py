@@ -30,30 +30,25 @@ def doctor(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    text: arguments.Words = (),
-    tokens: int | None = None,
-    sequences: int = 2,
-    pack: bool = True,
-    seed: int = 0,
     progress: Progress = silent,
-    **loading: Unpack[models.Loading],
+    **more: Unpack[arguments.Feeding],
 ) -> Report:
     """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
 
     P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
     loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
-    another `dtype` is honoured, and judged by the same tolerance.
+    another `dtype` is honoured, and judged by the same tolerance. `more` are the options of `arguments.Feeding`.
     Raises UsageError for words that make no sense, TextError, and ModelError where the model can't be loaded or read.
     """
     start = time.perf_counter()
-    asked = arguments.settings(layers=layers, heads=heads, tokens=tokens, sequences=sequences, pack=pack, seed=seed)
-    arguments.refuse_ignored(model, loading)
-    files = arguments.words("text", text)
+    loading = arguments.loading_of(more, model)
+    asked = arguments.settings({"sequences": 2, **more}, layers=layers, heads=heads)
+    files = arguments.words("text", more.get("text", ()))
     named = texts.read_each(files)
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    arguments.refuse_text(loaded, files, tokens)
+    arguments.refuse_text(loaded, files, asked.tokens)
     settings, inputs = _fed(arguments.of_model(asked, loaded), loaded, arguments.contents(named, loaded))
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
@@ -160,7 +155,8 @@ def _fed(
         found = texts.placeholder(loaded, tokens, asked.seed, sequences=sequences)
     else:
         # what is compared is arithmetic, which is the same on a text that the model does not know
-        found = texts.batches(loaded, contents, arguments.cut_of(asked, sequences, allow_foreign=True))
+        known: arguments.Feeding = {"allow_foreign_text": True, "batch_size": sequences}
+        found = texts.batches(loaded, contents, arguments.cut_of(asked, known))
     return arguments.fed(asked, found, loaded), found.batches[0].inputs
 
 

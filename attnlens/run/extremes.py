@@ -22,9 +22,9 @@ DEEP = 3
 def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
     """Up to eight heads at the ends of the measures, the furthest from the median in units of the spread first.
 
-    Heads are ranked within their part (encoder, decoder, cross), one line a head. A rank is no test: of any heads one is
-    the largest. Only measures that say in words what a large or a small value means are looked at. Calls of one module
-    share its weights, so that weights.* count and name them once.
+    Heads are ranked within their part (encoder, decoder, cross), one line a head. A rank is no test: of any heads one
+    is the largest. Only measures that say in words what a large or a small value means are looked at. Calls of one
+    module share its weights, so that weights.* count and name them once.
     """
     candidates: list[tuple[float, Extreme]] = []
     for part in dict.fromkeys(record.part for record in records):

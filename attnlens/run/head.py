@@ -17,7 +17,7 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.errors import UsageError
-from attnlens.records import Curve, Experiment, Intervals, Report, Settings
+from attnlens.records import Curve, Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import arguments
 from attnlens.run.collect import Collector
@@ -47,21 +47,12 @@ def head_experiments(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,
     head: tuple[int, int],
-    text: arguments.Words = (),
-    tokens: int | None = None,
-    sequences: int = 32,
-    batch_size: int = 8,
-    pack: bool = True,
-    windows: texts.Placement = "spread",
-    intervals: Intervals | None = None,
-    allow_foreign_text: bool = False,
-    seed: int = 0,
     lr: float = 0.1,
     loss: str = "logistic",
     iterations: int = ITERATIONS,
     parameterisation: str = "W",
     progress: Progress = silent,
-    **loading: Unpack[models.Loading],
+    **more: Unpack[arguments.Feeding],
 ) -> Report:
     """Normalised gradient descent on one head's own selection problem, its chosen tokens optimal (score 1, others 0).
 
@@ -71,40 +62,22 @@ def head_experiments(
     make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
+    loading = arguments.loading_of(more, model)
+    asked = arguments.settings(more, source="tokens", layers=[head[0]], heads=[head[1]])
     wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    wanted = options.Settings(trials=1, seed=seed, **options.checked(wishes))
-    arguments.whole("batch_size", batch_size, 1)
-    asked = arguments.settings(
-        source="tokens",
-        layers=[head[0]],
-        heads=[head[1]],
-        tokens=tokens,
-        sequences=sequences,
-        pack=pack,
-        windows=windows,
-        intervals=intervals,
-        seed=seed,
-    )
-    files = arguments.words("text", text)
+    wanted = options.Settings(trials=1, seed=asked.seed, **options.checked(wishes))
+    files = arguments.words("text", more.get("text", ()))
     named = texts.read_each(files)
-    loaded = _loaded(model, files, tokens, loading)
+    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    arguments.refuse_text(loaded, files, asked.tokens)
     contents, settings = arguments.contents(named, loaded), arguments.of_model(asked, loaded)
-    cut = arguments.cut_of(settings, batch_size, allow_foreign_text)
+    cut = arguments.cut_of(settings, more)
     report, selector, found = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
     meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)
     experiments = [trained(found, head, wanted, progress), meant]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
-
-
-def _loaded(
-    model: str | PathLike[str] | models.Loaded, files: list[str], tokens: int | None, loading: models.Loading
-) -> models.Loaded:
-    arguments.refuse_ignored(model, loading)
-    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    arguments.refuse_text(loaded, files, tokens)
-    return loaded
 
 
 def posed(

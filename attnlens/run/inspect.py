@@ -15,7 +15,7 @@ from torch import Tensor
 from attnlens import hooks, linalg, models, texts, weights
 from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
 from attnlens.hooks import Reached
-from attnlens.records import Call, Conventions, Intervals, Null, QueryKey, Report, Settings, Site
+from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised
@@ -54,52 +54,30 @@ def inspect(
     show: str | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    text: arguments.Words = (),
-    tokens: int | None = None,
-    sequences: int = 32,
-    batch_size: int = 8,
-    pack: bool = True,
-    windows: texts.Placement = "spread",
-    intervals: Intervals | None = None,
-    allow_foreign_text: bool = False,
-    seed: int = 0,
     progress: Progress = silent,
-    **loading: Unpack[models.Loading],
+    **more: Unpack[arguments.Feeding],
 ) -> Report:
     """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, or what `load` gave; `text` are files (`-` is stdin; none are the built-in
-    texts), cut into `sequences` windows of `tokens` tokens (default 128 or the model's limit), or fed line by line
-    with `pack=False`. `windows` lie spread evenly over each text, are the first or random ones; `intervals` are over
-    those windows, or from five texts on over texts like them. Measures are float64; tokens.* carry standard errors,
-    weights.* a null.
-    `select` and `show` are the analyzer selection's: `top-p:0.9` takes as selected what holds that share of the weight.
-    Raises ModelError, TextError, UsageError, IdentityError, and Interrupted, which carries what was finished.
+    `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `arguments.Feeding`: the
+    text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
+    carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
+    selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
+    Interrupted, which carries what was finished.
     """
-    asked = arguments.settings(
-        source=source,
-        layers=layers,
-        heads=heads,
-        tokens=tokens,
-        sequences=sequences,
-        pack=pack,
-        windows=windows,
-        intervals=intervals,
-        seed=seed,
-    )
-    arguments.whole("batch_size", batch_size, 1)
-    arguments.refuse_ignored(model, loading)
+    loading = arguments.loading_of(more, model)
+    asked = arguments.settings(more, source=source, layers=layers, heads=heads)
     chosen, asked = arguments.chosen(asked, analyzers, select, show)
-    files = arguments.words("text", text)
+    files = arguments.words("text", more.get("text", ()))
     named = texts.read_each(files) if source != "weights" else ()
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
-    arguments.refuse_text(loaded, files, tokens)
+    arguments.refuse_text(loaded, files, asked.tokens)
     settings, told = arguments.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = arguments.contents(named, loaded) if source != "weights" else ()
-    cut = arguments.cut_of(settings, batch_size, allow_foreign_text)
-    return Inspection(loaded, settings, chosen, *told, shown=show is not None).run(contents, cut)
+    inspection = Inspection(loaded, settings, chosen, *told, shown=show is not None)
+    return inspection.run(contents, arguments.cut_of(settings, more))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 
 from attnlens import models, registry, texts
 from attnlens.errors import ModelError, UsageError
-from attnlens.records import Coverage, File, Head, Intervals, Report, Settings, Skipped
+from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run import arguments, checkpoints
 from attnlens.run.checkpoints import Checkpoint
@@ -31,17 +31,8 @@ def series(
     select: str = "argmax",
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    text: arguments.Words = (),
-    tokens: int | None = None,
-    sequences: int = 32,
-    batch_size: int = 8,
-    pack: bool = True,
-    windows: texts.Placement = "spread",
-    intervals: Intervals | None = None,
-    allow_foreign_text: bool = False,
-    seed: int = 0,
     progress: Progress = silent,
-    **loading: Unpack[models.Loading],
+    **more: Unpack[arguments.Feeding],
 ) -> Report:
     """Every measure of every head against the training step, in one experiment with the heads' trajectories.
 
@@ -49,23 +40,19 @@ def series(
     several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
     Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
     One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head) restricts the series to it.
-    Raises UsageError, ModelError (one is missing, or they are of different shapes), TextError, and Interrupted, which
-    carries the finished checkpoints.
+    `more` are the options of `arguments.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
+    different shapes), TextError, and Interrupted, which carries the finished checkpoints.
     """
-    one = _one(head, layers, heads)
-    common = {"tokens": tokens, "sequences": sequences, "pack": pack, "seed": seed}
-    sampled = {"windows": windows, "intervals": intervals}
-    asked = arguments.settings(source=source, **(one or {"layers": layers, "heads": heads}), **common, **sampled)  # type: ignore[arg-type]
-    arguments.whole("batch_size", batch_size, 1)
+    loading = arguments.loading_of(more, None)
+    asked = arguments.settings(more, source=source, **(_one(head, layers, heads) or {"layers": layers, "heads": heads}))
     wanted = arguments.words("analyzers", analyzers) or _usual(source)
     chosen, asked = arguments.chosen(asked, wanted, select, None)
     found = _found(arguments.words("checkpoints", names), arguments.words("revisions", revisions), loading)
     checkpoints.refuse_different(found)
-    contents = texts.read_each(arguments.words("text", text)) if source != "weights" else ()
+    contents = texts.read_each(arguments.words("text", more.get("text", ()))) if source != "weights" else ()
     if source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
-    cut = arguments.cut_of(asked, batch_size, allow_foreign_text)
-    return Series(found, asked, chosen, contents, cut, progress, loading).run()
+    return Series(found, asked, chosen, contents, arguments.cut_of(asked, more), progress, loading).run()
 
 
 def _one(head: tuple[int, int] | None, layers: object, heads: object) -> dict[str, Any]:

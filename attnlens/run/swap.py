@@ -10,7 +10,7 @@ from typing import Unpack, cast
 
 from attnlens import models, texts
 from attnlens.errors import TextError
-from attnlens.records import Intervals, Report, Settings, Text
+from attnlens.records import Report, Settings, Text
 from attnlens.run import arguments, budget, calibration
 from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
@@ -27,15 +27,6 @@ def swap_kernel(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    text: arguments.Words = (),
-    tokens: int | None = None,
-    sequences: int = 32,
-    batch_size: int = 8,
-    pack: bool = True,
-    windows: texts.Placement = "spread",
-    intervals: Intervals | None = None,
-    allow_foreign_text: bool = False,
-    seed: int = 0,
     progress: Progress = silent,
     **more: Unpack[Wishes],
 ) -> Report:
@@ -43,34 +34,24 @@ def swap_kernel(
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared, each also in its
     symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget,
-    ranks, calibration, save, allow_signed) and of `load`. Raises UsageError, ModelError, TextError, OutputError,
-    IdentityError, Interrupted.
+    ranks, calibration, save, allow_signed) and of `arguments.Feeding`. Raises UsageError, ModelError, TextError,
+    OutputError, IdentityError, Interrupted.
     """
     start = time.perf_counter()
-    loading = cast("models.Loading", {name: more.get(name) for name in models.Loading.__annotations__ if name in more})
+    given = cast("arguments.Feeding", {name: more[name] for name in arguments.Feeding.__annotations__ if name in more})  # type: ignore[literal-required]
     wish = Wish.of(kernels, more)
     layers, heads = wish.reach(layers, heads)
-    asked = arguments.settings(
-        layers=layers,
-        heads=heads,
-        tokens=tokens,
-        sequences=sequences,
-        pack=pack,
-        windows=windows,
-        intervals=intervals,
-        seed=seed,
-    )
-    arguments.whole("batch_size", batch_size, 1)
-    arguments.refuse_ignored(model, loading)
-    files = arguments.words("text", text)
+    loading = arguments.loading_of(given, model)
+    asked = arguments.settings(given, layers=layers, heads=heads)
+    files = arguments.words("text", given.get("text", ()))
     named = texts.read_each(files)
     others = texts.read_each(wish.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    arguments.refuse_text(loaded, files, tokens)
+    arguments.refuse_text(loaded, files, asked.tokens)
     asked = arguments.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = arguments.contents(named, loaded)
     _refuse_same(contents, others)
-    cut = arguments.cut_of(asked, batch_size, allow_foreign_text)
+    cut = arguments.cut_of(asked, given)
     work = _prepared(loaded, wish, asked, contents, others, cut, progress)
     return _reported(work, start)
 

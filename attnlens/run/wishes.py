@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from attnlens import models
 from attnlens.attention import Path as Route
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
@@ -30,8 +29,8 @@ ETA = 0.1
 """η of the published code for language modelling; 0.01 for Long Range Arena."""
 
 
-class Wishes(models.Loading, total=False):
-    """The further options of `swap_kernel`, beside those of `load`."""
+class Wishes(arguments.Feeding, total=False):
+    """The options of `swap_kernel`, beside those of every run that feeds a model."""
 
     part: Part | None
     """Swap in this part alone: encoder, decoder or cross."""

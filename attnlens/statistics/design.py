@@ -94,8 +94,8 @@ class Design:
     ) -> Float[Tensor, "*batch"]:
         """The variance of Σ times · residuals, each window drawn `times` (0: it has no value).
 
-        Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)²; residuals are
-        those of a mean, over its denominator. NaN where there is only one draw to judge by.
+        Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)²; residuals
+        are those of a mean, over its denominator. NaN where there is only one draw to judge by.
         """
         sums = (times * residuals) @ self.members.mT
         if self.clustered:

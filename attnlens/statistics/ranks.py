@@ -11,6 +11,9 @@ import torch
 from attnlens.statistics.design import Design
 from attnlens.statistics.intervals import Interval
 
+NEAR_ONE = 1 - 1e-12
+"""Largest |ρ| whose artanh is taken."""
+
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
@@ -37,33 +40,28 @@ def rank_correlation(
     if len(x) < 4:
         return Interval(math.nan, math.nan, math.nan)
     design = Design.of(names, over="texts")
-    value = float(_correlation(x[None], y[None])[0])
+    once = torch.ones(1, len(x), dtype=torch.float64)
+    value = float(_correlations(x, y, once)[0])
     if math.isnan(value) or design.units < 2:
         return Interval(value, math.nan, math.nan)
-    picks = [times.long().clamp(min=0) for times in design.draws(draws, seed)]
-    drawn = torch.stack([_drawn(x, y, times) for times in picks])
-    centre = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, value)))
-    drawn = drawn[drawn.isfinite()].clamp(-1 + 1e-12, 1 - 1e-12).atanh()
-    ends = drawn.quantile(drawn.new_tensor([(1 - level) / 2, (1 + level) / 2]))
-    low, high = (
-        math.tanh(centre + math.sqrt(design.units / (design.units - 1)) * (float(end) - centre)) for end in ends
-    )
+    drawn = _correlations(x, y, design.draws(draws, seed))
+    drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
+    centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
+    wider = math.sqrt(design.units / (design.units - 1))
+    ends = drawn.quantile(drawn.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    low, high = (math.tanh(centre + wider * (end - centre)) for end in ends)
     return Interval(value, low, high)
 
 
-def _drawn(x: Tensor, y: Tensor, times: Tensor) -> Tensor:
-    picks = torch.arange(len(x)).repeat_interleave(times)
-    return _correlation(x[picks][None], y[picks][None])[0]
-
-
-def _correlation(x: Float[Tensor, "some heads"], y: Float[Tensor, "some heads"]) -> Float[Tensor, " some"]:
-    first, second = (_ranks(side) - _ranks(side).mean(-1, keepdim=True) for side in (x, y))
-    found: Tensor = (first * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
-    return found
-
-
-def _ranks(values: Float[Tensor, "some heads"]) -> Float[Tensor, "some heads"]:
-    """Ranks, equal values sharing the mean of theirs."""
-    below = (values[:, :, None] > values[:, None, :]).sum(-1)
-    equal = (values[:, :, None] == values[:, None, :]).sum(-1)
-    return below + (equal + 1) / 2
+def _correlations(
+    x: Float[Tensor, " heads"], y: Float[Tensor, " heads"], times: Float[Tensor, "draws heads"]
+) -> Float[Tensor, " draws"]:
+    """ρ of each sample, in which a head is there so many `times`."""
+    total = times.sum(1, keepdim=True)
+    centred = []
+    for side in (x, y):
+        ranks = times @ (side[None] > side[:, None]).double() + (times @ (side[None] == side[:, None]).double() + 1) / 2
+        centred.append(ranks - (times * ranks).sum(1, keepdim=True) / total)
+    first, second = centred
+    products = (times * first * second).sum(1)
+    return products / ((times * first.square()).sum(1) * (times * second.square()).sum(1)).sqrt()

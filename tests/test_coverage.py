@@ -1,0 +1,156 @@
+"""Intervals cover as often as they say, on populations with drift and heavy tails; the old sampling does not.
+
+A text is a population of windows; its mean is what an interval over windows of it is about. Topics come in blocks, so
+that windows in a row say less than as many windows spread over the text.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy import stats
+
+from attnlens.statistics import (
+    Design,
+    false_discovery,
+    median_error,
+    paired_difference,
+    rank_correlation,
+    standard_error,
+    student_interval,
+)
+from attnlens.texts.sampling import chosen
+
+SAMPLES, WINDOWS, POPULATION, BLOCK = 300, 32, 640, 16
+LOWEST, HIGHEST = (float(stats.binom.ppf(q, SAMPLES, 0.95)) / SAMPLES for q in (0.0005, 0.9995))
+"""Between which the share of 300 intervals that cover lies where each covers with 95 %."""
+
+
+def drawn(generator, *shape, tails):
+    """Gaussian, or Student's t with three degrees of freedom, whose fourth moment is infinite."""
+    normal = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    if tails == "gaussian":
+        return normal
+    squares = torch.randn(3, *shape, generator=generator, dtype=torch.float64).square().mean(0)
+    return normal / squares.sqrt()
+
+
+def text(seed, tails, heads=1, size=POPULATION):
+    """One text: windows × heads, topic blocks of 16 windows and what is each window's own."""
+    generator = torch.Generator().manual_seed(seed)
+    topics = drawn(generator, size // BLOCK, heads, tails="gaussian").repeat_interleave(BLOCK, 0)
+    return 0.6 * topics + drawn(generator, size, heads, tails=tails)
+
+
+def picks(seed, placement, size=POPULATION):
+    return chosen(size, WINDOWS, placement, seed)
+
+
+def share(covers):
+    return sum(covers) / len(covers)
+
+
+@pytest.mark.parametrize("tails", ["gaussian", "heavy"])
+def test_the_error_of_a_mean_covers(tails):
+    def covers(seed, placement):
+        population = text(seed, tails)[:, 0]
+        sample = population[picks(seed, placement)]
+        error = float(standard_error(sample[:, None], Design.plain(WINDOWS))[0])
+        _, low, high = student_interval(float(sample.mean()), error, WINDOWS - 1)
+        return low <= float(population.mean()) <= high
+
+    assert LOWEST <= share([covers(seed, "spread") for seed in range(SAMPLES)]) <= 1
+    assert LOWEST <= share([covers(seed, "random") for seed in range(SAMPLES)]) <= HIGHEST
+    assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
+
+
+@pytest.mark.parametrize("tails", ["gaussian", "heavy"])
+def test_the_error_of_a_median_over_heads_covers(tails):
+    def covers(seed, placement):
+        population = text(seed, tails, heads=12) + torch.linspace(-1, 1, 12)
+        sample = population[picks(seed, placement)]
+        (error,) = median_error(sample, Design.plain(WINDOWS), [range(12)], draws=200, seed=seed)
+        median = float(sample.mean(0).quantile(0.5))
+        _, low, high = student_interval(median, error, WINDOWS - 1)
+        return low <= float(population.mean(0).quantile(0.5)) <= high
+
+    assert LOWEST <= share([covers(seed, "spread") for seed in range(SAMPLES)]) <= 1
+    assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
+
+
+@pytest.mark.parametrize("of", [None, torch.exp], ids=["loss", "perplexity"])
+@pytest.mark.parametrize("tails", ["gaussian", "heavy"])
+def test_a_paired_difference_covers(tails, of):
+    def covers(seed, placement):
+        before = 3 + 0.3 * text(seed, tails)[:, 0]
+        after = before + 0.2 + 0.1 * text(seed + SAMPLES, tails)[:, 0]
+        own = picks(seed, placement)
+        found = paired_difference(before[own], after[own], of=of, draws=300, seed=seed)
+        means = (before.mean(), after.mean())
+        truth = float(means[1] - means[0] if of is None else of(means[1]) - of(means[0]))
+        return found.low <= truth <= found.high
+
+    assert LOWEST <= share([covers(seed, "spread") for seed in range(SAMPLES)]) <= 1
+    assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
+
+
+@pytest.mark.parametrize("count", [5, 9])
+def test_intervals_over_texts_cover_texts_like_them_and_those_over_windows_do_not(count):
+    def covers(seed, over):
+        generator = torch.Generator().manual_seed(seed)
+        kinds = torch.randn(count, generator=generator, dtype=torch.float64)
+        values = kinds.repeat_interleave(6) + torch.randn(6 * count, generator=generator, dtype=torch.float64)
+        design = Design.of([number // 6 for number in range(6 * count)], over)
+        found = paired_difference(torch.zeros_like(values), values, design, draws=300, seed=seed)
+        return found.low <= 0 <= found.high
+
+    assert LOWEST <= share([covers(seed, "texts") for seed in range(SAMPLES)]) <= HIGHEST
+    assert share([covers(seed, "windows") for seed in range(SAMPLES)]) < 0.85, "the control: these texts' windows"
+
+
+def test_spearmans_interval_covers():
+    """Of a normal pair ρ_S = (6/π)·asin(ρ/2) (Pearson 1907); heads of a layer alike need whole layers to be drawn."""
+    truth = 6 / math.pi * math.asin(0.5 / 2)
+
+    def covers(seed, groups):
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (torch.randn(48, generator=generator, dtype=torch.float64) for _ in range(2))
+        value, low, high = rank_correlation(x, 0.5 * x + math.sqrt(0.75) * y, groups, draws=200, seed=seed)
+        assert low <= value <= high
+        return low <= truth <= high
+
+    assert LOWEST <= share([covers(seed, None) for seed in range(SAMPLES)]) <= HIGHEST
+
+    def clustered(seed, groups):
+        generator = torch.Generator().manual_seed(seed)
+        layers = torch.randn(2, 12, generator=generator, dtype=torch.float64).repeat_interleave(8, 1)
+        heads = 0.3 * torch.randn(2, 96, generator=generator, dtype=torch.float64)
+        found = rank_correlation(*(layers + heads), groups, draws=200, seed=seed)
+        return found.low <= 0 <= found.high
+
+    layers = [number // 8 for number in range(96)]
+    assert share([clustered(seed, layers) for seed in range(SAMPLES)]) >= LOWEST - 0.03
+    assert share([clustered(seed, None) for seed in range(SAMPLES)]) < 0.8, "the control: heads drawn one by one"
+
+
+def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs():
+    """Differences of mean 0 over the whole text; a p-value is Student's of their sample."""
+
+    def named(seed, placement):
+        population = text(seed, "gaussian", heads=32)
+        sample = (population - population.mean(0))[picks(seed, placement)]
+        scores = sample.mean(0) / standard_error(sample, Design.plain(WINDOWS))
+        p_values = torch.from_numpy(2 * stats.t.sf(scores.abs().numpy(), WINDOWS - 1))
+        return bool(false_discovery(p_values).any())
+
+    most = float(stats.binom.ppf(0.9995, SAMPLES, 0.05)) / SAMPLES
+    assert share([named(seed, "spread") for seed in range(SAMPLES)]) <= most
+    assert share([named(seed, "first") for seed in range(SAMPLES)]) > 0.2, "the control: windows in a row"
+
+
+def test_spread_windows_lie_apart_and_first_ones_do_not():
+    assert {after - before for before, after in pairwise(picks(3, "spread"))} == {POPULATION // WINDOWS}
+    assert {after - before for before, after in pairwise(picks(3, "first"))} == {1}
