@@ -170,11 +170,7 @@ def planned(
     ranks = _ranks(choice)
     heads = sum(len(key.heads) for key in ranks)
     saved = saving(choice, found)
-    reasons = dict(saved.pop("reasons"))
-    if choice.reason is not None:
-        reasons["mean_rank"] = choice.reason
-    if choice.promised is None:
-        reasons |= {"promised": DIVERGED} if choice.estimated else dict.fromkeys(("estimated", "promised"), GIVEN)
+    reasons = {**saved.pop("reasons"), **_unknown(choice)}
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
         tool=tool(),
@@ -195,6 +191,14 @@ def planned(
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
+
+
+def _unknown(choice: Choice) -> dict[str, str]:
+    """Why a choice has no estimate, no promise, or no smaller ranks."""
+    reasons = {} if choice.reason is None else {"mean_rank": choice.reason}
+    if choice.estimated is None:
+        return reasons | dict.fromkeys(("estimated", "promised"), GIVEN)
+    return reasons if choice.promised else reasons | {"promised": DIVERGED}
 
 
 def _ranks(choice: Choice) -> list[KeyRank]:

@@ -43,7 +43,7 @@ class Wishes(arguments.Feeding, total=False):
     heal: int
     """Train W_Q and W_K of the swapped heads, and the kernel's own parameters, for so many steps."""
     calibration: arguments.Words
-    """Text files for fit, heal, budget and ranks; without them, windows of the evaluated text that are not evaluated."""
+    """Text files for fit, heal, budget and ranks; without them, windows of the evaluated texts not evaluated."""
     eta: float | None
     """Weight of the KSVD regulariser in healing primal attention (default 0.1, of the published language model)."""
     ksvd_convention: str
