@@ -91,10 +91,12 @@ class Budgeting:
     path: Path
     seed: int
     progress: Callable[[int], None]
+    margin: float = MARGIN
+    """Half-widths of the estimate's interval that have to fit below the budget."""
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: float) -> Choice:
-        """The smallest ranks among nested plans whose rise on `choosing` stays well within the budget: MARGIN times its
-        interval, and every text alone, where there are several. `promising` chooses nothing.
+        """The smallest ranks among nested plans whose rise on `choosing` stays below the budget by `margin` half-widths
+        of its interval, and within it on every text alone, where there are several. `promising` chooses nothing.
 
         Raises TextError where there is no loss, and what `bases` and `sensitivities` raise.
         """
@@ -117,7 +119,9 @@ class Budgeting:
         )
 
     def _searched(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """The step where MARGIN intervals meet the budget, and those tried, guessed from what they predicted."""
+        """The step where the interval, widened to the margin, meets the budget, and those tried: guessed from what the
+        sensitivities predicted.
+        """
         loss = trial.own.mean
         nothing = Rise(share=0.0, sequences=len(trial.own.means), over=trial.own.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=nothing)}
@@ -128,7 +132,7 @@ class Budgeting:
             rise, predicted = trial.rise(ranks), self.predicted(ranks)
             if rise is not None:
                 tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=predicted / loss, rise=rise)
-            largest = math.inf if rise is None else rise.bound(MARGIN)
+            largest = math.inf if rise is None else rise.bound(self.margin)
             if largest <= budget:
                 best = low = at
             else:
