@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import plots
-from attnlens.shapes import Reading, Shapes
+from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.tables import facts
 from attnlens.tables.experiments import experiment_sections
 from attnlens.tables.sections import Rows, Section
@@ -23,7 +23,6 @@ from attnlens.wording import (
     decimals_for,
     decimals_with_error,
     short,
-    source_of,
     title_of,
     written,
 )
@@ -139,8 +138,8 @@ def _list(title: str, lines: Iterable[str]) -> str:
 
 def _heads(shapes: Shapes) -> str:
     groups: dict[str, list[Reading]] = {}
-    for name, reading in shapes.readings.items():
-        groups.setdefault(source_of(name), []).append(reading)
+    for reading in shapes.readings.values():
+        groups.setdefault(group_of(reading.info), []).append(reading)
     columns = [reading for group in groups.values() for reading in group]
     parts = len(set(shapes.parts)) > 1
     starts = {group[0].name for group in groups.values()}

@@ -56,6 +56,9 @@ class MeasureInfo:
     """In plain words, what a head with an outstandingly large value does; empty where that says nothing."""
     less: str = ""
     """The same for an outstandingly small value."""
+    space: str = ""
+    """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
+    different questions, and stand apart from each other in tables and pictures."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,9 @@ class Place:
 
     site: Site
     """The site."""
-    form: QueryKey | None = None
-    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. None where the logits
-    are not bilinear in the inputs (RoPE, QK-norm, cross-attention), and inputs are then not handed over."""
+    form: QueryKey | str = "M on the module's inputs is not known"
+    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. Where the logits are not
+    bilinear in the inputs (RoPE, QK-norm, cross-attention): why not; inputs are then not handed over."""
     seed: int = 0
     """Of everything random."""
     top_p: float | None = None
@@ -105,6 +108,8 @@ class Answer:
 
     measures: dict[str, Measure]
     """By qualified name; each has its value, or its own reason for having none."""
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By qualified name, what each sequence read, of measures that are means over sequences: mean and error follow."""
     curves: dict[str, list[float]] = field(default_factory=dict)
     """By qualified name; those without a value are left out."""
     shown: Selection | None = None

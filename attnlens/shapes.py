@@ -175,6 +175,12 @@ class Shapes:
         )
 
 
+def group_of(info: MeasureInfo) -> str:
+    """What a measure's column stands under: its source, and the space where it is one of several."""
+    source = source_of(info.name)
+    return f"{source}, {info.space}" if info.space else source
+
+
 def middle(values: Float[np.ndarray, "layers heads"]) -> float:
     """The median of what is there; NaN where nothing is."""
     present = values[~np.isnan(values)]

@@ -58,7 +58,7 @@ def analysed(analyzer: Callable[[QueryKey], Readings], sites: list[tuple[Site, C
 def inspected(loaded: Loaded, analyzer: str, tokens: int, sequences: int) -> None:
     """tokens.* or ksvd.* of all heads."""
     size = {"tokens": tokens, "sequences": sequences, "batch_size": 8}
-    run.inspect(loaded, source="tokens", analyzers=(analyzer,), text=subjects.text(), **size)
+    run.inspect(loaded, source="tokens", analyzers=(analyzer,), **size)
 
 
 if __name__ == "__main__":

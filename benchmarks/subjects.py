@@ -63,18 +63,11 @@ def main_model(*, quick: bool) -> tuple[str, str]:
     return name, found[name]
 
 
-def text() -> list[str]:
-    """The built-in sample four times over: enough for 128 sequences of 128 tokens."""
-    from attnlens.texts.sources import SAMPLE
-
-    return [str(SAMPLE)] * 4
-
-
 def batches(loaded: Loaded, tokens: int, sequences: int) -> Batches:
-    """The batches of 8 sequences that inspect makes of the text."""
+    """The batches of 8 sequences that inspect makes of the built-in texts; they have 128 of 128 tokens."""
     from attnlens import texts
 
-    made = texts.batches(loaded, texts.read_text(text()), tokens=tokens, sequences=sequences, batch_size=8)
+    made = texts.batches(loaded, texts.sample(loaded.info.id), texts.Cut(tokens=tokens, sequences=sequences))
     assert made.sequences == sequences
     return made
 
@@ -93,4 +86,4 @@ def inspected(loaded: Loaded, task: str, tokens: int, sequences: int) -> Report:
     from attnlens import run
 
     chosen, size = TASKS[task], {"tokens": tokens, "sequences": sequences}
-    return run.inspect(loaded, source="tokens", analyzers=chosen, text=text(), batch_size=8, **size)
+    return run.inspect(loaded, source="tokens", analyzers=chosen, batch_size=8, **size)

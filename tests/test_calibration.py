@@ -1,5 +1,7 @@
 """Is what a swap is measured on kept apart from what it was fitted on, however the two texts were cut?"""
 
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ from attnlens.run.swap import swap_kernel
 from attnlens.tables import markdown
 from attnlens.texts import overlap
 
-READ = {"sequences": 8, "tokens": 64, "batch_size": 4}
+READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"}
+CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
 OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
 """Text that no evaluation here reaches."""
@@ -69,15 +72,24 @@ def test_runs_reach_across_windows_of_one_text_and_not_across_texts():
     class Tokenizer:
         all_special_ids = (999,)
 
-    both = rows[:4], shifted
-    assert overlap.shared_share(Tokenizer(), *both, packed=True, parts=1) == pytest.approx(73 / 80)
-    assert overlap.shared_share(Tokenizer(), *both, packed=True, parts=2) == 60 / 80, "whole windows alone"
-    assert overlap.shared_share(Tokenizer(), rows[:4], rows[4:], packed=True, parts=1) == 0
-    assert overlap.shared_share(Tokenizer(), *both, packed=False, parts=2) == 0, "no line stands whole in a window"
+    evaluated, behind, calibrated = (list(chain(*part)) for part in (rows[:4], rows[4:], shifted))
+    assert overlap.shared_share(Tokenizer(), [evaluated], [calibrated]) == pytest.approx(73 / 80)
+    assert overlap.shared_share(Tokenizer(), rows[:4], [calibrated]) == 60 / 80, "whole windows alone"
+    assert overlap.shared_share(Tokenizer(), [evaluated], [behind]) == 0
+    assert overlap.shared_share(Tokenizer(), rows[:4], shifted) == 0, "no window stands whole in another"
+
+
+def test_windows_that_follow_each_other_are_one_passage_and_lines_are_not(demo):
+    found = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8, placement="first"))
+    assert [len(passage) for passage in found.passages] == [8 * 16]
+    apart = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))
+    assert [len(passage) for passage in apart.passages] == [16] * 8
+    lines = texts.batches(demo, texts.sample("demo"), texts.Cut(pack=False, sequences=8, placement="first"))
+    assert lines.passages == lines.ids
 
 
 def test_nothing_is_no_share():
-    assert overlap.shared_share(None, [], [], packed=True, parts=1) == 0
+    assert overlap.shared_share(None, [], []) == 0
     assert overlap.share_in_runs([[]], [[1] * 40]) == 0
     assert overlap.share_in_runs([[1] * 40], [[]]) == 0
     assert overlap.share_in_runs([[1] * 7], [[1] * 40]) == 0, "seven tokens prove nothing"
@@ -108,7 +120,7 @@ def test_moved_lines_are_refused(demo, tmp_path):
 @pytest.mark.parametrize(("share", "refused"), [(0.5, True), (0.2, True), (0.0, False)])
 def test_a_partial_copy_is_refused(demo, tmp_path, share, refused):
     evaluated = demo.tokenizer.decode(
-        [id_ for row in texts.batches(demo, texts.sample("demo"), texts.Cut(**READ)).ids for id_ in row]
+        [id_ for row in texts.batches(demo, texts.sample("demo"), CUT).ids for id_ in row]
     )
     assert OWN.startswith(evaluated)
     name = of_file(tmp_path, f"{FAR[:200]}\n{evaluated[: int(share * len(evaluated))]}\n{FAR[200:]}")
@@ -157,20 +169,24 @@ def test_a_text_that_repeats_itself_is_refused(demo, tmp_path):
 
 
 @pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
-def test_one_text_for_both_is_refused_before_a_model_is_loaded(tmp_path, more):
+def test_one_text_for_both_is_refused(tmp_path, more):
     long = of_file(tmp_path, OWN)
     for own, other in ((long, long), (long, of_file(tmp_path, OWN, "copy.txt")), ((), long)):
         with pytest.raises(TextError, match="is the evaluation text") as refusal:
-            swap_kernel("no/such/model", "rbf", text=own, calibration=other, **more)
-        assert "what follows the evaluated windows" in refusal.value.remedy
+            swap_kernel("demo", "rbf", text=own, calibration=other, **more)
+        assert "windows that are not evaluated" in refusal.value.remedy
 
 
-def test_what_follows_in_the_same_text_is_calibrated_on_where_none_is_named(demo, tmp_path):
-    report = fitted(demo, text=of_file(tmp_path, OWN))
-    assert report.settings.calibration == report.settings.text
+def test_other_windows_of_the_same_text_are_calibrated_on_where_none_is_named(demo, tmp_path):
+    for windows in ("first", "spread", "random"):
+        settings = fitted(demo, text=of_file(tmp_path, OWN), windows=windows).settings
+        assert settings.calibration == settings.text
+        own, other = settings.texts[0].windows, settings.calibrations[0].windows
+        assert (len(own), len(other)) == (8, 32)
+        assert not set(own) & set(other)
 
 
-def test_another_text_of_the_same_name_is_not_called_what_follows(demo, tmp_path):
+def test_another_text_of_the_same_name_is_not_called_the_same(demo, tmp_path):
     (tmp_path / "far").mkdir()
     here, there = of_file(tmp_path, OWN[: len(OWN) // 2], "text.txt"), of_file(tmp_path / "far", FAR, "text.txt")
     assert "other windows of" not in markdown(fitted(demo, there, text=here))

@@ -23,6 +23,7 @@ def shown(tmp_path_factory):
 def test_one_head_is_shown_word_by_word_with_plain_marks(shown):
     result, folder = shown
     assert "What layer 3 head 7 selects" in result.stdout
+    assert "posed on the module's inputs" in result.stdout
     assert "\x1b[" not in result.stdout, "no colours into a pipe"
     (found,) = read_report(folder / "r.json").selections
     assert (found.layer, found.head, found.space) == (3, 7, "input")
@@ -53,6 +54,7 @@ def test_a_folder_gets_the_margins_beside_the_maps(tmp_path):
     assert result.returncode == 0, result.stderr
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert {"overview.png", "selection-3.7.png", "selection.svm_cosine.png", "selection.margins.png"} <= names
+    assert {"selection.projected_svm_cosine.png", "selection.projected_margins.png"} <= names
 
 
 def test_top_p_is_carried_and_says_where_there_is_no_form():

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loaded import family
 
 from attnlens import attsvm
 from attnlens.analyzers.selection import Selector
@@ -22,10 +23,10 @@ def gathered() -> tuple[Selector, Nearness]:
     from attnlens.run import arguments
 
     loaded = models.load("demo")
-    asked = arguments.settings(
-        source="tokens", layers=[HEAD[0]], heads=[HEAD[1]], tokens=64, sequences=6, pack=True, seed=0
-    )
-    return posed(loaded, arguments.of_model(asked, loaded), texts.read_text([]), 4)[1:]
+    read: arguments.Feeding = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
+    asked = arguments.settings(read, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
+    settings = arguments.of_model(asked, loaded)
+    return posed(loaded, settings, texts.sample("demo"), arguments.cut_of(settings, read))[1:]
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,15 @@ def test_a_head_that_the_model_lacks_is_refused() -> None:
         head_experiments("demo", head=(0, 0), lr=-1.0)
 
 
+def test_a_head_without_a_form_on_inputs_is_trained_on_its_queries_and_keys() -> None:
+    report = head_experiments(family("llama"), head=(0, 1), text=__file__, sequences=2, tokens=12, iterations=20)
+    assert {experiment.settings["posed"] for experiment in report.experiments} == {"on queries and keys"}
+    (head,) = report.heads
+    cosine = head.measures["selection.projected_svm_cosine"].value
+    assert cosine == pytest.approx(report.experiments[0].final["correlation of the head"], abs=1e-8)
+    assert head.measures["selection.svm_cosine"].value is None
+
+
 def test_the_report_carries_the_head_and_both_experiments() -> None:
     report = head_experiments("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
     assert report.command == "converge"
@@ -166,6 +176,7 @@ def test_the_report_carries_the_head_and_both_experiments() -> None:
         "head 3.2",
         "head 3.2, hardening",
     ]
+    assert {experiment.settings["posed"] for experiment in report.experiments} == {"on the module's inputs"}
     (head,) = report.heads
     cosine = head.measures["selection.svm_cosine"]
     assert cosine.value == pytest.approx(report.experiments[0].final["correlation of the head"], abs=1e-8)

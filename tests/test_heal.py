@@ -39,13 +39,7 @@ def demo():
 
 @pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}, {"fit": True, "heal": 1}])
 def test_calibration_text_never_overlaps_the_evaluated_text(demo, monkeypatch, more):
-    cut, honest = [], texts.batches
-
-    def watching(*args, **given):
-        cut.append(honest(*args, **given))
-        return cut[-1]
-
-    monkeypatch.setattr(entry.texts, "batches", watching)
+    cut = watched(monkeypatch)
     report = swap_kernel(demo, "rbf", **READ, **more)
     evaluated, calibrated = (
         [tuple(row.tolist()) for batch in found for row in batch.inputs["input_ids"]] for found in cut
@@ -53,9 +47,9 @@ def test_calibration_text_never_overlaps_the_evaluated_text(demo, monkeypatch, m
     assert len(evaluated) == 4
     assert not set(evaluated) & set(calibrated)
     assert len(calibrated) > len(evaluated)
-    running = honest(demo, texts.read_text(()), tokens=24, sequences=12)
-    both = [tuple(row.tolist()) for batch in running for row in batch.inputs["input_ids"]]
-    assert [*evaluated, *calibrated[:8]] == both, "the calibration text begins where the evaluated one ends"
+    own, other = (found.texts[0].windows for found in cut)
+    assert max(other) - min(other) > 0.8 * cut[0].texts[0].available, "it lies over the whole text"
+    assert not set(own) & set(other)
     assert report.settings.calibration is not None
 
 
@@ -82,16 +76,16 @@ def test_calibration_noise_is_never_the_evaluated_noise(name, input_name, other,
 
 
 @pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
-def test_calibration_text_begins_behind_the_last_evaluated_line_and_its_cut_off_end(demo, tmp_path, monkeypatch, more):
+def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monkeypatch, more):
     text = tmp_path / "long.txt"
-    evaluated = [f"In the beginning {word} created " + f"the {word} " * 60 for word in ("abba", "zadok", "esau")]
-    text.write_text("\r\n\n".join(evaluated) + "\n" + "And the earth was without form, and void. " * 40)
+    names = ("abba", "zadok", "esau", "moses", "aaron", "ruth", "naomi", "boaz")
+    text.write_text("\r\n\n".join(f"{name} in the beginning created " + f"the {name} " * 60 for name in names))
     cut = watched(monkeypatch)
     report = swap_kernel(demo, "rbf", text=str(text), pack=False, sequences=3, tokens=16, batch_size=2, **more)
     assert [batch.lengths for batch in cut[0]] == [(16, 16), (16,)]
-    said = demo.tokenizer.decode([id_ for row in cut[1].ids for id_ in row])
-    assert said.strip().startswith("And the earth")
-    assert not any(word in said for word in ("abba", "zadok", "esau"))
+    assert set(cut[0].texts[0].windows) | set(cut[1].texts[0].windows) == set(range(cut[0].texts[0].available))
+    assert not set(cut[0].texts[0].windows) & set(cut[1].texts[0].windows)
+    assert not set(cut[0].ids) & set(cut[1].ids)
     assert report.settings.calibration.sha256 == report.settings.text.sha256
 
 
@@ -108,23 +102,22 @@ def test_another_file_with_the_evaluated_passages_is_refused(demo, tmp_path):
     own = texts.sample("demo")[0].text
     for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000])):
         (tmp_path / name).write_text(content)
+    first = READ | {"windows": "first"}
     with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
-        swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "longer.txt"), **READ)
+        swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "longer.txt"), **first)
     assert "--calibration" in refusal.value.remedy
-    swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "new.txt"), **READ)
+    swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "new.txt"), **first)
 
 
-def test_text_given_for_calibration_is_read_from_its_beginning(demo, tmp_path, monkeypatch):
+def test_text_given_for_calibration_is_sampled_by_itself(demo, tmp_path, monkeypatch):
     other = tmp_path / "other.txt"
     other.write_text("And it came to pass in those days, that there went out a decree. " * 40)
-    seen, honest = [], texts.batches
-    monkeypatch.setattr(
-        entry.texts, "batches", lambda *args, **given: seen.append(given.get("skip", 0)) or honest(*args, **given)
-    )
+    cut = watched(monkeypatch)
     report = swap_kernel(demo, "rbf", fit=True, calibration=str(other), **READ)
-    assert seen == [0, 0]
+    assert [text.name for text in cut[1].texts] == ["other.txt"]
+    assert len(cut[1].texts[0].windows) == min(32, cut[1].texts[0].available)
     assert report.settings.calibration.name == "other.txt"
-    assert report.settings.text.name == "built-in sample"
+    assert report.settings.text.name == "King James passages"
 
 
 @pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
@@ -133,7 +126,7 @@ def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, mor
     text.write_text("In the beginning God created the heaven and the earth. " * 3)
     read = {"text": str(text), "sequences": 32, "tokens": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="nothing left behind its first") as refusal:
+    with pytest.raises(TextError, match="nothing left beside what is evaluated") as refusal:
         swap_kernel(demo, "rbf", **read, **more)
     assert "--calibration" in refusal.value.remedy
 
@@ -149,7 +142,10 @@ def test_the_batches_that_choose_the_best_step_train_nothing(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
     train, back = room._split(fed)
     assert (len(train), len(back)) == (18, 2)
-    assert [*train, *back] == list(fed.batches)
+    places = {id(batch): place for place, batch in enumerate(fed.batches)}
+    assert sorted(places[id(batch)] for batch in (*train, *back)) == list(range(20))
+    first, last = (places[id(batch)] for batch in back)
+    assert last - first == 10, "they lie over the whole text"
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------
@@ -171,8 +167,9 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
     else:
         model = demo if which == "demo" else family(which)
     cut = {"tokens": 32, "batch_size": 8}
-    calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, skip=4, **cut))
-    held_out = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=4, **cut)).batches[0].inputs
+    evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=4, **cut))
+    calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, **cut), apart_from=evaluated)
+    held_out = evaluated.batches[0].inputs
     sites = sites_of(model.model, held_out)
     plain = dict.fromkeys(sites, hooks.Swap(parsed("rbf")))
     fitted = fit(model, sites, plain, calibrated, lambda _: None)

@@ -19,6 +19,7 @@ from attnlens.registry import MeasureInfo
 from attnlens.run import Interrupted
 from attnlens.run.extremes import extremes
 from attnlens.tables import facts
+from attnlens.tables.population import population
 
 SMALL = {"sequences": 4, "tokens": 32}
 
@@ -390,7 +391,7 @@ def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(
     assert few.summary.between_texts[name] == pytest.approx(statistics.stdev(medians), rel=1e-9)
     many = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=12, tokens=32)
     assert many.settings.intervals == "texts"
-    assert "hold for texts like these" in facts.population(many)
+    assert "hold for texts like these" in population(many)
     assert len(many.summary.texts) == 6
     with pytest.raises(UsageError, match="need 5 texts, and there are 3"):
         attnlens.inspect(demo, source="tokens", text=paths[:3], sequences=6, tokens=32, intervals="texts")

@@ -121,9 +121,9 @@ def test_every_kind_of_kernel_comes_back(demo, inputs, tmp_path, words, layers):
     chosen = [site for site in sites if layers is None or site.layer in layers]
     swaps = {site: hooks.Swap(parsed(words, allow_signed=True)) for site in chosen}
     if words == "rank:6":
-        calibrated = texts.batches(
-            demo, texts.read_text(()), tokens=16, sequences=32, skip=4, batch_size=READ["batch_size"]
-        )
+        sizes = {"tokens": READ["tokens"], "batch_size": READ["batch_size"]}
+        evaluated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=READ["sequences"], **sizes))
+        calibrated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=32, **sizes), apart_from=evaluated)
         swaps = fit(demo, sites, swaps, calibrated, lambda _: None)
     with hooks.replace(demo.model, sites, swaps):
         expected = outputs(demo.model, inputs)

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import cvxpy
@@ -13,13 +14,19 @@ from heads import query_key, random
 
 import attnlens
 from attnlens import hooks, registry, texts, weights
-from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, Selector
+from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, SPACES, Selector
+from attnlens.analyzers.selection.measures import qualified
 from attnlens.attsvm.head import Form, Scene, Softmax, choose, first_copies, pose
 from attnlens.attsvm.nearness import nearness, projected_norm
 from attnlens.errors import UsageError
+from attnlens.plots.overview import page_rows
 from attnlens.records import Site
 from attnlens.registry import Place, measure_sources
+from attnlens.shapes import Shapes
+from attnlens.tables.facts import reading_help, without_value
+from attnlens.tables.layers import layer_rows, measure_columns
 
+SITE = Site("attention", 0, 0, "encoder")
 SCALARS = [info.name for info in MEASURES if not info.curve]
 CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
 
@@ -50,7 +57,7 @@ def values_of(near):
 
 def gather(keys, *, place=None, heads=None):
     """What a Selector says of these one-sequence QueryKeys."""
-    selector = Selector(place or Place(Site("attention", 0, 0, "encoder")))
+    selector = Selector(place or Place(SITE))
     for number, one in enumerate(keys):
         selector.update(one if heads is None else one.select(heads), number)
     return selector.solve()
@@ -69,6 +76,20 @@ def several(count=3, heads=2, kv_heads=2, n=9, size=5, seed=0, **rest):
         )
         for number in range(count)
     ]
+
+
+def bilinear(count=3, heads=2, n=9, d=6, size=4, seed=0, **rest):
+    """Sequences whose queries and keys are affine in their inputs x, and the form on (x, 1) that says how."""
+    factors = [random(heads, d + 1, size, seed=100 * seed + 90 + side) for side in range(2)]
+    return fed([random(n, d, seed=100 * seed + number) for number in range(count)], *factors, **rest)
+
+
+def fed(inputs, query, key, **rest):
+    """What heads with these factors on (x, 1) make of the inputs, and their form."""
+    padded = [torch.nn.functional.pad(x, (0, 1), value=1.0) for x in inputs]
+    pairs = zip(padded, inputs, strict=True)
+    keys = [replace(tokens_key(with_1 @ query, with_1 @ key, **rest), inputs=x[None]) for with_1, x in pairs]
+    return keys, query_key(query, key)
 
 
 def numbers(answer):
@@ -169,6 +190,9 @@ def test_early_tokens_of_a_causal_sequence_are_not_posed():
     found = scenes(8, 7, 10, allowed=CAUSAL)
     chosen = choose(found, dense(1e-3 * random(10, 10)), Softmax(), most=64)
     assert set(chosen.position.tolist()) == {3, 4, 5, 6}, "a query that sees fewer than half of 7 poses nothing"
+    keys, form = bilinear(count=8, n=7, allowed=CAUSAL[None, None])
+    for place in (Place(SITE, form), Place(SITE)):
+        assert gather(keys, place=place)[0].measures["selection.queries"].value == 8 * 4
 
 
 # sets of several tokens
@@ -232,8 +256,9 @@ def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative()
     assert reached.tolist() == pytest.approx(margins, abs=1e-6)
     by_name = {info.name: info for info in MEASURES}
     for name in ("margin", "efficiency", "efficiency_q05", "margins"):
-        assert by_name[f"selection.{name}"].low is None
-        assert name == "efficiency_q05" or "W_fin" in by_name[f"selection.{name}"].formula
+        for info in (by_name[qualified(name, space)] for space in SPACES):
+            assert info.low is None
+            assert name == "efficiency_q05" or "W_fin" in info.formula
 
 
 def test_sets_that_no_form_can_keep_have_the_reason():
@@ -305,28 +330,29 @@ def test_softcap_and_sink_change_the_weight_and_not_the_choice():
 @pytest.mark.parametrize("length", [1, 2])
 def test_sequences_of_one_and_two_tokens(length):
     answer = gather(several(n=length))[0]
-    assert answer.measures["selection.decided"].value == 1, "p_max of two tokens is at least ½"
+    assert set(answer.windows["selection.decided"].values()) == {1}, "p_max of two tokens is at least ½"
     if length == 1:
         assert answer.measures["selection.queries"].value == 0
-        assert answer.measures["selection.efficiency"].reason == "no query may choose between different tokens"
+        for name in ("selection.least_decided", "selection.projected_efficiency"):
+            assert answer.measures[name].reason == "no query may choose between different tokens"
     else:
         assert answer.measures["selection.queries"].value == 6
-        assert 0 < answer.measures["selection.efficiency"].value <= 1 + 1e-6
+        assert 0 < answer.measures["selection.projected_efficiency"].value <= 1 + 1e-6
 
 
 def test_equal_queries_and_equal_tokens():
     equal = [tokens_key(random(1, 1, 5).expand(1, 6, 5), random(1, 6, 5, seed=1))]
     found = gather(equal)[0].measures
     assert found["selection.queries"].value == 6
-    assert 0 < found["selection.efficiency"].value <= 1 + 1e-6
+    assert 0 < found["selection.projected_efficiency"].value <= 1 + 1e-6
     nothing = gather([tokens_key(random(1, 6, 5), random(1, 1, 5).expand(1, 6, 5))])[0].measures
-    assert nothing["selection.svm_cosine"].reason == "no query may choose between different tokens"
+    assert nothing["selection.projected_svm_cosine"].reason == "no query may choose between different tokens"
 
 
 def test_a_head_of_zeros_has_ties_alone():
     found = gather([tokens_key(torch.zeros(1, 6, 5), random(1, 6, 5))])[0].measures
-    assert "scores are equal in all 6" in found["selection.efficiency"].reason
-    assert found["selection.efficiency"].value is None
+    assert "scores are equal in all 6" in found["selection.projected_efficiency"].reason
+    assert found["selection.projected_efficiency"].value is None
 
 
 # the gatherer
@@ -335,7 +361,7 @@ def test_a_head_of_zeros_has_ties_alone():
 def test_a_position_bias_leaves_decided_alone():
     keys = several(n=6, bias=random(1, 2, 6, 6))
     for answer in gather(keys).values():
-        assert answer.measures["selection.decided"].value is not None
+        assert len(answer.windows["selection.decided"]) == len(keys)
         reasons = {answer.measures[name].reason for name in SCALARS if name != "selection.decided"}
         assert reasons == {BIASED}
 
@@ -364,18 +390,18 @@ def test_heads_are_the_same_alone_and_among_others_and_with_any_workers():
 
 
 def test_other_seeds_draw_other_nulls_of_the_same_head():
-    site = Site("attention", 0, 0, "encoder")
-    first, second = (gather(several(), place=Place(site, seed=seed))[0].measures for seed in (0, 1))
-    cosine = "selection.svm_cosine"
+    first, second = (gather(several(), place=Place(SITE, seed=seed))[0].measures for seed in (0, 1))
+    cosine = "selection.projected_svm_cosine"
     assert first[cosine].value == second[cosine].value
     assert first[cosine].null != second[cosine].null
 
 
 def test_null_heads_read_the_null():
-    """Random factors are one more draw of their own null: above its mean about as often as below."""
-    place = Place(Site("attention", 0, 0, "encoder"), seed=1)
-    answers = gather(several(count=4, heads=16, kv_heads=16, n=10, size=8, seed=5), place=place)
-    for name in ("selection.svm_cosine", "selection.efficiency_q05", "selection.efficiency", "selection.margin"):
+    """Random factors are one more draw of their own null in both spaces: above its mean about as often as below."""
+    keys, form = bilinear(count=3, heads=16, n=9, d=12, size=8, seed=5)
+    answers = gather(keys, place=Place(SITE, form, seed=1))
+    kinds = ("svm_cosine", "efficiency_q05", "efficiency", "margin")
+    for name in (qualified(what, space) for what in kinds for space in SPACES):
         scores = [answer.measures[name].z for answer in answers.values()]
         assert len(scores) == 16
         assert 0.15 <= statistics.mean(score > 0 for score in scores) <= 0.85, name
@@ -395,11 +421,12 @@ def test_the_turned_form_has_the_same_singular_values_and_other_directions():
 
 def test_what_is_shown_are_the_posed_queries():
     keys = several(count=2)
-    answer = gather(keys, place=Place(Site("attention", 0, 0, "encoder"), shown=True))[1]
+    answer = gather(keys, place=Place(SITE, shown=True))[1]
     shown = answer.shown
     assert len(shown.picks) == answer.measures["selection.queries"].value
     assert len(shown.null_margins) == NULL_DRAWS
-    assert sorted(pick.margin for pick in shown.picks) == pytest.approx(answer.curves["selection.margins"])
+    assert shown.space == "projected"
+    assert sorted(pick.margin for pick in shown.picks) == pytest.approx(answer.curves["selection.projected_margins"])
     assert [pick.weight for pick in shown.picks] == sorted((pick.weight for pick in shown.picks), reverse=True)
     for pick in shown.picks:
         scores = keys[pick.sequence].attention[0, 1, pick.query]
@@ -407,7 +434,107 @@ def test_what_is_shown_are_the_posed_queries():
         assert pick.weight == pytest.approx(float(scores.max()))
         assert not set(pick.support) & set(pick.selected)
     total = sum(len(pick.support) for pick in shown.picks)
-    assert answer.measures["selection.support"].value == pytest.approx(total / (8 * len(shown.picks)))
+    assert answer.measures["selection.projected_support"].value == pytest.approx(total / (8 * len(shown.picks)))
+
+
+# two spaces
+
+
+def dense_readings(scenes, M):
+    """Margin, efficiency and cosine with every constraint written out, ΠM by pseudo-inverses and W_mm by cvxpy."""
+    u, z, query_of = [], [], []
+    for tokens, queries in scenes:
+        for query in queries:
+            best = int((tokens @ M @ query).argmax())
+            others = [other for other in range(len(tokens)) if other != best]
+            query_of += [len(set(query_of))] * len(others)
+            u += [tokens[best] - tokens[other] for other in others]
+            z += [query] * len(others)
+    u, z = torch.stack(u), torch.stack(z)
+    W = cvxpy.Variable(M.shape)
+    margins = cvxpy.sum(cvxpy.multiply(u.numpy() @ W, z.numpy()), axis=1)
+    norm = cvxpy.Problem(cvxpy.Minimize(cvxpy.norm(W, "fro")), [margins >= 1]).solve(solver=cvxpy.CLARABEL)
+    projected = torch.linalg.pinv(u) @ u @ M @ torch.linalg.pinv(z) @ z
+    own = ((u @ M) * z).sum(-1) / projected.norm()
+    least = torch.stack([own[torch.tensor(query_of) == query].min() for query in range(max(query_of) + 1)])
+    cosine = float((M * torch.tensor(W.value)).sum() / (projected.norm() * norm))
+    read = {"margin": least.min(), "efficiency": least.min() * norm, "efficiency_q05": least.quantile(0.05) * norm}
+    return {what: float(value) for what, value in read.items()} | {"svm_cosine": cosine}
+
+
+def test_both_spaces_equal_dense_computations_of_their_own_and_disagree():
+    keys, form = bilinear(n=6)
+    answers = gather(keys, place=Place(SITE, form))
+    for head in (0, 1):
+        key, query, found = form.key[head], form.query[head], answers[head].measures
+        inputs = [torch.nn.functional.pad(one.inputs[0], (0, 1), value=1.0) for one in keys]
+        dense_of = {
+            "input": dense_readings([(x, x) for x in inputs], form.scale * key @ query.mT),
+            "projected": dense_readings([(x @ key, x @ query) for x in inputs], form.scale * torch.eye(4).double()),
+        }
+        assert found["selection.queries"].value == 18, "every query is posed"
+        for space, readings in dense_of.items():
+            for what, value in readings.items():
+                assert found[qualified(what, space)].value == pytest.approx(value, rel=1e-5), (space, what)
+        cosines = [readings["svm_cosine"] for readings in dense_of.values()]
+        assert abs(cosines[0] - cosines[1]) > 0.05, "control: one space does not stand for the other"
+
+
+def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_alone():
+    """A head read from its inputs answers the projected question as one that has no form on inputs, null and all."""
+    keys, form = bilinear(count=4, heads=3, n=8, seed=2, allowed=torch.ones(1, 1, 8, 8).bool().tril())
+    both, alone = gather(keys, place=Place(SITE, form)), gather(keys, place=Place(SITE, "it turns with its position"))
+    for head in range(3):
+        one, other = both[head].measures, alone[head].measures
+        for what in ("svm_cosine", "efficiency", "efficiency_q05", "margin", "support"):
+            name, of_inputs = qualified(what, "projected"), qualified(what, "input")
+            assert one[name].value == pytest.approx(other[name].value, rel=1e-6)
+            assert one[name].null.mean == pytest.approx(other[name].null.mean, rel=1e-6)
+            assert one[name].null.sd == pytest.approx(other[name].null.sd, rel=1e-5)
+            assert one[of_inputs].null.mean != pytest.approx(one[name].null.mean, rel=1e-2), "each has its own null"
+            assert (other[of_inputs].value, other[of_inputs].reason) == (None, "it turns with its position")
+        for name in ("selection.decided", "selection.queries", "selection.least_decided"):
+            assert one[name].value == pytest.approx(other[name].value, rel=1e-9)
+
+
+def test_a_head_that_is_its_svm_on_inputs_is_not_it_on_queries_and_keys():
+    inputs = [random(7, 8, seed=number) for number in range(4)]
+    found = [scene(torch.nn.functional.pad(x, (0, 1), value=1.0)) for x in inputs]
+    chosen, near = judged(found, dense(random(9, 9, seed=7)))
+    left, values, right = torch.linalg.svd(_whole(near, found, chosen))
+    keys, form = fed(inputs, (right.mT * values.sqrt())[None] / 0.3, (left * values.sqrt())[None])
+    measures = gather(keys, place=Place(SITE, form))[0].measures
+    assert measures["selection.efficiency"].value == pytest.approx(1, abs=1e-6)
+    assert measures["selection.svm_cosine"].value == pytest.approx(1, abs=1e-6)
+    assert measures["selection.projected_efficiency"].value < 0.9
+    assert measures["selection.projected_svm_cosine"].value < 0.95
+
+
+def test_what_is_shown_is_the_problem_on_inputs_where_there_is_one():
+    keys, form = bilinear()
+    answer = gather(keys, place=Place(SITE, form, shown=True))[1]
+    assert answer.shown.space == "input"
+    assert sorted(pick.margin for pick in answer.shown.picks) == pytest.approx(answer.curves["selection.margins"])
+    assert answer.curves["selection.margins"] != pytest.approx(answer.curves["selection.projected_margins"])
+
+
+@pytest.mark.parametrize(("family", "spaces"), [("gpt2", ("input", "projected")), ("llama", ("projected",))])
+def test_a_report_never_puts_the_two_spaces_together(family, spaces):
+    report = _of_family(family, layers=[0], heads=[0, 1])
+    shapes = Shapes(report)
+    rows = layer_rows(shapes)
+    columns = measure_columns(shapes, rows)
+    assert [group for group in dict.fromkeys(column.group for column in columns) if "," in group] == [
+        f"selection, {space}" for space in spaces
+    ]
+    for column in columns:
+        assert column.title.startswith("projected ") == (column.group == "selection, projected")
+    for row in page_rows(shapes)[: len(spaces)]:
+        assert len({shapes.info(panel.name).space for panel in row} - {""}) == 1
+    both = len(spaces) == 2
+    assert ("two questions, compare within one only" in reading_help(rows, shapes)) == both
+    missing = " ".join(without_value(shapes))
+    assert ("selection.svm_cosine" in missing and "RoPE" in missing) == (not both)
 
 
 # models
@@ -432,7 +559,6 @@ def test_input_space_is_a_naive_dense_computation():
     assert torch.allclose(x @ M.mT @ x.mT, logits, atol=1e-4)
     chosen, near = judged([scene(one, allowed=mask) for one in x], dense(M))
     found = report.heads[0].measures
-    assert found["selection.space"].label == "input"
     assert found["selection.queries"].value == len(chosen.sets)
     assert values_of(near) == pytest.approx(
         [found[f"selection.{name}"].value for name in ("efficiency", "svm_cosine", "efficiency_q05")], rel=1e-4
@@ -440,26 +566,36 @@ def test_input_space_is_a_naive_dense_computation():
     shares = (logits.masked_fill(~mask, -torch.inf).softmax(-1).amax(-1) >= 0.5).double().mean(-1)
     assert found["selection.decided"].value == pytest.approx(float(shares.mean()))
     assert found["selection.decided"].n == 3
+    assert found["selection.decided"].se == pytest.approx(float(shares.std() / 3**0.5))
 
 
 @pytest.mark.parametrize(
-    ("family", "space"), [("bert", "input"), ("gpt2", "input"), ("llama", "projected"), ("qwen3", "projected")]
+    ("family", "why"), [("bert", None), ("gpt2", None), ("llama", "RoPE"), ("qwen3", "QK-norm"), ("bart", None)]
 )
-def test_the_space_follows_from_the_logits(family, space):
-    from loaded import SMALL, loaded
-
-    model = loaded(families.build(family))
-    report = attnlens.inspect(model, analyzers="selection", text=_letters(), **SMALL)
+def test_both_spaces_are_measured_where_the_logits_are_bilinear_in_the_inputs(family, why):
+    report = _of_family(family, heads=[0])
     for head in report.heads:
-        assert head.measures["selection.space"].label == space
-        assert head.measures["selection.efficiency"].value <= 1 + 1e-6
-        assert head.measures["selection.efficiency"].value > 0
+        reason = "cross-attention" if head.part == "cross" else why
+        assert 0 < head.measures["selection.projected_efficiency"].value <= 1 + 1e-6
+        assert "selection.projected_margins" in head.curves
+        assert ("selection.margins" in head.curves) == (reason is None)
+        for what in ("svm_cosine", "efficiency", "efficiency_q05", "margin", "support"):
+            found, projected = (head.measures[qualified(what, space)] for space in SPACES)
+            assert projected.null is not None
+            assert (found.value is None) == (found.null is None) == (reason is not None)
+            assert reason is None or reason in found.reason
+        assert "selection.space" not in head.measures
+        assert head.measures["selection.decided"].null is None
     assert report.coverage.complete
+    assert family != "bart" or {head.part for head in report.heads} == {"encoder", "decoder", "cross"}
 
 
-def _letters():
-    path = Path(__file__).parent / "test_selection.py"
-    return str(path)
+def _of_family(family, **which):
+    from loaded import loaded
+
+    return attnlens.inspect(
+        loaded(families.build(family)), analyzers="selection", text=__file__, sequences=3, tokens=12, **which
+    )
 
 
 def test_the_analyzer_is_no_default_and_its_source_is_tokens():
@@ -532,9 +668,9 @@ def test_real_weights_of_an_encoder_and_of_a_rotary_decoder():
     for space, path in paths.items():
         report = attnlens.inspect(str(path), analyzers="selection", layers=[2], heads=[0, 4], tokens=64, sequences=8)
         for head in report.heads:
-            assert head.measures["selection.space"].label == space
-            assert 0 < head.measures["selection.efficiency"].value < 1
-            assert head.measures["selection.efficiency"].null is not None
+            assert (head.measures["selection.efficiency"].value is not None) == (space == "input")
+            assert 0 < head.measures["selection.projected_efficiency"].value < 1
+            assert head.measures["selection.projected_efficiency"].null is not None
 
 
 def test_forms_on_inputs_are_those_of_the_weights():

@@ -50,7 +50,8 @@ def broken():
 
 def batches(model, *, pack=True, text=(), **more):
     given = {name: number for name, number in (READ | more).items() if name != "batch_size"}
-    return texts.batches(model, texts.read_text(text), batch_size=2, pack=pack, **given)
+    contents = texts.read_each(text) or texts.sample(model.info.id)
+    return texts.batches(model, contents, texts.Cut(batch_size=2, pack=pack, **given))
 
 
 def under(model, inputs, words, **which):

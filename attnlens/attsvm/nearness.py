@@ -60,11 +60,16 @@ def nearness(
     differences inside the sets: trained forms tend to W_fin + R · W_mm, and only what is left can meet the equalities.
     """
     chosen = choose(scenes, form, softmax, most, top_p)
+    return chosen, nearness_of(scenes, form, chosen)
+
+
+def nearness_of(scenes: Sequence[Scene], form: Form, chosen: Chosen) -> Nearness | str:
+    """The same for what was chosen before, on the same scenes or on others with the same scores."""
     try:
         problem = pose(scenes, form, chosen)
     except UnposedError:
-        return chosen, _unposed(chosen)
-    return chosen, judged(chosen, problem, solve(problem.problem, tolerance=TOLERANCE))
+        return _unposed(chosen)
+    return judged(chosen, problem, solve(problem.problem, tolerance=TOLERANCE))
 
 
 def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:

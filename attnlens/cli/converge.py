@@ -58,7 +58,13 @@ Revisions = Annotated[
 ]
 Head = Annotated[
     str | None,
-    opt.option("--head", panel=opt.TRAINED, help="A head's own selection problem, as in `3.7`.", metavar="LAYER.HEAD"),
+    opt.option(
+        "--head",
+        panel=opt.TRAINED,
+        help="A head's own selection problem, as in `3.7`: on the module's inputs where M lives on them, else on "
+        "queries and keys.",
+        metavar="LAYER.HEAD",
+    ),
 ]
 Experiments = Annotated[
     list[str] | None,

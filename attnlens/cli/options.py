@@ -66,7 +66,8 @@ Show = Annotated[
     str | None,
     option(
         "--show",
-        help="With --head: the tokens that the head selects and those that hold its SVM up (`selection`).",
+        help="With --head: the tokens that the head selects and those that hold its SVM up (`selection`), posed on the "
+        "module's inputs where M lives on them, else on queries and keys.",
         metavar="WHAT",
     ),
 ]

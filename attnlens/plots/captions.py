@@ -6,7 +6,7 @@ import textwrap
 
 from attnlens.plots.bands import bands
 from attnlens.registry import MeasureInfo
-from attnlens.shapes import Reading, Shapes
+from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.wording import (
     big,
     clean,
@@ -15,7 +15,6 @@ from attnlens.wording import (
     listed,
     model_name,
     short,
-    source_of,
     title_of,
     written,
 )
@@ -96,8 +95,8 @@ def heading(name: str) -> str:
 def source_heading(shapes: Shapes, name: str) -> str:
     """Where a row of pictures comes from."""
     settings = shapes.report.settings
-    source = source_of(name)
-    return f"{source} – {clean(settings.fed)}" if source == "tokens" and settings.fed else source
+    group = group_of(shapes.info(name))
+    return f"{group} – {clean(settings.fed)}" if group == "tokens" and settings.fed else group
 
 
 def typeset(number: float, decimals: int) -> str:

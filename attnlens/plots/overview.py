@@ -25,7 +25,7 @@ from attnlens.plots.fans import FORMULA, draw_fan
 from attnlens.plots.maps import draw_map
 from attnlens.plots.shares import draw_shares, layer_means
 from attnlens.plots.style import INK, MUTED, new_figure
-from attnlens.shapes import Reading, Shapes
+from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.wording import big, clean, model_name, source_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def overview_figure(shapes: Shapes) -> Figure:
     letters = iter("abcdef")
     for number, row in enumerate(rows):
         ceiling = height - 0.75 - number * block
-        if number == 0 or source_of(row[0].name) != source_of(rows[number - 1][0].name):
+        before = "" if number == 0 else group_of(shapes.info(rows[number - 1][0].name))
+        if group_of(shapes.info(row[0].name)) != before:
             _section(figure, fitted(row[0].section or source_heading(shapes, row[0].name), 120), ceiling, height)
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
@@ -81,24 +82,34 @@ def overview_figure(shapes: Shapes) -> Figure:
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
     """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show.
 
-    Where the one source has a curve that is to be seen by depth, its thirds are the first row, and maps the second.
+    Where the one source has a curve that is to be seen by depth, its thirds are the first row, and maps the second;
+    where it has numbers of two spaces, these are the rows.
     """
     names = [*shapes.readings, *shapes.curves]
     sources = list(dict.fromkeys(source_of(name) for name in names))
+    groups = [_apart(shapes, [name for name in names if source_of(name) == source]) for source in sources]
     if len(sources) > 1:
-        return [_panels(shapes, source, ACROSS) for source in sources[:2]]
+        return [_panels(shapes, spaces[0], ACROSS) for spaces in groups[:2]]
     if deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         return [row for row in (_depth_panels(shapes, deep[0]), _maps(shapes)) if row]
-    panels = _panels(shapes, sources[0], 2 * ACROSS)
+    if len(groups[0]) > 1:
+        return [_panels(shapes, space, ACROSS) for space in groups[0][:2]]
+    panels = _panels(shapes, groups[0][0], 2 * ACROSS)
     return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
 
 
-def _panels(shapes: Shapes, source: str, room: int) -> list[Panel]:
+def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
+    """One source's measures and curves, space by space where there are several; those of none are with the first."""
+    spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
+    return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
+
+
+def _panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place."""
-    of_source = {name: reading for name, reading in shapes.readings.items() if source_of(name) == source}
-    stems = [stem for stem in shapes.shares if source_of(stem) == source][:1]
+    of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
+    stems = [stem for stem, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for stem in stems for name in shapes.shares[stem]}
-    curves = [name for name in shapes.curves if source_of(name) == source][: max(1, room // ACROSS)]
+    curves = [name for name in names if name in shapes.curves][: max(1, room // ACROSS)]
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
     # but for headlines, a measure that cannot be told from chance gives its place to one that can
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)[

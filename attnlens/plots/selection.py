@@ -9,6 +9,7 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from attnlens.plots.captions import fitted, model_line, settings_line, wrapped
 from attnlens.plots.style import CATEGORIES, INK, MUTED, legend_above, new_figure
+from attnlens.records import WHERE_POSED
 from attnlens.shapes import Shapes
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ WIDTH, HEIGHT = 6.2, 4.7
 CAPTION = (
     "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending; "
     "a single query may exceed 1. "
-    "Null: the head turned by random rotations on both sides, with its own selection and its own best."
+    "Null: the head turned by random rotations on both sides, with its own selection and its own best. "
+    "Posed {where}."
 )
 
 
@@ -33,7 +35,7 @@ def margins_figure(report: Report, found: Selection) -> Figure:
     shapes = Shapes(report)
     title = f"layer {found.layer} head {found.head}: margins of its selection"
     figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
-    lines = [CAPTION, fitted(model_line(shapes), 200), settings_line(shapes)]
+    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
     caption = wrapped(lines, int(WIDTH * 17))
     figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     return figure

@@ -16,7 +16,7 @@ from attnlens.records.report import (
     json_schema,
     read_report,
 )
-from attnlens.records.selections import Pick, Selection, Sentence, Space
+from attnlens.records.selections import WHERE_POSED, Pick, Selection, Sentence, Space
 from attnlens.records.swaps import (
     CONVENTIONS,
     PARTS,
@@ -42,6 +42,7 @@ __all__ = [
     "PARTS",
     "PATHS",
     "SWEEPS",
+    "WHERE_POSED",
     "Bound",
     "Call",
     "Change",

@@ -54,7 +54,7 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
 
 class Null(Record):
     """What a measure reads by chance alone: independent Gaussian factors of the same shape; selection.*: the head's own
-    form turned by random rotations on both sides.
+    form in the measure's space, turned by random rotations on both sides.
     """
 
     mean: Number

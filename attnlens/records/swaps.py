@@ -28,7 +28,7 @@ class Change(Record):
     delta: Number
     """after − before."""
     ci95: tuple[Number, Number] | None = None
-    """95 % interval of delta: percentile bootstrap over sequences, paired (Efron 1979)."""
+    """95 % interval of delta: studentised paired bootstrap over windows, or from five texts on over texts."""
 
 
 class Pair(Record):
@@ -112,7 +112,7 @@ class Effect(Record):
     ci95: tuple[Number, Number] | None = None
     """Its 95 % interval."""
     p_value: Number | None = None
-    """Two-sided, of no change, from a paired t-test over sequences; None for a distance, which is never negative."""
+    """Two-sided, of no change, from a paired t-test over windows (or texts); None for a distance, never negative."""
     significant: bool = False
     """Whether it stands at a false discovery rate of 5 % (Benjamini & Hochberg 1995)."""
 

@@ -81,8 +81,7 @@ def _check_enough(first: Batches, contents: Sequence[Content], evaluated: Batche
 def _check_repeated(loaded: Loaded, parts: Sequence[Batches]) -> None:
     """Raise TextError where a part repeats those before it: a promise from it would be none."""
     for number, part in enumerate(parts):
-        before = [row for other in parts[:number] for row in other.ids]
-        share = shared_share(loaded.tokenizer, part.ids, before) if before else 0.0
+        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
         if share > MOST_SHARED:
             doing = ("", "fitted on", "fitted on or chosen by")[number]
             made = ("", "what ranks are chosen by", "what the promise is made from")[number]

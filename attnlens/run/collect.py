@@ -139,6 +139,7 @@ class Collector:
                 continue
             if head in answers:
                 draft.measures.update(answers[head].measures)
+                draft.measures.update(self._averaged(site, head, gathering, answers[head]))
                 draft.curves.update(answers[head].curves)
             elif skip := self._skip_of(site, head):
                 nothing = Measure(value=None, reason=skip.reason)
@@ -160,6 +161,21 @@ class Collector:
                     draft.measures[info.name] = self._mean(info, site, head, error)
                 elif site.part == "cross" and info.self_only:
                     draft.measures[info.name] = _measure(info, site, None, n=0)
+
+    def _averaged(self, site: Site, head: int, gathering: Gathering, answer: Answer) -> dict[str, Measure]:
+        """The means over sequences of what each of them read of this head, which are kept."""
+        found = {}
+        for info in gathering.measures:
+            if info.name not in answer.windows:
+                continue
+            place, heads = (site, info.name), 1 + max(other for where, other in self.drafts if where == site)
+            if place not in self.windows:
+                self.windows[place] = torch.full((self.design.count, heads), torch.nan, dtype=torch.float64)
+            for sequence, value in answer.windows[info.name].items():
+                self.windows[place][sequence, head] = value
+            error = float(standard_error(self.windows[place][:, head], self.design))
+            found[info.name] = self._mean(info, site, head, error)
+        return found
 
     def _mean(self, info: MeasureInfo, site: Site, head: int, error: float) -> Measure:
         """One head's mean over sequences."""

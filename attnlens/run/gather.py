@@ -9,11 +9,25 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from attnlens import hooks
+from attnlens.errors import NotBilinearError
 from attnlens.hooks import Reached
 from attnlens.records import Call, QueryKey, Selection, Site
 from attnlens.registry import Gatherer, Gathering, Place
 from attnlens.run.collect import Collector
 from attnlens.run.pieces import finite_heads, sequences
+from attnlens.weights import Factors
+
+
+def form_on_inputs(factors: Factors | NotBilinearError) -> QueryKey | str:
+    """M on (x, 1), or why the logits are not bilinear in one input x."""
+    if isinstance(factors, NotBilinearError):
+        return factors.problem
+    if factors.on_inputs is not None:
+        return factors.on_inputs
+    if factors.site.part == "cross":
+        return "queries and keys come from different inputs (cross-attention)"
+    why = "are normalised per token (QK-norm)" if factors.qk_norm else "turn with their position (RoPE)"
+    return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
 
 
 @dataclass
@@ -24,10 +38,10 @@ class Gathered:
     """Which analyzers."""
     collector: Collector
     """Where their answers go."""
-    place: Callable[[Site, QueryKey | None], Place]
+    place: Callable[[Site, QueryKey | str], Place]
     """The terms on which they work, by site and form."""
-    forms: dict[Site, QueryKey] = field(default_factory=dict)
-    """M on (x, 1), where the logits are bilinear in the module's inputs x; filled before the first sequence."""
+    forms: dict[Site, QueryKey | str] = field(default_factory=dict)
+    """M on (x, 1), or why the logits are not bilinear in the module's inputs x; filled before the first sequence."""
     shown: list[Selection] = field(default_factory=list)
     """What was posed, where that is to be shown."""
     _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
@@ -40,7 +54,7 @@ class Gathered:
     @contextmanager
     def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, int], None]]:
         """Inside, a function that takes in a site's call: (site, call, number of its first sequence) → None."""
-        wanted = [found for found in reached if found.site in self.forms]
+        wanted = [found for found in reached if isinstance(self.forms.get(found.site), QueryKey)]
         with hooks.inputs_of(wanted) as latest:
 
             def visit(site: Site, call: Call, first: int) -> None:
@@ -61,12 +75,13 @@ class Gathered:
 
     def _with_inputs(self, site: Site, call: Call, latest: Mapping[nn.Module, Tensor]) -> QueryKey:
         query_key = call.query_key(site)
-        inputs = latest.get(call.module) if site in self.forms and call.module is not None else None
-        return replace(query_key, inputs=inputs) if inputs is not None else query_key
+        if not isinstance(self.forms.get(site), QueryKey) or call.module is None:
+            return query_key
+        return replace(query_key, inputs=latest[call.module])
 
     def _update(self, site: Site, query_key: QueryKey, first: int) -> None:
         if site not in self._gatherers:
-            place = self.place(site, self.forms.get(site))
+            place = self.place(site, self.forms.get(site, "no analyzer asks for M on the module's inputs"))
             self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
         for number, one in sequences(query_key):
             # heads that are not asked for cost nothing

@@ -17,7 +17,7 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.errors import UsageError
-from attnlens.records import Curve, Experiment, Report, Settings
+from attnlens.records import WHERE_POSED, Curve, Experiment, Report, Settings, Space
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import arguments
 from attnlens.run.collect import Collector
@@ -75,9 +75,14 @@ def head_experiments(
     report, selector, found = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
     meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)
-    experiments = [trained(found, head, wanted, progress), meant]
+    experiments = [_placed(made, selector.spaces[0]) for made in (trained(found, head, wanted, progress), meant)]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
+
+
+def _placed(experiment: Experiment, space: Space) -> Experiment:
+    """With the space of its problem: the module's inputs where M lives on them, else queries and keys."""
+    return experiment.model_copy(update={"settings": {"posed": WHERE_POSED[space]} | experiment.settings})
 
 
 def posed(

@@ -20,7 +20,7 @@ from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
-from attnlens.run.gather import Gathered
+from attnlens.run.gather import Gathered, form_on_inputs
 from attnlens.run.pieces import finite_heads, pieces
 from attnlens.run.sentences import told
 from attnlens.run.summary import summarised, windows_of
@@ -105,7 +105,7 @@ class Inspection:
         gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
         self.gathered = Gathered(gatherings, self.collector, self._place)
 
-    def _place(self, site: Site, form: QueryKey | None) -> Place:
+    def _place(self, site: Site, form: QueryKey | str) -> Place:
         return Place(site, form, self.settings.seed, arguments.share(self.settings.select or "argmax"), self.shown)
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
@@ -200,11 +200,11 @@ class Inspection:
         read: list[weights.Factors] = []
         for done, factors in enumerate(weights.factors(self.loaded.model, first, self.reached)):
             self.progress("weights", done, len(self.reached))
+            self._keep_form(self.reached[done].site, factors)
             if isinstance(factors, NotBilinearError):
                 if analyzers:
                     self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
                 continue
-            self._keep_form(factors)
             if analyzers:
                 read.append(factors)
                 self._analyse_weights(factors, analyzers, nulls)
@@ -212,12 +212,15 @@ class Inspection:
         if analyzers:
             self.conventions = conventions(self.reached, read, self.unknown_share)
 
-    def _keep_form(self, factors: weights.Factors) -> None:
+    def _keep_form(self, site: Site, factors: weights.Factors | NotBilinearError) -> None:
         """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
-        form = factors.on_inputs if self.gathered.needs_inputs else None
-        if form is not None:
+        if not self.gathered.needs_inputs:
+            return
+        form = form_on_inputs(factors)
+        if isinstance(form, QueryKey):
             own = self.loaded.model.dtype
-            self.gathered.forms[factors.site] = replace(form, query=form.query.to(own), key=form.key.to(own))
+            form = replace(form, query=form.query.to(own), key=form.key.to(own))
+        self.gathered.forms[site] = form
 
     def _analyse_weights(
         self,

@@ -102,7 +102,7 @@ def _prepared(
         more = replace(cut, pack=cut.pack or bool(others))
         calibrated, samples = _calibrated(loaded, wish, asked, others or contents, more, evaluated)
         read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
-        shared = texts.shared_share(loaded.tokenizer, evaluated.ids, [row for part in read for row in part.ids])
+        shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = calibration.joined(read)
         _refuse_shared(shared, named, same=not others)
         asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named})

@@ -20,6 +20,7 @@ from attnlens.run.checks import check_numbers, refuse_initialised
 from attnlens.run.collect import environment, peak_memory, tool
 from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, tokens_in
 from attnlens.run.costs import enough_memory, peak_of, speed
+from attnlens.run.evaluated import windows_of
 from attnlens.run.fit import fit
 from attnlens.run.gates import leaks
 from attnlens.run.given import check_fits, given, origin
@@ -84,6 +85,8 @@ class Swapping:
     own_peak: int | None = None
     interrupted: bool = False
     plan: Plan | None = None
+    found: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    """What was measured, by kernel and stage."""
     timings: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> list[Swap]:
@@ -255,6 +258,7 @@ class Swapping:
         names = [text.name for text in self.settings.texts]
         outcomes = {stage: found.outcome(self.settings.seed, names) for stage, found in candidate.found.items()}
         last, reasons = list(outcomes.values())[-1], dict(gates.pop("reasons"))
+        self.found |= {(candidate.kernel.spelling, stage): found for stage, found in candidate.found.items()}
         found = list(candidate.found.values())[-1]
         variant = self._variant(candidate.last, candidate.weights)
         with variant():
@@ -324,7 +328,7 @@ class Swapping:
             plan=self.plan,
             timings=self.timings,
             peak_memory_bytes=peak_memory(),
-        )
+        ).with_windows(windows_of(self.found, self.settings))
 
     def _pass(self) -> None:
         run(self.loaded.model, self.fed[0], self.task)

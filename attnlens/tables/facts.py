@@ -9,6 +9,7 @@ from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.tables.nulls import null_words
+from attnlens.tables.population import population
 from attnlens.wording import big, clean, counted, listed, model_name, short
 
 
@@ -64,18 +65,6 @@ def notes(report: Report) -> list[str]:
     return [clean(note) for note in (*report.settings.notes, *of_model)]
 
 
-def population(report: Report) -> str:
-    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed."""
-    texts = report.settings.texts
-    if not texts:
-        return ""
-    if report.settings.intervals == "texts":
-        return f"errors are over {len(texts)} texts and hold for texts like these"
-    what = "lines" if report.settings.pack is False else "windows"
-    total = sum(text.available or 0 for text in texts)
-    return f"errors are over {what} and hold for the {total} {what} of {listed([text.name for text in texts], 4)}"
-
-
 def identity(report: Report) -> str:
     """How well recomputed attention agrees with the model's own; empty where that was not measured."""
     error = report.summary.identity_error
@@ -96,7 +85,9 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
         sentence += f"; null is {chance}, as the median of so many heads, mean ± sd"
     if summary.between_texts:
         sentence += "; “between texts” is the sd of the texts' medians"
-    return f"{sentence}."
+    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
+    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
+    return f"{sentence}.{apart}"
 
 
 def constants(shapes: Shapes) -> str:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from attnlens.records import Report
-from attnlens.shapes import Reading, Shapes
+from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.tables.facts import without_value
 from attnlens.tables.terminal import Column, FittedTable
 from attnlens.wording import NO_VALUE, clean, decimals_with_error, source_of, title_of, written
@@ -45,7 +45,7 @@ def _names(shapes: Shapes) -> tuple[Column, ...]:
 def _column(shapes: Shapes, reading: Reading) -> Column:
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in shapes.report.heads)
-    return Column(source_of(reading.name), title_of(reading.name), cells)
+    return Column(group_of(reading.info), title_of(reading.name), cells)
 
 
 def _cell(reading: Reading, at: tuple[int, int], decimals: int) -> str:

@@ -9,9 +9,9 @@ from itertools import groupby
 
 import numpy as np
 
-from attnlens.shapes import Reading, Shapes, by_turns, middle
+from attnlens.shapes import Reading, Shapes, by_turns, group_of, middle
 from attnlens.tables.terminal import Column
-from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, title_of, written
 
 MOST_ROWS = 48
 """Layers up to which each has its row."""
@@ -77,12 +77,12 @@ def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
 
 
 def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
-    title, source = title_of(reading.name), source_of(reading.name)
+    title, over = title_of(reading.name), group_of(reading.info)
     everything = tuple(range(len(reading.values)))
     height = len(_foot_names(shapes))
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
-        return Column(source, title, cells, (_commonest(reading, everything), *[""] * (height - 1)))
+        return Column(over, title, cells, (_commonest(reading, everything), *[""] * (height - 1)))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total, summary = middle(reading.values), shapes.report.summary
     errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
@@ -100,7 +100,7 @@ def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
         foot.append("" if spread is None else written(spread, decimals))
     if null is not None:
         foot += [written(null.mean, decimals), f"±{written(null.sd, decimals)}"]
-    return Column(source, title, cells, (*foot, *[""] * (height - len(foot))))
+    return Column(over, title, cells, (*foot, *[""] * (height - len(foot))))
 
 
 def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:

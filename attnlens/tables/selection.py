@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from attnlens.records import Pick, Report, Selection, Sentence
+from attnlens.records import WHERE_POSED, Pick, Report, Selection, Sentence
 from attnlens.wording import clean, counted, listed, short
 
 MOST_SHOWN = 5
@@ -32,8 +32,7 @@ def _shown(found: Selection) -> Iterator[RenderableType]:
     yield ""
     yield Text(f"What layer {found.layer} head {found.head} selects", style="bold")
     posed = f"{counted(len(found.picks), 'query')} posed".replace("querys", "queries")
-    places = "on the module's inputs" if found.space == "input" else "on queries and keys"
-    yield Text(f"{posed} {places}; margins are over the best least margin, 1/‖W_mm‖:", style="dim")
+    yield Text(f"{posed} {WHERE_POSED[found.space]}; margins are over the best least margin, 1/‖W_mm‖:", style="dim")
     yield Text("no head's least exceeds 1, a single query's may", style="dim")
     yield Text(LEGEND, style="dim")
     sentences = {sentence.sequence: sentence for sentence in found.sentences}

@@ -13,7 +13,15 @@ from attnlens.wording import NO_VALUE, clean, counted, decimals_for, written
 
 NULL = ": null"
 """What the name of a measure's null curve ends in."""
-ASKED = ("loss", "selection", "symmetry", "effective_rank", "entropy")
+SELECTION = ("decided", "svm_cosine", "efficiency_q05", "efficiency")
+ASKED = (
+    "loss",
+    *SELECTION,
+    *(f"projected_{name}" for name in SELECTION[1:]),
+    "symmetry",
+    "effective_rank",
+    "entropy",
+)
 """What a series of checkpoints is about, by source or by name; these measures stand before the others."""
 MOST_STEPS = 8
 """Checkpoints up to which each has its column."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,6 +33,7 @@ __all__ = [
     "Cut",
     "Placement",
     "batches",
+    "passages",
     "placeholder",
     "position_limit",
     "read_each",
@@ -81,6 +82,8 @@ class Batches:
     """The texts fed, with the numbers of their windows; the noise after them, if there is any."""
     unknown_share: float
     """Share of ids that are the tokenizer's unknown token; near 1, the model reads another language than the text's."""
+    pack: bool = True
+    """Whether the sequences are windows of running text, and not lines."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -99,6 +102,11 @@ class Batches:
         ]
 
     @property
+    def passages(self) -> list[tuple[int, ...]]:
+        """What the sequences say, windows that follow each other in a text joined to one passage."""
+        return passages([self])
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The name of the text that each sequence is of; empty where no tokens are fed."""
         return tuple(name for batch in self.batches for name in batch.parts)
@@ -107,6 +115,23 @@ class Batches:
     def taken(self) -> dict[str, frozenset[int]]:
         """The windows' numbers of each text, by its SHA-256."""
         return {text.sha256: frozenset(text.windows) for text in self.texts}
+
+
+def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
+    """What the sequences say, windows that follow each other in a text joined to one passage, across all of these."""
+    said: dict[tuple[str, int], tuple[int, ...]] = {}
+    packed = True
+    for found in several:
+        numbers = [number for text in found.texts for number in text.windows]
+        said |= zip(zip(found.parts, numbers, strict=True), found.ids, strict=True)
+        packed &= found.pack
+    joined: list[tuple[int, ...]] = []
+    for name, number in sorted(said):
+        if packed and (name, number - 1) in said:
+            joined[-1] += said[name, number]
+        else:
+            joined.append(said[name, number])
+    return joined
 
 
 @dataclass(frozen=True)
@@ -166,6 +191,7 @@ def batches(
         tokens=max(map(len, rows), default=0),
         texts=(*texts, *_described(made)),
         unknown_share=unknown,
+        pack=cut.pack,
     )
 
 

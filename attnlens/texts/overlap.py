@@ -25,9 +25,9 @@ Ids = Sequence[int]
 def shared_share(
     tokenizer: PreTrainedTokenizerBase | None, evaluated: Sequence[Ids], calibrated: Sequence[Ids]
 ) -> float:
-    """The share, 0 to 1, of evaluated tokens in runs of at least RUN that a calibration sequence has too.
+    """The share, 0 to 1, of evaluated tokens in runs of at least RUN that a calibration passage has too.
 
-    Special tokens are left out. A sequence shorter than RUN counts where all of it is found, from LEAST tokens on. 0
+    Special tokens are left out. A passage shorter than RUN counts where all of it is found, from LEAST tokens on. 0
     where no tokens are fed.
     """
     return share_in_runs(*(_bare(tokenizer, rows) for rows in (evaluated, calibrated)))

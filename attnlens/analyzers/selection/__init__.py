@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
-from attnlens.analyzers.selection.measures import MEASURES
+from attnlens.analyzers.selection.measures import MEASURES, SPACES
 from attnlens.registry import Gatherer, Place, gathering
 
-__all__ = ["BIASED", "MEASURES", "NULL_DRAWS", "Selector", "selector"]
+__all__ = ["BIASED", "MEASURES", "NULL_DRAWS", "SPACES", "Selector", "selector"]
 
 
 @gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
@@ -16,5 +16,9 @@ def selector(place: Place) -> Gatherer:
     Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the
     selected sets, is 0 where sets hold one token. M scores what it selects above the rest, so that margins are then
     above 0; what is left of it in sets of several (`top-p`) need not, and they can be below.
+
+    Where the logits are bilinear in the module's inputs, the problem is posed on these and, under names with
+    `projected_`, on queries and keys with W = s·I; elsewhere (RoPE, QK-norm, cross-attention) on queries and keys
+    alone. Each space has its own null, and its numbers are compared within it only.
     """
     return Selector(place)

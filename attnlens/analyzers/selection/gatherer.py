@@ -1,18 +1,27 @@
-"""How is a head's own selection problem posed? Sequences are kept as its site is met, and solved with their nulls."""
+"""How is a head's own selection problem posed, in every space? Sequences are kept, and solved with their nulls."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from attnlens.analyzers.selection.measures import MEASURES, MOST_QUERIES, SPACES
-from attnlens.records import Measure, Null, Pick, QueryKey, Selection, Space
-from attnlens.registry import Answer, MeasureInfo, Place
+from attnlens.analyzers.selection.measures import (
+    DECIDED,
+    MEASURES,
+    MOST_QUERIES,
+    OF_SPACE,
+    POSED,
+    SPACES,
+    qualified,
+)
+from attnlens.analyzers.selection.readings import Reading, Readings, measured, reading_of
+from attnlens.records import Measure, QueryKey, Selection, Space
+from attnlens.registry import Answer, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -49,43 +58,28 @@ class Kept:
         return Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one problem read, without its tensors."""
-
-    values: dict[str, float]
-    """By measure."""
-    reason: str | None
-    """Why there are no more of them."""
-    margins: list[float] = field(default_factory=list)
-    """Least margin of each query over the best possible, ascending."""
-    best: float = 0.0
-    """1/‖W_mm‖."""
-    picks: list[Pick] = field(default_factory=list)
-    """What was posed, where that is to be shown."""
-
-
 class Selector:
-    """Gathers one site's sequences and poses every head's own selection problem on them.
+    """Gathers one site's sequences and poses every head's own selection problem on them, in every space that it has.
 
     Up to MOST_TOKENS tokens of a site are kept, float32 at most: the module's inputs where M lives on them, else the
-    queries and keys. The null turns M by random rotations on both sides; each turned head selects its own tokens and
-    has its own most decided queries among the same sequences.
+    queries and keys. In each space the null turns that space's form by random rotations on both sides; each turned head
+    selects its own tokens and has its own most decided queries among the same sequences.
     """
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.kept: list[Kept] = []
-        self.shares: dict[int, list[float]] = defaultdict(list)
+        self.shares: dict[int, dict[int, float]] = defaultdict(dict)
+        """The share of each sequence's queries that are decided, by head."""
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale = 1.0
         self.biased = False
 
     @property
-    def space(self) -> Space:
-        """Where the problems are posed."""
-        return "projected" if self.place.form is None else "input"
+    def spaces(self) -> tuple[Space, ...]:
+        """Where the problems are posed; the first is that which is shown and trained on."""
+        return ("projected",) if isinstance(self.place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and keep it where there is room."""
@@ -96,7 +90,8 @@ class Selector:
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
             self.softmax[head] = Softmax(query_key.softcap, sink)
-            self.shares[head].append(_decided(query_key.select([index]), kept.copies[kept.place_of[head][2]], sink))
+            copies = kept.copies[kept.place_of[head][2]]
+            self.shares[head][sequence] = _decided(query_key.select([index]), copies, sink)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
         held = sum(before.key.shape[-2] for before in self.kept)
         if not self.biased and (not self.kept or held + kept.key.shape[-2] <= MOST_TOKENS):
@@ -110,7 +105,7 @@ class Selector:
             return {head: self._unposed(head) for head in sorted(self.shares)}
         heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
-        found = linalg.in_pool(self._reading, tasks)
+        found = linalg.in_pool(self._readings, tasks)
         several = 1 + NULL_DRAWS
         return {
             head: self._answer(head, found[several * index], found[several * index + 1 : several * (index + 1)])
@@ -118,12 +113,12 @@ class Selector:
         }
 
     def scenes(self, head: int) -> list[Scene]:
-        """The kept sequences as one head meets them."""
+        """The kept sequences as one head meets them, in the first space."""
         return [kept.scene(head) for kept in self.kept if head in kept.place_of]
 
-    def nearness(self, head: int, draw: int | None = None) -> Nearness | str:
-        """One head's own problem, solved, or that of one of its null's draws; or the reason why there is none."""
-        return self._judged(head, draw)[1]
+    def nearness(self, head: int) -> Nearness | str:
+        """One head's own problem in the first space, solved, or the reason why there is none."""
+        return next(self._judged(head, None))[2]
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
         """The sequence with what its heads need of it."""
@@ -134,7 +129,7 @@ class Selector:
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
         of_mask = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one a head
-        if self.place.form is not None and query_key.inputs is not None:
+        if not isinstance(self.place.form, str) and query_key.inputs is not None:
             inputs = torch.nn.functional.pad(_small(query_key.inputs), (0, 1), value=1.0)
             copies = tuple(self._known(first_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
             places = {head: (0, 0, of_mask[index]) for index, head in enumerate(query_key.heads)}
@@ -154,95 +149,82 @@ class Selector:
             return self.kept[-1].copies[at]
         return copies
 
-    def _form(self, head: int) -> Form:
-        """M of one head: from its weights on (x, 1), or s·I between queries and keys."""
-        import torch
-
+    def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], Form]:
+        """The sequences and the head's form in one of its spaces; the scores are the same in all."""
         from attnlens.attsvm.head import Form
 
-        form = self.place.form
-        if form is None:
-            unit = torch.eye(self.kept[0].key.shape[-1], dtype=torch.float64)
-            return Form(unit, self.scale * unit)
+        scenes, form = self.scenes(head), self.place.form
+        if isinstance(form, str):
+            return scenes, _unit(self.kept[0].key.shape[-1], self.scale)
         index = form.heads.index(head)
-        return Form(form.key[form.key_of[index]].double().cpu(), form.scale * form.query[index].double().cpu())
+        key, query = form.key[form.key_of[index]].double().cpu(), form.query[index].double().cpu()
+        if space == "input":
+            return scenes, Form(key, form.scale * query)
+        projected = [replace(scene, tokens=scene.tokens @ key, queries=scene.queries @ query) for scene in scenes]
+        return projected, _unit(key.shape[-1], form.scale)
 
-    def _judged(self, head: int, draw: int | None) -> tuple[Chosen, Nearness | str]:
-        from attnlens.attsvm.nearness import nearness
+    def _judged(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
+        """Space by space; the head chooses once for all of them, a draw of its null anew in each."""
+        from attnlens.attsvm.head import choose
+        from attnlens.attsvm.nearness import nearness_of
 
-        form = self._form(head)
-        if draw is not None:
-            form = form.turned(_seed(self.place.seed, self.place.site.layer, head, draw))
-        return nearness(self.scenes(head), form, self.softmax[head], MOST_QUERIES, self.place.top_p)
+        chosen = None
+        for space in self.spaces:
+            scenes, form = self._posed_in(space, head)
+            if draw is not None:
+                form = form.turned(_seed(self.place.seed, self.place.site.layer, head, draw, space))
+            if chosen is None or draw is not None:
+                chosen = choose(scenes, form, self.softmax[head], MOST_QUERIES, self.place.top_p)
+            yield space, chosen, nearness_of(scenes, form, chosen)
 
-    def _reading(self, task: tuple[int, int | None]) -> Reading:
-        """One head's problem, or that of its null's draw."""
+    def _readings(self, task: tuple[int, int | None]) -> Readings:
+        """One head's problems, or those of its null's draw."""
         head, draw = task
-        chosen, found = self._judged(head, draw)
-        values = {"selection.decided": chosen.decided, "selection.queries": float(len(chosen.sets))}
-        if isinstance(found, str):
-            return Reading(values, found)
-        values |= {
-            "selection.least_decided": float(chosen.log_odds.min().sigmoid()),
-            "selection.margin": float(found.margins.min()),
-            "selection.efficiency": float(found.shares.min()),
-            "selection.efficiency_q05": float(found.shares.quantile(0.05)),
-            "selection.svm_cosine": found.svm_cosine,
-            "selection.support": float(found.solution.support.double().mean()),
-        }
         numbers = [kept.sequence for kept in self.kept if head in kept.place_of]
-        picks = _picks(found, numbers) if self.place.shown and draw is None else []
-        return Reading(values, None, found.shares.sort().values.tolist(), found.best, picks)
-
-    def _answer(self, head: int, own: Reading, draws: Sequence[Reading]) -> Answer:
-        measures = {
-            info.name: self._measure(info, own, draws)
-            for info in MEASURES
-            if not info.curve and info.name not in ("selection.decided", "selection.space")
+        shown = [self.spaces[0]] if self.place.shown and draw is None else []
+        return {
+            space: reading_of(chosen, found, numbers if space in shown else None)
+            for space, chosen, found in self._judged(head, draw)
         }
+
+    def _answer(self, head: int, own: Readings, draws: Sequence[Readings]) -> Answer:
+        first = own[self.spaces[0]]
+        measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
+        for space in SPACES:
+            measures |= self._of_space(space, own, draws)
         return Answer(
-            measures=self._always(head, _null("selection.decided", draws)) | measures,
-            curves={"selection.margins": own.margins} if own.margins else {},
-            shown=self._selection(head, own, draws) if self.place.shown and own.picks else None,
+            measures=measures,
+            windows={DECIDED.name: self.shares[head]},
+            curves={qualified("margins", space): found.margins for space, found in own.items() if found.margins},
+            shown=self._selection(head, first, draws) if first.picks else None,
         )
 
-    def _measure(self, info: MeasureInfo, own: Reading, draws: Sequence[Reading]) -> Measure:
-        if info.name not in own.values:
-            return Measure(value=None, reason=own.reason)
-        posed = round(own.values["selection.queries"])
-        null = _null(info.name, draws) if info.name != "selection.queries" else None
-        return Measure(value=own.values[info.name], n=posed, null=null)
-
-    def _always(self, head: int, null: Null | None) -> dict[str, Measure]:
-        """What every head has: its decided queries, with their error over sequences, and the problem's space."""
-        import torch
-
-        found = torch.tensor([share for share in self.shares[head] if share == share], dtype=torch.float64)
-        space = Measure(value=SPACES.index(self.space), label=self.space, n=1)
-        if not len(found):
-            return {"selection.decided": Measure(value=None, reason=MEASURES[0].missing), "selection.space": space}
-        error = float(found.std() / len(found) ** 0.5) if len(found) > 1 else None
-        decided = Measure(value=float(found.mean()), se=error, n=len(found), null=null)
-        return {"selection.decided": decided, "selection.space": space}
+    def _of_space(self, space: Space, own: Readings, draws: Sequence[Readings]) -> dict[str, Measure]:
+        """What the problem of one space reads beside its null; where the head has no such space, why not."""
+        kinds = [info.name for info in OF_SPACE if not info.curve]
+        if space not in own:
+            nothing = Measure(value=None, reason=str(self.place.form))
+            return {qualified(what, space): nothing for what in kinds}
+        return {qualified(what, space): measured(what, own[space], [draw[space] for draw in draws]) for what in kinds}
 
     def _unposed(self, head: int) -> Answer:
         """What stands where a position bias forbids the problem."""
-        decided = self._always(head, None)["selection.decided"]
         nothing = Measure(value=None, reason=BIASED)
-        return Answer({info.name: nothing for info in MEASURES if not info.curve} | {"selection.decided": decided})
+        names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
+        return Answer(dict.fromkeys(names, nothing), {DECIDED.name: self.shares[head]})
 
-    def _selection(self, head: int, own: Reading, draws: Sequence[Reading]) -> Selection:
-        site = self.place.site
+    def _selection(self, head: int, own: Reading, draws: Sequence[Readings]) -> Selection:
+        site, space = self.place.site, self.spaces[0]
         return Selection(
             site=site.name,
             layer=site.layer,
             head=head,
             kv_head=self.kv_heads[head],
             part=site.part,
-            space=self.space,
+            space=space,
             picks=own.picks,
             best=own.best,
-            null_margins=[draw.margins for draw in draws if draw.margins],
+            null_margins=[draw[space].margins for draw in draws if draw[space].margins],
         )
 
 
@@ -265,31 +247,16 @@ def _decided(query_key: QueryKey, copies: Tensor, sink: float | None) -> float:
     return share_decided(log_odds(logits.masked_fill(~visible, -torch.inf), weights, Softmax(sink=sink)))
 
 
-def _null(name: str, draws: Sequence[Reading]) -> Null | None:
-    """Mean and sd over the draws that have the measure; None for fewer than two."""
+def _unit(size: int, scale: float) -> Form:
+    """s·I between keys and queries."""
     import torch
 
-    values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
-    return Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
+    from attnlens.attsvm.head import Form
+
+    unit = torch.eye(size, dtype=torch.float64)
+    return Form(unit, scale * unit)
 
 
-def _picks(found: Nearness, numbers: Sequence[int]) -> list[Pick]:
-    """Every posed query, with the places of what it selects and of its support."""
-    problem, solution = found.posed.problem, found.solution
-    carrying = solution.support & ~problem.equal
-    return [
-        Pick(
-            sequence=numbers[number],
-            query=position,
-            selected=chosen.nonzero().flatten().tolist(),
-            support=sorted(found.posed.token_of[carrying & (problem.query_of == row)].tolist()),
-            weight=float(found.chosen.log_odds[row].sigmoid()),
-            margin=float(found.shares[row]),
-        )
-        for row, (number, position, chosen) in enumerate(found.chosen.rows)
-    ]
-
-
-def _seed(*parts: int) -> int:
-    """A seed of its own for every seed, layer, head and draw, whatever their order."""
+def _seed(*parts: int | str) -> int:
+    """A seed of its own for every seed, layer, head, draw and space, whatever their order."""
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big")

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from attnlens.records import Space
+from dataclasses import replace
+
+from attnlens.records import WHERE_POSED, Space
 from attnlens.registry import MeasureInfo
 
 MOST_QUERIES = 64
 """How many of a head's queries are posed at most."""
 SPACES: tuple[Space, ...] = ("input", "projected")
-
-MEASURES = (
-    MeasureInfo(
-        "selection.decided",
-        "share of the queries whose largest attention weight is at least ½",
-        "share of queries with p_max ≥ ½",
-        low=0,
-        high=1,
-        self_only=False,
-        missing="no query may see a key",
-        has_null=False,
-        more="decides for one token far more often than the other heads",
-    ),
+"""On the module's inputs x and z, with the head's M; and on its k and q (after rotation), with the unit matrix times s.
+These are two questions about one selection, and their answers are not compared with each other."""
+WORDS: dict[Space, dict[str, str]] = {
+    "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
+    "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
+}
+"""What stands for the names in braces in OF_SPACE."""
+DECIDED = MeasureInfo(
+    "selection.decided",
+    "share of the queries whose largest attention weight is at least ½",
+    "share of queries with p_max ≥ ½",
+    low=0,
+    high=1,
+    self_only=False,
+    missing="no query may see a key",
+    has_null=False,
+    more="decides for one token far more often than the other heads",
+)
+POSED = (
     MeasureInfo(
         "selection.queries",
         "queries posed: the most decided ones, over all sequences",
@@ -39,45 +47,49 @@ MEASURES = (
         self_only=False,
         has_null=False,
     ),
+)
+"""What was posed: it is chosen once for all spaces."""
+OF_SPACE = (
     MeasureInfo(
-        "selection.margin",
-        "least margin of the selected tokens over the others, at unit norm, without W_fin; below 0 only for top-p",
-        "min (x_α − x_t)ᵀM′z/‖ΠM′‖, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
+        "margin",
+        "least margin {where} of the selected tokens over the others, at unit norm, without W_fin; below 0 only for "
+        "top-p",
+        "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
         self_only=False,
         has_null=False,
     ),
     MeasureInfo(
-        "selection.efficiency",
-        "that margin over the best possible: 1 iff the head is the SVM direction on these tokens",
-        "min (x_α − x_t)ᵀM′z·‖W_mm‖/‖ΠM′‖, M′ = M − W_fin",
+        "efficiency",
+        "that margin over the best possible {where}: 1 iff the head is the SVM direction on these tokens",
+        "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
         high=1,
         self_only=False,
         has_null=False,
     ),
     MeasureInfo(
-        "selection.efficiency_q05",
-        "the same where 5 % of the queries may be near-ties",
+        "efficiency_q05",
+        "efficiency {where} where 5 % of the queries may be near-ties",
         "5 % quantile over queries of their least margin, times ‖W_mm‖",
         self_only=False,
         has_null=False,
         headline=True,
-        more="keeps its selected tokens far clearer of the others than the other heads do",
+        more="keeps its selected tokens far clearer of the others {where} than the other heads do",
     ),
     MeasureInfo(
-        "selection.svm_cosine",
-        "cosine between the head and the SVM that selects the same tokens",
-        "⟨M′, W_mm⟩/(‖ΠM′‖‖W_mm‖), M′ = M − W_fin",
+        "svm_cosine",
+        "cosine between the head and the SVM that selects the same tokens, {where}",
+        "⟨M′, W_mm⟩/(‖ΠM′‖‖W_mm‖), M′ = {M} − W_fin",
         low=-1,
         high=1,
         self_only=False,
         has_null=False,
         headline=True,
-        more="is far nearer to its SVM than the other heads",
-        less="is far from its SVM beside the other heads",
+        more="is far nearer to its SVM {where} than the other heads",
+        less="is far from its SVM {where} beside the other heads",
     ),
     MeasureInfo(
-        "selection.support",
-        "share of the constraints that hold the SVM up (not unique where constraints repeat each other)",
+        "support",
+        "share of the constraints {where} that hold the SVM up (not unique where constraints repeat each other)",
         "share of constraints with λ > 0",
         low=0,
         high=1,
@@ -85,20 +97,27 @@ MEASURES = (
         has_null=False,
     ),
     MeasureInfo(
-        "selection.space",
-        "where the problem is posed: on the module's inputs, or (RoPE, QK-norm, cross-attention) on queries and keys",
-        "x of xᵀMz",
-        self_only=False,
-        labels=SPACES,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "selection.margins",
-        "least margin of each posed query over the best possible, ascending",
-        "sorted min (x_α − x_t)ᵀM′z·‖W_mm‖/‖ΠM′‖, M′ = M − W_fin",
+        "margins",
+        "least margin {where} of each posed query over the best possible, ascending",
+        "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
         curve=True,
         self_only=False,
         has_null=False,
         steps="posed query",
     ),
 )
+"""What the SVM of one space says of the head."""
+
+
+def qualified(what: str, space: Space) -> str:
+    """The name of a measure of one space: `selection.margin`, `selection.projected_margin`."""
+    return f"selection.{'projected_' if space == 'projected' else ''}{what}"
+
+
+def _placed(info: MeasureInfo, space: Space) -> MeasureInfo:
+    words = WORDS[space]
+    texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula", "more", "less")}
+    return replace(info, name=qualified(info.name, space), space=space, **texts)
+
+
+MEASURES = (DECIDED, *POSED, *(_placed(info, space) for space in SPACES for info in OF_SPACE))

@@ -47,6 +47,26 @@ def stage_rows(swap: Swap) -> Rows:
     return Rows((names,), tuple(columns))
 
 
+def text_rows(swaps: Sequence[Swap]) -> Rows:
+    """A row a text: how many of its windows were read, and what each swap does to the loss there."""
+    texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
+    names = (
+        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
+        Column("", "windows", tuple(str(text.sequences) for text in texts)),
+    )
+    columns = []
+    for swap in swaps:
+        changes = {text.name: text.change for text in swap.loss_by_text}
+        found = [changes.get(text.name) for text in texts]
+        decimals = loss_decimals([change for change in found if change is not None])
+        group = clean(swap.kernel) if len(swaps) > 1 else ""
+        columns += [
+            Column(group, "Δ", tuple(_delta(change, decimals) for change in found)),
+            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
+        ]
+    return Rows(names, tuple(columns))
+
+
 def kernel_rows(rows: Sequence[Compared]) -> Rows:
     """A row a kernel with its symmetric form beside it, the original first; as Tsai et al. 2019, Table 2."""
     every = [swap for row in rows for swap in row.swaps]

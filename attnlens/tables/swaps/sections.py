@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnlens.records import Effect, Report, Swap
+from attnlens.tables.population import population
 from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
 from attnlens.tables.swaps.pairs import compared
@@ -18,6 +19,7 @@ from attnlens.tables.swaps.rows import (
     sweep_rows,
     sweeps_rows,
     tested,
+    text_rows,
 )
 from attnlens.wording import clean, counted, listed
 
@@ -56,8 +58,11 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
     known = (facts.kernel(swap), facts.reach(report), _calibration(report))
     yield Section("", tuple(line for line in known if line))
     sentences = (facts.verdict(swap), facts.stages_sentence(swap))
-    help_ = (_reading_help(unit, swap),) if swap.loss or swap.hidden_cosine is not None else ()
+    help_ = (_reading_help(unit, swap, report),) if swap.loss or swap.hidden_cosine is not None else ()
     yield Section("What it does", tuple(line for line in sentences if line), stage_rows(swap), help_)
+    if swap.loss_by_text:
+        below = "Δ with a 95 % interval over that text's windows; one text is not another."
+        yield Section("Text by text", (), text_rows([swap]), (below,))
     if report.plan is not None:
         plan = report.plan
         yield Section("Ranks", tuple(plan_lines(plan)), plan_rows(plan), (explained(plan),), items=True)
@@ -71,11 +76,13 @@ def _several(report: Report) -> Iterator[Section]:
     rows = compared(report)
     first = rows[0].asymmetric or report.swaps[0]
     yield Section("", (facts.reach(report), *filter(None, [_calibration(report)])))
-    help_ = _reading_help(facts.UNITS[first.task], first)
+    help_ = _reading_help(facts.UNITS[first.task], first, report)
     if any(row.symmetric for row in rows):
         help_ += " symmetric: the mean of log k and its transpose."
     lines = filter(None, [facts.ranking(report.swaps) or facts.verdict(first)])
     yield Section("What they do", tuple(lines), kernel_rows(rows), (help_,))
+    if any(swap.loss_by_text for swap in report.swaps):
+        yield Section("Text by text", (), text_rows(report.swaps), ("Δ of the loss on each text's own windows.",))
     formulas = dict.fromkeys(facts.kernel(row.asymmetric or swap) for row in rows for swap in row.swaps)
     yield Section("Kernels", tuple(formulas), items=True)
     yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
@@ -90,11 +97,11 @@ def _calibration(report: Report) -> str:
     return f"calibration text: {clean(where)}, no part of what was evaluated"
 
 
-def _reading_help(unit: str, swap: Swap) -> str:
+def _reading_help(unit: str, swap: Swap, report: Report) -> str:
     if swap.loss is None and not any(stage.loss for stage in swap.stages):
         return "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
     return (
-        f"loss and KL in {unit}; Δ with a paired bootstrap interval over sequences; KL(original ‖ changed); "
+        f"loss and KL in {unit}; Δ with a paired bootstrap interval ({population(report)}); KL(original ‖ changed); "
         "top-1: share of the same first choice."
     )
 

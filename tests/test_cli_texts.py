@@ -1,0 +1,126 @@
+"""The options that say how texts are sampled, through the program: exit codes, stdout, stderr and files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from program import attnlens
+
+from attnlens import texts
+
+BOOK = texts.sample("demo")[0].text
+SMALL = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--tokens", "32", "--no-progress")
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Six texts, different stretches of one book."""
+    folder = tmp_path_factory.mktemp("texts")
+    paths = [folder / f"piece-{number}.txt" for number in range(6)]
+    for number, path in enumerate(paths):
+        path.write_text(BOOK[8_000 * number : 8_000 * (number + 1)])
+    return [str(path) for path in paths]
+
+
+def given(paths: list[str]) -> list[str]:
+    return [word for path in paths for word in ("--text", path)]
+
+
+def test_windows_are_told_in_the_report_and_written_one_by_one(pieces: list[str], tmp_path: Path) -> None:
+    done = attnlens(
+        "inspect", "demo", *SMALL, *given(pieces[:3]), "--sequences", "9",
+        "--json", str(tmp_path / "r.json"), "--windows-csv", str(tmp_path / "w.csv"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "9 × 32 tokens spread over piece-0.txt + piece-1.txt + piece-2.txt" in said
+    assert "± is the standard error of that median (errors are over windows and hold for the" in said
+    assert "between texts" in said
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [len(text["windows"]) for text in report["settings"]["texts"]] == [3, 3, 3]
+    assert "windows" not in report
+    rows = list(csv.DictReader((tmp_path / "w.csv").open()))
+    assert len(rows) == 9 * 8
+    head = report["heads"][5]["measures"]["tokens.entropy"]
+    own = [float(row["tokens.entropy"]) for row in rows if row["head"] == "5"]
+    assert statistics.mean(own) == pytest.approx(head["value"], rel=1e-8)
+    groups = [own[start : start + 3] for start in (0, 3, 6)]
+    error = math.sqrt(sum((1 / 3) ** 2 * statistics.variance(group) / 3 for group in groups))
+    assert error == pytest.approx(head["se"], rel=1e-7), "anyone can redo the inference from the file"
+
+
+def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str], tmp_path: Path) -> None:
+    done = attnlens(
+        "swap-kernel", "demo", "--no-progress", *given(pieces[:2]), "--sequences", "8", "--tokens", "32",
+        "--json", str(tmp_path / "r.json"), "--windows-csv", str(tmp_path / "w.csv"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Text by text" in done.stdout
+    swap = json.loads((tmp_path / "r.json").read_text())["swap"]
+    rows = list(csv.DictReader((tmp_path / "w.csv").open()))
+    assert len(rows) == 8
+    after, before = (statistics.mean(float(row[f"loss.{side}"]) for row in rows) for side in ("after", "before"))
+    assert after - before == pytest.approx(swap["loss"]["delta"], rel=1e-6)
+    for number, text in enumerate(swap["loss_by_text"]):
+        own = [float(row["loss.after"]) - float(row["loss.before"]) for row in rows[4 * number : 4 * number + 4]]
+        assert statistics.mean(own) == pytest.approx(text["change"]["delta"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "remedy"),
+    [
+        (("--windows", "sprad"), "There is no windows 'sprad'.", "Did you mean 'spread'?"),
+        (("--intervals", "txts"), "There is no intervals 'txts'.", "Did you mean 'texts'?"),
+        (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
+        (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words: tuple[str, ...], problem: str, remedy: str) -> None:
+    done = attnlens("inspect", "demo", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert problem in done.stderr
+    assert remedy in done.stderr
+
+
+def test_intervals_over_texts_need_five(pieces: list[str]) -> None:
+    few = attnlens("inspect", "demo", *SMALL, *given(pieces[:4]), "--sequences", "8", "--intervals", "texts")
+    assert (few.returncode, few.stdout) == (2, "")
+    assert "Intervals over texts need 5 texts, and there are 4." in few.stderr
+    enough = attnlens("inspect", "demo", *SMALL, *given(pieces), "--sequences", "12")
+    assert enough.returncode == 0, enough.stderr
+    assert "errors are over 6 texts and hold for texts like these" in " ".join(enough.stdout.split())
+    asked = attnlens("inspect", "demo", *SMALL, *given(pieces), "--sequences", "12", "--intervals", "windows")
+    assert "errors are over windows and hold for the" in " ".join(asked.stdout.split())
+
+
+def test_a_short_text_says_how_many_windows_there_are(pieces: list[str], tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text(BOOK[:900])
+    done = attnlens("inspect", "demo", *SMALL, "--text", str(short))
+    assert done.returncode == 0, done.stderr
+    assert "windows of the 32 asked for." in done.stdout
+    short.write_text("Amen.")
+    none = attnlens("inspect", "demo", *SMALL, "--text", str(short))
+    assert (none.returncode, none.stdout) == (2, "")
+    assert "and one window takes 32" in none.stderr
+
+
+def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
+    import tiny
+
+    folder, text = tmp_path / "model", tmp_path / "foreign.txt"
+    tiny.gpt2(vocab_size=300).save_pretrained(folder)
+    tiny.tokenizer("bert").save_pretrained(folder)
+    text.write_text("ж ш щ " * 200)
+    words = ("inspect", str(folder), "--source", "tokens", "--tokens", "16", "--text", str(text), "--no-progress")
+    stopped = attnlens(*words)
+    assert (stopped.returncode, stopped.stdout) == (2, "")
+    assert "does not know 88% of the tokens of foreign.txt" in stopped.stderr
+    assert "--allow-foreign-text" in stopped.stderr
+    allowed = attnlens(*words, "--allow-foreign-text")
+    assert allowed.returncode == 0, allowed.stderr
