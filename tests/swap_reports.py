@@ -139,6 +139,7 @@ def planned(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
         "ranks": ranks,
         "mean_rank": float(np.mean([key.rank for key in ranks])),
         "head_dim": 64.0,
+        "estimated": Rise(share=0.0018, ci95=(0.0001, 0.0040), sequences=64),
         "promised": Rise(share=0.0021, ci95=(0.0002, 0.0041), sequences=64),
         "measured": Rise(share=0.0087, ci95=(0.0058, 0.0096), sequences=32),
         "steps": [],

@@ -11,7 +11,7 @@ from test_heal import watched
 import attnlens
 from attnlens import texts
 from attnlens.errors import TextError, UsageError
-from attnlens.run import budget
+from attnlens.run import calibration
 from attnlens.run.swap import swap_kernel
 from attnlens.tables import markdown
 from attnlens.texts import overlap
@@ -188,9 +188,9 @@ def test_other_windows_of_the_same_text_are_calibrated_on_where_none_is_named(de
 
 def test_another_text_of_the_same_name_is_not_called_the_same(demo, tmp_path):
     (tmp_path / "far").mkdir()
-    here, there = of_file(tmp_path, OWN, "text.txt"), of_file(tmp_path / "far", FAR, "text.txt")
+    here, there = of_file(tmp_path, OWN[: len(OWN) // 2], "text.txt"), of_file(tmp_path / "far", FAR, "text.txt")
     assert "other windows of" not in markdown(fitted(demo, there, text=here))
-    assert "other windows of text" in markdown(fitted(demo, text=here))
+    assert "other windows of text.txt" in markdown(fitted(demo, text=here))
 
 
 # --- fits that are made anyway ----------------------------------------------------------------------------------------
@@ -234,22 +234,24 @@ def test_a_calibration_text_named_twice_is_refused(demo, tmp_path):
             fitted(demo, [first, again])
 
 
-def budgeted(model, *paths):
-    return swap_kernel(model, "rank", budget="loss:5%", calibration=list(paths), **READ)
+def budgeted(folder, *calibrations, **more):
+    own = of_file(folder, OWN[: len(OWN) // 2], "own.txt")
+    given = {"text": own, "calibration": list(calibrations), **READ, **more}
+    return swap_kernel("demo", "rank", budget="loss:5%", **given)
 
 
-def test_a_text_that_leaves_nothing_to_choose_by_is_refused(demo, tmp_path):
-    """Its few windows come first, and are all fitted on: no promise could be kept on it."""
-    long, short = of_file(tmp_path, FAR), of_file(tmp_path, OWN[:2000].upper(), "short.txt")
-    with pytest.raises(TextError, match=r"short\.txt leaves 0 sequences to choose ranks by; a budget needs 4"):
-        budgeted(demo, long, short)
-    with pytest.raises(TextError, match="leaves 3 sequences"):
-        budgeted(demo, of_file(tmp_path, FAR[:1300], "brief.txt"))
+def test_a_text_that_leaves_too_little_to_choose_by_is_refused(tmp_path):
+    """Beside a long text, whose windows would hide that there is no promise for the short one."""
+    long, short = of_file(tmp_path, FAR), of_file(tmp_path, FAR[:800].upper(), "short.txt")
+    with pytest.raises(TextError, match=r"short\.txt has 10 windows that are not evaluated; a budget needs 12 of each"):
+        budgeted(tmp_path, long, short)
+    with pytest.raises(TextError, match=r"brief\.txt has 7 windows that"):
+        budgeted(tmp_path, of_file(tmp_path, FAR[:1300], "brief.txt"))
 
 
-def test_a_calibration_text_that_repeats_itself_promises_nothing(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "SEQUENCES", 32)
+def test_a_calibration_text_that_repeats_itself_promises_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "SEQUENCES", 32)
     passage = FAR[:3000]
     with pytest.raises(TextError, match=r"repeats itself: .* is fitted on too"):
-        budgeted(demo, of_file(tmp_path, passage + passage))
-    assert budgeted(demo, of_file(tmp_path, FAR[:6000])).plan.promised.sequences >= 4
+        budgeted(tmp_path, of_file(tmp_path, passage * 3))
+    assert budgeted(tmp_path, of_file(tmp_path, FAR[:9000])).plan.promised.sequences >= 4

@@ -14,6 +14,7 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.records import Plan
 from attnlens.run import budget as room
+from attnlens.run import calibration
 from attnlens.run.swap import swap_kernel
 from attnlens.tables.swaps.plans import plan_lines
 
@@ -29,7 +30,7 @@ def demo():
 def few():
     """A fit and a choice on little text: what is tested holds for any length of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "SEQUENCES", 32)
+        patch.setattr(calibration, "SEQUENCES", 36)
         yield
 
 
@@ -59,7 +60,7 @@ def test_a_plan_says_what_it_comes_from(report):
     assert plan["model"]["files"][0]["sha256"]
     assert plan["settings"]["seed"] == 0
     assert plan["settings"]["calibration"]["sha256"]
-    assert (report.plan.tokens, report.plan.text) == (32, "built-in sample")
+    assert (report.plan.tokens, report.plan.text) == (32, "King James passages")
 
 
 # --- the same ranks again ---------------------------------------------------------------------------------------------
@@ -83,8 +84,13 @@ def test_a_plan_on_its_own_model_and_text_is_the_same_swap(demo, report, tmp_pat
 def test_what_was_given_promises_nothing_and_measures_everything(demo, report):
     plan = swap_kernel(demo, "rank", ranks=report.plan, **READ).plan
     assert plan.promised is None
+    assert plan.estimated is None
     assert "given" in plan.reasons["promised"]
+    assert "given" in plan.reasons["estimated"]
     assert plan.steps == []
+    assert plan.fitted_on == report.plan.fitted_on == plan.settings.calibrations
+    assert not plan.chosen_on
+    assert not plan.promised_on
     assert plan.measured == report.plan.measured
     assert (plan.budget, plan.kept) == (report.plan.budget, report.plan.kept)
     assert plan.cache_bytes_per_token == report.plan.cache_bytes_per_token
@@ -213,6 +219,27 @@ def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
     assert attnlens.read_plan(again).ranks == report.plan.ranks
     refused(program(*typed, "--budget", "loss:1%"), "--budget or --ranks")
     refused(program("swap-kernel", "demo", "--kernel", "rank", "--ranks", ""), "--ranks names no file")
+
+
+# --- older plans ------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_older_plan_promised_was_an_estimate(report, tmp_path):
+    """It was measured on the text that had chosen the ranks."""
+    plan = json.loads(report.plan.to_json())
+    for name in ("estimated", "fitted_on", "chosen_on", "promised_on"):
+        del plan[name]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    read = attnlens.read_plan(tmp_path / "plan.json")
+    assert read.promised is None
+    assert json.loads(read.to_json())["estimated"] == plan["promised"]
+    assert "chose the ranks" in read.reasons["promised"]
+    assert read.kept is (read.measured.share <= read.budget)
+    assert read.ranks == report.plan.ranks
+    assert Plan.model_validate_json(read.to_json()) == read
+    told = " ".join(plan_lines(read))
+    assert "Estimated" in told
+    assert "Promised" not in told
 
 
 # --- plans that no search wrote ---------------------------------------------------------------------------------------

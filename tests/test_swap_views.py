@@ -254,11 +254,48 @@ def test_a_plan_is_within_its_budget_by_its_point_and_by_its_interval(
     assert next(line for line in lines if line.startswith("Measured")).endswith(f", {verdict}")
 
 
-def test_a_promise_is_explained_where_there_is_one() -> None:
-    given = planned(promised=None, reasons={"promised": "the ranks were given, and none was chosen"})
-    assert "Promised" not in flowing(given)
+@pytest.mark.parametrize(
+    ("share", "ci95", "verdict", "kept"),
+    [
+        (0.0021, (0.0002, 0.0041), "within the budget", True),
+        (0.0080, (0.0050, 0.0110), "within the budget, though its interval is not: the budget may not be kept", False),
+        (0.0120, (0.0090, 0.0150), "beyond the budget: it is not kept", False),
+        (0.0080, None, "within the budget, without an interval", True),
+    ],
+)
+def test_a_promise_says_whether_it_keeps_the_budget(
+    share: float, ci95: tuple[float, float] | None, verdict: str, kept: bool
+) -> None:
+    plan = plan_of(promised=Rise(share=share, ci95=ci95, sequences=32))
+    assert next(line for line in plan_lines(plan) if line.startswith("Promised")).endswith(f", {verdict}")
+    assert plan.kept is kept
+
+
+def test_a_promise_that_was_none_does_not_fail_on_the_text() -> None:
+    """What is beyond the budget was promised to be within it, or was not."""
+    beyond = {"measured": Rise(share=0.0104, sequences=32)}
+    unsure = plan_of(promised=Rise(share=0.008, ci95=(0.004, 0.012), sequences=32), **beyond)
+    assert not any("does not hold" in line for line in plan_lines(unsure))
+    assert any("does not hold" in line for line in plan_lines(plan_of(**beyond))), "the control"
+
+
+def test_each_text_has_its_own_rise_with_its_interval() -> None:
+    promised = Rise(
+        share=0.002, sequences=8, by_text={"b": 0.003, "a": 0.001}, ci95_by_text={"a": (-0.001, 0.0025)}, over="texts"
+    )
+    lines = plan_lines(plan_of(promised=promised))
+    assert "Text by text: +0.10 % [−0.10 % to +0.25 %] (a), +0.30 % (b)" in lines
+    assert "texts like these" in flowing(planned(promised=promised))
+
+
+def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
+    given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, and none was chosen"})
+    for word in ("Promised", "Estimated"):
+        assert word not in flowing(given)
     assert "rank: of each key head" in flowing(given)
-    assert "Promised: measured on calibration text kept apart from the fit" in flowing(planned())  # the control
+    assert "Estimated: on the calibration text that chose the ranks" in flowing(planned())  # the control
+    assert "Promised: on calibration text that neither fitted nor chose" in flowing(planned())
+    assert "all windows of the text" in flowing(planned())
 
 
 class Tags(HTMLParser):

@@ -53,7 +53,8 @@ Budget = Annotated[
     str | None,
     opt.option(
         "--budget",
-        help="With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`.",
+        help="With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`, and "
+        "promise what they cost from windows that chose nothing.",
         metavar="BUDGET",
     ),
 ]
@@ -90,8 +91,8 @@ Calibration = Annotated[
     opt.option(
         "--calibration",
         panel=opt.INPUT,
-        help="Text file for --fit, --heal, --budget and --ranks; repeatable: several are read in turn, a sequence of "
-        "each. Default: what follows the evaluated text.",
+        help="Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
+        "the evaluated text that are not evaluated.",
         metavar="FILE",
     ),
 ]

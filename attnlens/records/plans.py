@@ -1,16 +1,19 @@
-"""Which rank does each head get within a loss budget? A Plan: the ranks, what was promised, measured and saved."""
+"""Which rank does each head get within a loss budget? A Plan: the ranks, what was estimated, promised and measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from attnlens.files import write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
-from attnlens.records.provenance import ModelInfo, Settings, Tool
+from attnlens.records.provenance import Intervals, ModelInfo, Settings, Text, Tool
 from attnlens.records.swaps import Pair
 from attnlens.records.tensors import Part
+
+CHOSEN_BY = "an older attnlens wrote it: what it promised was measured on the text that chose the ranks"
 
 
 class KeyRank(Record):
@@ -44,20 +47,29 @@ class Rise(Record):
     share: Number
     """0.01 is 1 %."""
     ci95: tuple[Number, Number] | None = None
-    """95 % interval: percentile bootstrap over sequences, paired (Efron 1979)."""
+    """95 % interval, two-sided, from pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight
+    of them Student's t (Efron & Tibshirani 1993, section 12.5). None where there is nothing to tell a spread by."""
+    over: Intervals = "windows"
+    """What the interval is about: all windows of the texts named, or texts like them (from five on)."""
     sequences: Count
-    """Over how many sequences."""
+    """From how many sequences."""
     by_text: dict[str, Number] = {}
     """The share of each text alone, by name, where the sequences are of several."""
+    ci95_by_text: dict[str, tuple[Number, Number]] = {}
+    """The interval of each of these, over the text's windows."""
 
     @property
-    def largest(self) -> float:
-        """What a promise has to keep within a budget: the end of the interval, and the share of every text alone.
+    def high(self) -> float:
+        """The upper end of the interval, above which the rise lies with a chance of 2.5 %; the share without one."""
+        return self.ci95[1] if self.ci95 else self.share
+
+    def bound(self, margin: float) -> float:
+        """The most of the share plus so many half-widths of its interval upwards, and the share of every text alone.
 
         Were a further text of the same population as n others, all of them unseen, it would rise by more than the most
         of these with a chance of 1 in n + 1; the mean of many texts says nothing like that of a new one.
         """
-        return max([self.ci95[1] if self.ci95 else self.share, *self.by_text.values()])
+        return max([self.share + margin * (self.high - self.share), *self.by_text.values()])
 
 
 class PlanStep(Record):
@@ -68,12 +80,12 @@ class PlanStep(Record):
     predicted: Number
     """The sum of the heads' sensitivities, as a share of the loss."""
     rise: Rise
-    """What was measured, on calibration text kept apart from the fit."""
+    """What was estimated, on the calibration text that chose among the steps."""
 
 
 class Plan(Record):
-    """The cheapest ranks found whose measured rise of the loss stays within the budget, or what those of another plan
-    do here (`ranks`).
+    """The cheapest ranks found whose estimated rise of the loss stays well within the budget, or what those of another
+    plan do here (`ranks`).
     """
 
     tool: Tool
@@ -92,12 +104,21 @@ class Plan(Record):
     """Mean over query heads."""
     head_dim: Number
     """Mean over query heads of what the rank is of."""
+    estimated: Rise | None = None
+    """On the calibration text that chose the plan, and therefore biased; None where the ranks were given."""
     promised: Rise | None
-    """On calibration text kept apart from the fit, by which the plan was chosen; None where the ranks were given."""
+    """On calibration text that neither fitted nor chose; None where the model diverged there, or the ranks were given.
+    """
     measured: Rise | None
     """On the evaluation text, which chose nothing; None where the model diverged there."""
     healed: Rise | None = None
     """The same after healing."""
+    fitted_on: list[Text] = []
+    """Calibration texts, with the windows that directions and sensitivities are from."""
+    chosen_on: list[Text] = []
+    """Those of `estimated` and of `steps`; none where the ranks were given."""
+    promised_on: list[Text] = []
+    """Those of `promised`."""
     steps: list[PlanStep]
     """The nested plans that were measured, the largest ranks first."""
     parameters: Pair
@@ -111,6 +132,15 @@ class Plan(Record):
     on, or where nothing is cut."""
     reasons: dict[str, str] = {}
     """Why a field is null, or no better, by its name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, given: object) -> object:
+        """An older plan promised from the text that it was chosen on: that is an estimate."""
+        if not isinstance(given, Mapping) or "estimated" in given or given.get("promised") is None:
+            return given
+        reasons = {**given.get("reasons", {}), "promised": CHOSEN_BY}
+        return {**given, "estimated": given["promised"], "promised": None, "reasons": reasons}
 
     @model_validator(mode="after")
     def _one_each(self) -> Plan:
@@ -139,8 +169,13 @@ class Plan(Record):
 
     @property
     def kept(self) -> bool:
-        """Whether the rise on the evaluation text stays within the budget."""
-        return self.measured is not None and self.measured.share <= self.budget
+        """Whether the budget is kept: by the promise's whole interval, where one was made, and by what was measured.
+
+        False too where the model diverged.
+        """
+        unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
+        promised = self.promised.high <= self.budget if self.promised else unmade
+        return promised and self.measured is not None and self.measured.share <= self.budget
 
     def to_json(self) -> str:
         """The plan as JSON text."""

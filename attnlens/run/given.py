@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import KeyRank, ModelInfo, Part, Plan
-from attnlens.run.budget import Budgeting, Choice, split
+from attnlens.run.budget import Budgeting, Choice
+from attnlens.run.calibration import Sample
 from attnlens.run.sensitivities import bases
 from attnlens.run.tasks import feed
-from attnlens.texts import Batches
 
 
 def part_of(plan: Plan) -> Part | None:
@@ -71,22 +71,17 @@ def _listed(heads: Sequence[int]) -> str:
     return ", ".join(map(str, heads))
 
 
-def given(search: Budgeting, batches: Batches, plan: Plan) -> Choice:
+def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
     """The plan's ranks, which fit the model, with their maps fitted; nothing is searched, and nothing promised.
 
     The fit reads that part of the text which a search would fit on, so that a plan gives the same swap again on the
     model and the texts that it was found on.
     """
-    fitting = feed(search.loaded, split(batches)[0], search.task, search.seed)
-    search.found = bases(search.loaded, search.sites, search.swaps, fitting, search.progress)
+    fitted = feed(search.loaded, fitting.batches, search.task, search.seed)
+    search.found = bases(search.loaded, search.sites, search.swaps, fitted, search.progress)
     of = {(key.site, key.kv_head): key.rank for key in plan.ranks}
     ranks = {site: [of[site.name, head] for head in basis.kv_heads] for site, basis in search.found.items()}
-    return Choice(search.found, ranks, search.swapped(ranks), None, [], None)
-
-
-def given_work(batches: Batches) -> int:
-    """Sequences that go through the model: once, to fit."""
-    return sum(batch.size for batch in split(batches)[0])
+    return Choice(search.found, ranks, search.swapped(ranks), None, None, [], None)
 
 
 def origin(plan: Plan, model: ModelInfo) -> list[str]:

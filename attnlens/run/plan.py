@@ -12,13 +12,17 @@ from torch import Tensor
 from attnlens import hooks, texts, weights
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
-from attnlens.run.budget import Choice, rise_in
+from attnlens.run.budget import Choice
+from attnlens.run.calibration import Sample
 from attnlens.run.collect import tool
 from attnlens.run.compare import DIVERGED, Comparison
+from attnlens.run.rises import rise_in
 from attnlens.weights import Factors
 
 NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
 GIVEN = "the ranks were given, and none was chosen"
+PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
+"""The fields of a Plan that name the parts of the calibration text."""
 SHARED = "one module computes several sites, whose ranks differ"
 
 
@@ -155,18 +159,18 @@ def planned(
     settings: Settings,
     inputs: dict[str, Tensor],
     compared: Mapping[str, Comparison],
+    samples: Sequence[Sample],
 ) -> Plan:
-    """The record of a choice; `compared` is what was measured on the evaluation text, by stage."""
+    """The record of a choice; `compared` is what was measured on the evaluation text, by stage, and `samples` are the
+    parts of the calibration text.
+    """
     found = sizes(loaded, list(choice.bases), inputs)
-    measured = {stage: rise_in(comparison, settings.seed) for stage, comparison in compared.items()}
+    names = [text.name for text in settings.texts]
+    measured = {stage: rise_in(comparison, names, settings.seed) for stage, comparison in compared.items()}
     ranks = _ranks(choice)
     heads = sum(len(key.heads) for key in ranks)
     saved = saving(choice, found)
-    reasons = dict(saved.pop("reasons"))
-    if choice.reason is not None:
-        reasons["mean_rank"] = choice.reason
-    if choice.promised is None:
-        reasons["promised"] = GIVEN
+    reasons = {**saved.pop("reasons"), **_unknown(choice)}
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
         tool=tool(),
@@ -177,6 +181,7 @@ def planned(
         ranks=ranks,
         mean_rank=sum(key.rank * len(key.heads) for key in ranks) / heads,
         head_dim=sum(key.head_dim * len(key.heads) for key in ranks) / heads,
+        estimated=choice.estimated,
         promised=choice.promised,
         measured=measured.get("swapped"),
         healed=measured.get("healed"),
@@ -184,7 +189,16 @@ def planned(
         keys_to_gain=break_even(choice, found),
         reasons=reasons,
         **saved,
+        **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
+
+
+def _unknown(choice: Choice) -> dict[str, str]:
+    """Why a choice has no estimate, no promise, or no smaller ranks."""
+    reasons = {} if choice.reason is None else {"mean_rank": choice.reason}
+    if choice.estimated is None:
+        return reasons | dict.fromkeys(("estimated", "promised"), GIVEN)
+    return reasons if choice.promised else reasons | {"promised": DIVERGED}
 
 
 def _ranks(choice: Choice) -> list[KeyRank]:

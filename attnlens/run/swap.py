@@ -11,7 +11,7 @@ from typing import Unpack, cast
 from attnlens import models, texts
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
-from attnlens.run import arguments, budget
+from attnlens.run import arguments, budget, calibration
 from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
 from attnlens.run.tasks import check_input, feed, task_of
@@ -93,31 +93,48 @@ def _prepared(
     """The run with its texts cut: what is evaluated, and other windows of it, or other texts, to calibrate on."""
     evaluated = texts.batches(loaded, contents, cut)
     task = task_of(loaded.model)
-    calibrated, shared = None, 0.0
+    calibrated: texts.Batches | None = None
+    samples: tuple[calibration.Sample, ...] = ()
+    shared = 0.0
     if wish.limit is not None:
         budget.check_task(task)
         check_input(loaded)
     if wish.calibrates:
-        count = HEALING if wish.heal else FITTING if wish.limit is None else budget.SEQUENCES
-        calibrated = texts.batches(
-            loaded,
-            others or contents,
-            replace(cut, sequences=count, pack=cut.pack or bool(others)),
-            apart_from=None if others else evaluated,
-            skip_noise=evaluated.sequences,
-        )
-        shared = texts.shared_share(loaded.tokenizer, evaluated.passages, calibrated.passages)
-        _refuse_shared(shared, calibrated, same=not others)
-        asked = asked.model_copy(
-            update={"calibration": Text.of(calibrated.texts), "calibrations": list(calibrated.texts)}
-        )
+        more = replace(cut, pack=cut.pack or bool(others))
+        calibrated, samples = _calibrated(loaded, wish, asked, others or contents, more, evaluated)
+        read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
+        shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
+        named = calibration.joined(read)
+        _refuse_shared(shared, named, same=not others)
+        asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named})
     fed = feed(loaded, evaluated, task, asked.seed)
     design = arguments.design_of(asked, evaluated)
     settings = arguments.fed(asked, evaluated, loaded)
-    return Swapping(loaded, wish, settings, task, fed, design, calibrated, progress, shared)
+    return Swapping(loaded, wish, settings, task, fed, design, calibrated, samples, progress, shared)
 
 
-def _refuse_shared(share: float, calibrated: texts.Batches, *, same: bool) -> None:
+def _calibrated(
+    loaded: models.Loaded,
+    wish: Wish,
+    asked: Settings,
+    contents: Sequence[texts.Content],
+    cut: texts.Cut,
+    evaluated: texts.Batches,
+) -> tuple[texts.Batches | None, tuple[calibration.Sample, ...]]:
+    """What kernels are fitted on or weights healed, if any are; and the parts that a budget, or ranks given, read."""
+    found: texts.Batches | None = None
+    samples: tuple[calibration.Sample, ...] = ()
+    if wish.heal or wish.limit is None:
+        some = replace(cut, sequences=HEALING if wish.heal else FITTING)
+        found = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=evaluated.sequences)
+    if wish.limit is not None:
+        some = replace(cut, sequences=calibration.wanted(contents))
+        count = calibration.PARTS if wish.ranks is None else 1
+        samples = calibration.samples(loaded, contents, some, evaluated, asked.intervals, count)
+    return found, samples
+
+
+def _refuse_shared(share: float, calibrated: Sequence[Text], *, same: bool) -> None:
     """Raise TextError where too much of what is evaluated would be calibrated on."""
     if share <= texts.MOST_SHARED:
         return
@@ -127,6 +144,6 @@ def _refuse_shared(share: float, calibrated: texts.Batches, *, same: bool) -> No
             "Give a --calibration text of its own, or a --text that repeats itself less.",
         )
     raise TextError(
-        f"The calibration text ({Text.of(calibrated.texts).name}) holds {100 * share:.0f} % of the evaluated tokens.",
+        f"The calibration text ({Text.of(calibrated).name}) holds {100 * share:.0f} % of the evaluated tokens.",
         "Give a --calibration text of its own, or leave it out: then windows that are not evaluated are used.",
     )

@@ -15,6 +15,7 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Stage, Summary, Swap, Task
 from attnlens.run.budget import Budgeting, Choice, budget_work
+from attnlens.run.calibration import Sample
 from attnlens.run.checks import check_numbers, refuse_initialised
 from attnlens.run.collect import environment, peak_memory, tool
 from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, tokens_in
@@ -22,7 +23,7 @@ from attnlens.run.costs import enough_memory, peak_of, speed
 from attnlens.run.evaluated import windows_of
 from attnlens.run.fit import fit
 from attnlens.run.gates import leaks
-from attnlens.run.given import check_fits, given, given_work, origin
+from attnlens.run.given import check_fits, given, origin
 from attnlens.run.heal import Healer, changed_weights, heal
 from attnlens.run.inspect import Progress
 from attnlens.run.local import Local, locally, mean_of
@@ -71,6 +72,9 @@ class Swapping:
     design: Design
     """How the evaluated sequences were sampled."""
     calibrated: texts.Batches | None
+    """What kernels are fitted on, and weights healed."""
+    samples: tuple[Sample, ...]
+    """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
     progress: Progress
     shared: float = 0.0
     """Share of the evaluated tokens that stand in the calibration text too."""
@@ -110,7 +114,7 @@ class Swapping:
         if (choice := candidates[0].choice) is not None and self.wish.limit is not None:
             with self._timed("plan"):
                 work = self.loaded, choice, self.wish.limit, self.settings, self.fed[0].inputs
-                self.plan = planned(*work, candidates[0].found)
+                self.plan = planned(*work, candidates[0].found, self.samples)
         with self._timed("sites"):
             local = [locally(self.loaded, self.sites, c.last, probe, self.wish.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
@@ -192,23 +196,29 @@ class Swapping:
     def _fit(self, candidate: Candidate) -> None:
         """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
         info = candidate.kernel.info
-        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.wish.fit):
-            return
         if self.wish.limit is not None:
-            candidate.choice = self._chosen(candidate.last, self.calibrated, self.wish.limit)
+            candidate.choice = self._chosen(candidate.last, self.wish.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
+            return
+        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.wish.fit):
             return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
         candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
 
-    def _chosen(self, swaps: Swaps, calibrated: texts.Batches, limit: float) -> Choice:
+    def _chosen(self, swaps: Swaps, limit: float) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
-        plan = self.wish.ranks
-        stage, work = ("budget", budget_work) if plan is None else ("fit rank", given_work)
-        tell = self._teller(stage, work(calibrated))
-        search = Budgeting(self.loaded, self.sites, swaps, self.task, self.wish.path, self.settings.seed, tell)
-        return search.choose(calibrated, limit) if plan is None else given(search, calibrated, plan)
+
+        def search(stage: str, work: int) -> Budgeting:
+            tell = self._teller(stage, work)
+            return Budgeting(self.loaded, self.sites, swaps, self.task, self.wish.path, self.settings.seed, tell)
+
+        if self.wish.ranks is not None:
+            (fitting,) = self.samples
+            return given(search("fit rank", fitting.batches.sequences), fitting, self.wish.ranks)
+        fitting, choosing, promising = self.samples
+        work = budget_work(fitting, choosing, promising)
+        return search("budget", work).choose(fitting, choosing, promising, limit)
 
     def _compare(self, candidates: list[Candidate]) -> None:
         variants = {

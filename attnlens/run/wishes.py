@@ -43,13 +43,14 @@ class Wishes(arguments.Feeding, total=False):
     heal: int
     """Train W_Q and W_K of the swapped heads, and the kernel's own parameters, for so many steps."""
     calibration: arguments.Words
-    """Text files for fit, heal, budget and ranks; without them, what follows the evaluated text."""
+    """Text files for fit, heal, budget and ranks; without them, windows of the evaluated texts not evaluated."""
     eta: float | None
     """Weight of the KSVD regulariser in healing primal attention (default 0.1, of the published language model)."""
     ksvd_convention: str
     """How its objective is counted: "paper" (sums, default) or "code" (means, Λ squared)."""
     budget: str | None
-    """Choose the rank of each key head: the smallest ones whose rise of the loss stays within it, as in "loss:1%"."""
+    """Choose the rank of each key head: the smallest ones whose rise of the loss stays well within it, as in "loss:1%",
+    and promise that rise from calibration windows that neither fitted nor chose."""
     ranks: Plan | str | os.PathLike[str] | None
     """The rank of each key head, from a plan or its file (--plan), with the layers, heads and part that it has."""
     save: str | os.PathLike[str] | None

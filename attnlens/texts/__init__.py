@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,6 +33,7 @@ __all__ = [
     "Cut",
     "Placement",
     "batches",
+    "passages",
     "placeholder",
     "position_limit",
     "read_each",
@@ -103,16 +104,7 @@ class Batches:
     @property
     def passages(self) -> list[tuple[int, ...]]:
         """What the sequences say, windows that follow each other in a text joined to one passage."""
-        found: list[tuple[int, ...]] = []
-        numbers = [number for text in self.texts for number in text.windows]
-        places = list(zip(self.parts, numbers, strict=True))
-        for place, ids in enumerate(self.ids):
-            follows = place > 0 and places[place] == (places[place - 1][0], places[place - 1][1] + 1)
-            if follows and self.pack:
-                found[-1] += ids
-            else:
-                found.append(ids)
-        return found
+        return passages([self])
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -123,6 +115,23 @@ class Batches:
     def taken(self) -> dict[str, frozenset[int]]:
         """The windows' numbers of each text, by its SHA-256."""
         return {text.sha256: frozenset(text.windows) for text in self.texts}
+
+
+def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
+    """What the sequences say, windows that follow each other in a text joined to one passage, across all of these."""
+    said: dict[tuple[str, int], tuple[int, ...]] = {}
+    packed = True
+    for found in several:
+        numbers = [number for text in found.texts for number in text.windows]
+        said |= zip(zip(found.parts, numbers, strict=True), found.ids, strict=True)
+        packed &= found.pack
+    joined: list[tuple[int, ...]] = []
+    for name, number in sorted(said):
+        if packed and (name, number - 1) in said:
+            joined[-1] += said[name, number]
+        else:
+            joined.append(said[name, number])
+    return joined
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,8 @@ def _ranks(plan: Plan) -> Panel:
     caption = (
         f"Ranks chosen for a rise of the loss by {100 * plan.budget:g} % at most: {plan.mean_rank:.1f} of "
         f"{plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
+        + " Promised: on calibration text that neither fitted nor chose them."
+        * (plan.promised is not None)
     )
     layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
     wide = float(np.clip(0.36 * heads, 3.4, 8))

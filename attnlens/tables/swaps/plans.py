@@ -1,4 +1,4 @@
-"""How is a plan of ranks told? What was promised, measured and saved, and the ranks layer by layer."""
+"""How is a plan of ranks told? What was estimated, promised, measured and saved, and the ranks layer by layer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ SAVED = {
 }
 """What a plan saves, or adds, by field."""
 RANK = "rank: of each key head, for all query heads that share it."
+ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
 PROMISED = (
-    "Promised: measured on calibration text kept apart from the fit, where the whole interval had to stay within the "
-    "budget, and each text alone where there are several."
+    "Promised: on calibration text that neither fitted nor chose; the rise over {population} lies within the interval "
+    "with a chance of 95 %, and above it with one of 2.5 %."
 )
+MEASURED = "Measured: on the evaluation text."
+POPULATIONS = {"windows": "all windows of the text", "texts": "texts like these"}
+"""What an interval is about, by what it is over."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The mean rank, the promise and what came of it, and what is saved."""
+    """The mean rank, the estimate, the promise and what came of them, and what is saved."""
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a loss {100 * plan.budget:g} % higher"]
+    if plan.estimated is not None:
+        lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
     if plan.promised is not None:
-        lines += [f"Promised: {rise(plan.promised)} on {clean(plan.calibration)}", *_by_text(plan.promised)]
+        told = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
+        lines += [told, *_by_text(plan.promised)]
     if plan.measured is not None:
         lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
     if plan.healed is not None:
@@ -36,23 +43,43 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def explained(plan: Plan) -> str:
-    """What the words of the lines and rows mean; of a promise only where there is one."""
-    return RANK if plan.promised is None else f"{RANK} {PROMISED}"
+    """What the words of the lines and rows mean, as many of them as are used."""
+    words = [RANK]
+    if plan.estimated is not None:
+        words.append(ESTIMATED)
+    if plan.promised is not None:
+        words.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
+    return " ".join([*words, MEASURED] if plan.measured is not None else words)
+
+
+def _promise(plan: Plan, promised: Rise) -> str:
+    """Whether the promise keeps the budget."""
+    if promised.share > plan.budget:
+        return "beyond the budget: it is not kept"
+    if promised.high > plan.budget:
+        return "within the budget, though its interval is not: the budget may not be kept"
+    return "within the budget" + ("" if promised.ci95 else ", without an interval")
 
 
 def _verdict(plan: Plan, measured: Rise) -> str:
-    """Whether the rise keeps the budget, and whether its interval does."""
-    if not plan.kept:
-        return "beyond the budget" + (": the promise does not hold on this text" if plan.promised else "")
+    """Whether the rise keeps the budget, and whether its interval does; whether the promise holds here."""
+    if measured.share > plan.budget:
+        kept = plan.promised is not None and plan.promised.high <= plan.budget
+        return "beyond the budget" + (": the promise does not hold on this text" if kept else "")
     if measured.ci95 is None:
         return "within the budget, without an interval"
     return "within the budget" + (", though its interval is not" if measured.ci95[1] > plan.budget else "")
 
 
-def _by_text(promised: Rise) -> Iterator[str]:
-    if promised.by_text:
-        each = sorted(promised.by_text.items(), key=lambda item: item[1])
-        yield f"Text by text: {', '.join(f'{share(rise)} ({clean(name)})' for name, rise in each)}"
+def _by_text(found: Rise) -> Iterator[str]:
+    if found.by_text:
+        each = sorted(found.by_text.items(), key=lambda item: item[1])
+        told = (f"{share(alone)}{_ends(found.ci95_by_text.get(name))} ({clean(name)})" for name, alone in each)
+        yield f"Text by text: {', '.join(told)}"
+
+
+def _ends(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" [{share(interval[0])} to {share(interval[1])}]"
 
 
 def _saved(plan: Plan) -> Iterator[str]:
@@ -77,8 +104,9 @@ def share(number: float, digits: int = 2) -> str:
 
 
 def rise(found: Rise) -> str:
-    """`+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`."""
-    bounds = "" if found.ci95 is None else f"95 % interval {share(found.ci95[0])} to {share(found.ci95[1])}, "
+    """`+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
+    over = " over texts" if found.over == "texts" else ""
+    bounds = "" if found.ci95 is None else f"95 % interval{over} {share(found.ci95[0])} to {share(found.ci95[1])}, "
     return f"{share(found.share)} ({bounds}{found.sequences} sequence{'s' * (found.sequences != 1)})"
 
 

@@ -1,0 +1,111 @@
+"""Cuts calibration text into disjoint parts: one to fit on, one to choose by, one to promise from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from attnlens import texts
+from attnlens.errors import TextError, UsageError
+from attnlens.models import Loaded
+from attnlens.records import Intervals, Text
+from attnlens.statistics import Design
+from attnlens.statistics.design import FEWEST_TEXTS
+from attnlens.texts import MOST_SHARED, Batches, Content, Cut, shared_share
+
+SEQUENCES = 192
+"""Windows of calibration text that a budget asks for, over all texts and parts."""
+PARTS = 3
+"""Each window of a text in turn is fitted on, chosen by, and promised from."""
+LEAST = 4
+"""Windows of each text in a part, at least: what one or two rise by says little of a text."""
+
+
+class Sample(NamedTuple):
+    """A part of the calibration text."""
+
+    batches: Batches
+    """Its windows."""
+    design: Design
+    """Of which text each of them is, and over what intervals are."""
+
+    @property
+    def names(self) -> list[str]:
+        """The texts, in the order of the design's numbers."""
+        return list(dict.fromkeys(self.batches.parts))
+
+
+def wanted(contents: Sequence[Content]) -> int:
+    """How many windows a budget asks for: enough of each text for every part."""
+    return max(SEQUENCES, PARTS * LEAST * len(contents))
+
+
+def samples(
+    loaded: Loaded,
+    contents: Sequence[Content],
+    cut: Cut,
+    evaluated: Batches,
+    intervals: Intervals | None,
+    count: int = PARTS,
+) -> tuple[Sample, ...]:
+    """The first `count` of the parts: windows i, i + 3, i + 6 … of those chosen of each text; none is evaluated.
+
+    Raises TextError where a text has too few windows beside those evaluated, or where one part says what another does;
+    UsageError where intervals over texts are wanted of fewer than five.
+    """
+    found: list[Batches] = []
+    for turn in range(count):
+        if turn == 1:
+            _check_enough(found[0], contents, evaluated)
+        skip = evaluated.sequences + turn * cut.sequences
+        part = replace(cut, turn=(turn, PARTS))
+        found.append(texts.batches(loaded, contents, part, apart_from=evaluated, skip_noise=skip))
+    _check_repeated(loaded, found)
+    over = _over(intervals, len(contents))
+    return tuple(Sample(part, Design.of(part.parts, over)) for part in found)
+
+
+def _check_enough(first: Batches, contents: Sequence[Content], evaluated: Batches) -> None:
+    """Raise TextError for the first text that has too few windows for every part."""
+    there = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
+    for content in contents:
+        if (free := there.get(content.name, 0)) < PARTS * LEAST:
+            raise TextError(
+                f"{content.name} has {free} windows that are not evaluated; a budget needs {PARTS * LEAST} of each "
+                f"text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
+                "Give a longer text, shorter windows with --tokens, or leave that text out.",
+            )
+
+
+def _check_repeated(loaded: Loaded, parts: Sequence[Batches]) -> None:
+    """Raise TextError where a part repeats those before it: a promise from it would be none."""
+    for number, part in enumerate(parts):
+        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
+        if share > MOST_SHARED:
+            doing = ("", "fitted on", "fitted on or chosen by")[number]
+            made = ("", "what ranks are chosen by", "what the promise is made from")[number]
+            raise TextError(
+                f"The calibration text repeats itself: {100 * share:.0f} % of {made} is {doing} too.",
+                "Give a --calibration text that says things once.",
+            )
+
+
+def _over(intervals: Intervals | None, count: int) -> Intervals | None:
+    """Over what intervals are, as asked; the number of texts decides where nothing was."""
+    if intervals == "texts" and count < FEWEST_TEXTS:
+        raise UsageError(
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {count} to choose by.",
+            "Give more --calibration, or leave out --intervals texts.",
+        )
+    return intervals
+
+
+def joined(parts: Iterable[Batches]) -> list[Text]:
+    """The texts of several parts, each with the windows of all of them."""
+    every: dict[str, Text] = {}
+    for text in (text for part in parts for text in part.texts):
+        known = every.get(text.sha256)
+        windows = sorted({*text.windows, *(known.windows if known else ())})
+        every[text.sha256] = text.model_copy(update={"windows": windows})
+    return list(every.values())

@@ -1,0 +1,105 @@
+"""Does a promise cover? Simulated texts whose plans harm other windows each, searched by the budget's own search.
+
+A text is a population of windows with topics in blocks and heavy tails. What chose a plan was chosen for being small
+there: only windows that neither fitted nor chose, spread over the text, say what the plan costs on all of it.
+"""
+
+import pytest
+import torch
+from scipy import stats
+
+from attnlens.run import rises
+from attnlens.run.budget import Budgeting
+from attnlens.run.nested import nested
+from attnlens.run.rises import Losses, rise_of
+from attnlens.run.sensitivities import Basis
+from attnlens.statistics import Design
+from attnlens.texts.sampling import chosen
+
+SEEDS, WINDOWS, POPULATION, BLOCK, RANKS = 320, 32, 960, 16, 64
+BUDGET = 0.01
+
+
+@pytest.fixture(autouse=True)
+def fewer_draws(monkeypatch):
+    """200 bootstrap samples an interval in the place of 2000, for speed: its ends move by a tenth of their error."""
+    whole = rises.paired_difference
+    monkeypatch.setattr(rises, "paired_difference", lambda *given, **more: whole(*given, draws=200, **more))
+
+
+def heavy(generator, *shape):
+    """Student's t with three degrees of freedom."""
+    normal = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return normal / torch.randn(3, *shape, generator=generator, dtype=torch.float64).square().mean(0).sqrt()
+
+
+def text(seed):
+    """The loss of every window, and what each rank of the one head adds to it: nothing with all 64, 0.7 % with none."""
+    generator = torch.Generator().manual_seed(seed)
+    topics = torch.randn(POPULATION // BLOCK, RANKS + 2, generator=generator, dtype=torch.float64)
+    topics = topics.repeat_interleave(BLOCK, 0)
+    own = 2.5 + 0.2 * topics[:, 0] + 0.2 * heavy(generator, POPULATION).clamp(-5, 5)
+    spread = 0.6 * topics[:, 1:] + heavy(generator, POPULATION, RANKS + 1)
+    lost = 1 - torch.arange(RANKS + 1, dtype=torch.float64) / RANKS
+    mean = 2.5 * 0.007 * lost**1.2  # convex, so that every rank is a step of its own
+    harm = mean + 2.5 * 0.010 * (spread - spread.mean(0))
+    harm[:, RANKS] = 0
+    return own, harm, mean
+
+
+class Trial:
+    """What a rank does to the loss on some windows."""
+
+    def __init__(self, own, harm, picks):
+        weights = torch.ones(len(picks), dtype=torch.float64)
+        self.own, self.harm = Losses(own[picks], weights, Design.plain(len(picks))), harm[picks]
+
+    def rise(self, ranks):
+        return rise_of(self.own, self.own.means + self.harm[:, ranks[0]], ["text"], 0)
+
+
+def searched(costs, trial):
+    """The rank that the budget's own search finds, and the estimate that it is chosen by; None where it keeps all."""
+    search = Budgeting(None, (), {}, "causal", "auto", 0, lambda _: None)
+    search.found = {None: Basis((0,), (0,), torch.zeros(1, RANKS, RANKS), torch.zeros(1, RANKS, RANKS))}
+    search.table, search.steps = costs[None], nested(costs[None])
+    best, tried = search._searched(trial, BUDGET)
+    return (search.ranks_after(best), tried[best].rise) if best else None
+
+
+def promises(placement):
+    """For each seed that chose something: the truth, the estimate by the windows that chose, the promise by others."""
+    for seed in range(SEEDS):
+        own, harm, mean = text(seed)
+        picks = chosen(POPULATION, 3 * WINDOWS, placement, seed)
+        # in a row, those that fit come first, and those that choose promise too
+        choosing, promising = (picks[1::3], picks[2::3]) if placement != "first" else [picks[WINDOWS : 2 * WINDOWS]] * 2
+        if (found := searched(mean, Trial(own, harm, choosing))) is not None:
+            ranks, estimated = found
+            truth = float(harm[:, ranks[0]].sum() / own.sum())
+            yield truth, estimated, Trial(own, harm, promising).rise(ranks)
+
+
+def covered(found):
+    """The share of (truth, rise) whose interval holds the truth, and of those whose upper end is not below it."""
+    inside = sum(rise.ci95[0] <= truth <= rise.ci95[1] for truth, rise in found)
+    return inside / len(found), sum(truth <= rise.high for truth, rise in found) / len(found)
+
+
+def test_the_promise_covers_and_what_chose_the_plan_does_not():
+    found = list(promises("spread"))
+    assert len(found) >= 200
+    lowest = float(stats.binom.ppf(0.0005, len(found), 0.95)) / len(found)
+    inside, below = covered([(truth, promised) for truth, _, promised in found])
+    assert inside >= lowest
+    assert below >= lowest
+    inside, below = covered([(truth, estimated) for truth, estimated, _ in found])
+    assert max(inside, below) < lowest, "the control: promised from what chose"
+    beyond = sum(truth > BUDGET for truth, _, _ in found)
+    assert beyond <= stats.binom.ppf(0.9995, len(found), 0.025), "the budget is kept"
+
+
+def test_windows_in_a_row_that_chose_promise_far_too_little():
+    found = [(truth, estimated) for truth, estimated, _ in promises("first")]
+    assert len(found) >= 200
+    assert covered(found)[1] < 0.6
