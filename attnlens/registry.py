@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from attnlens.records import Call
 
+NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
+
 Readings = dict[str, "Tensor"]
 """Qualified name → (*batch, heads) for a measure, (*batch, heads, steps) for a curve; NaN where there is no value."""
 
@@ -50,6 +52,11 @@ class MeasureInfo:
     """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
     headline: bool = False
     """Whether it stands first in tables and on the overview."""
+    identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
+    """For which heads the attention fixes it: all; those that see all pairs (others have no value); none (it reads
+    queries and keys, and others with the same attention read otherwise)."""
+    wholes: tuple[str, ...] = ()
+    """The wholes of which it is a part: measures of one source that name the same whole sum to 1 in every head."""
     by_depth: bool = False
     """Whether a curve is to be seen in the first, middle and last third of the layers, side by side."""
     more: str = ""
@@ -59,6 +66,13 @@ class MeasureInfo:
     space: str = ""
     """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
     different questions, and stand apart from each other in tables and pictures."""
+
+    @property
+    def caution(self) -> str:
+        """What to know where the attention does not fix it; empty where it does."""
+        if self.identified == "all pairs":
+            return "Identified for heads that see all pairs; others have no value."
+        return "" if self.identified == "everywhere" else NOT_IDENTIFIED
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,23 @@ class Shapes:
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
-        """Sets of measures with one stem (`tokens.share_…`) that are ≥ 0 and sum to 1 in every head: stem → names."""
+        """Sets of measures that are ≥ 0 and sum to 1 in every head that has them all: `tokens.kernel_shares` → names.
+
+        The registry knows the wholes of its measures; others are tried by their stem (`other.share_…`). What most heads
+        have comes first, then what has more parts.
+        """
         sets: dict[str, list[str]] = {}
         for name in self.report.measure_names():
-            if name in self.readings and "_" in name.rpartition(".")[2]:
-                sets.setdefault(name.rpartition("_")[0], []).append(name)
-        return {stem: names for stem, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
+            source, title = name.rpartition(".")[::2]
+            for whole in self.info(name).wholes or [title.rpartition("_")[0]]:
+                if name in self.readings and whole:
+                    sets.setdefault(f"{source}.{whole}", []).append(name)
+        found = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
+        return dict(sorted(found.items(), key=lambda item: (-self._heads_with(item[1]), -len(item[1]))))
+
+    def _heads_with(self, names: list[str]) -> int:
+        """How many heads have all of these measures."""
+        return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
 
     def _sum_to_one(self, names: list[str]) -> bool:
         stack = np.stack([self.readings[name].values for name in names])
@@ -195,14 +206,16 @@ def by_turns(names: Iterable[str]) -> list[str]:
     return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
 
 
-def _background(reading: Reading) -> tuple[bool, bool, bool, bool, int]:
-    """What puts a measure behind the others: the same everywhere; no headline; a category; in the weights' own units.
+def _background(reading: Reading) -> tuple[bool, bool, bool, bool, bool, int]:
+    """What puts a measure behind the others: the same everywhere; no headline; not identified; a category; in the
+    weights' own units.
 
     Then those that say most by themselves come first: a zero between two ends, two ends, an open range.
     """
     info = reading.info
     ends = 2 if info.low is None or info.high is None else int(info.low >= 0)
-    return reading.constant, not info.headline, bool(reading.labels), info.grows_with_factors, ends
+    traits = (reading.constant, not info.headline, info.identified == "nowhere", bool(reading.labels))
+    return *traits, info.grows_with_factors, ends
 
 
 def _numbers_of(measure: Measure) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlens.records import Part, QueryKey, Site, Source
+from attnlens.records import Part, QueryKey, Rotation, Site, Source
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -21,16 +21,21 @@ def query_key(
     return QueryKey(query, key, scale, source, Site("attention", 0, 0, part), tuple(range(heads)), **rest)
 
 
-def rotary(positions: int, head_dim: int, base: float = 50.0, rotated: int | None = None) -> Tensor:
-    """RoPE in the half-split layout on the first `rotated` dimensions: row vector x → x R(i)."""
-    rotated = head_dim if rotated is None else rotated
-    half = rotated // 2
+def rotary(positions: int, head_dim: int, base: float = 50.0, rotated: int | None = None) -> Rotation:
+    """RoPE in the half-split layout on the first `rotated` dimensions."""
+    half = (head_dim if rotated is None else rotated) // 2
+    pairs = torch.stack((torch.arange(half), torch.arange(half, 2 * half)), -1)
     angles = torch.arange(positions).double()[:, None] * base ** (-torch.arange(half).double() / half)
-    matrices = torch.eye(head_dim, dtype=torch.float64).repeat(positions, 1, 1)
-    first, second = torch.arange(half), torch.arange(half, rotated)
-    matrices[:, first, first] = matrices[:, second, second] = angles.cos()
-    matrices[:, first, second] = angles.sin()
-    matrices[:, second, first] = -angles.sin()
+    return Rotation(pairs, angles, head_dim)
+
+
+def turns(rotation: Rotation) -> Tensor:
+    """Its matrices, formed: row vector x → x R(i)."""
+    matrices = torch.eye(rotation.size, dtype=torch.float64).repeat(len(rotation.angles), 1, 1)
+    for (first, second), angles in zip(rotation.pairs.tolist(), rotation.angles.T, strict=True):
+        matrices[:, first, first] = matrices[:, second, second] = angles.cos()
+        matrices[:, first, second] = angles.sin()
+        matrices[:, second, first] = -angles.sin()
     return matrices
 
 
@@ -43,7 +48,7 @@ def dense(heads: QueryKey) -> Tensor:
 def at_distance(heads: QueryKey, distance: int) -> Tensor:
     """M(Δ) of every head, formed: W_Q R(−Δ) W_Kᵀ."""
     assert heads.rotation is not None
-    turn = heads.rotation[abs(distance)]
+    turn = turns(heads.rotation)[abs(distance)]
     key = heads.key.double()[..., list(heads.key_of), :, :]
     return heads.scale * heads.query.double() @ (turn.mT if distance > 0 else turn) @ key.mT
 
@@ -52,6 +57,6 @@ def stacked(heads: QueryKey) -> Tensor:
     """The joint kernel on (content, position) of every head, formed and divided by the number of positions."""
     assert heads.rotation is not None
     key = heads.key.double()[..., list(heads.key_of), :, :]
-    queries = torch.cat([heads.query.double() @ turn for turn in heads.rotation], -2)
-    keys = torch.cat([key @ turn for turn in heads.rotation], -2)
-    return heads.scale * queries @ keys.mT / len(heads.rotation)
+    queries = torch.cat([heads.query.double() @ turn for turn in turns(heads.rotation)], -2)
+    keys = torch.cat([key @ turn for turn in turns(heads.rotation)], -2)
+    return heads.scale * queries @ keys.mT / len(heads.rotation.angles)

@@ -25,8 +25,10 @@ from attnlens.records import (
     Tool,
 )
 
+HIDDEN = "not identified: the model never compares a query with a later key"
 CROSS = "queries and keys live on different domains"
-LAWS = ("flat", "exponential", "power")
+KINDS = ("flat", "exponential", "power")
+"""Categories, of a measure that no analyzer has."""
 Cells = Iterable[tuple[int, int]]
 
 
@@ -155,7 +157,7 @@ def _weights(
     symmetry = float(np.clip(0.8 * np.exp(-2.2 * depth) * random.beta(4, 2) - 0.06 * random.random(), -1, 1))
     definiteness = float(np.clip(0.75 * symmetry + 0.12 * random.standard_normal(), -1, 1))
     rank = float(head_dim * (0.5 + 0.35 * depth + 0.05 * random.standard_normal()))
-    law = int(random.choice(3, p=[0.15, 0.5, 0.35]))
+    kind = int(random.choice(3, p=[0.15, 0.5, 0.35]))
     null = {"symmetry": Null(mean=1 / d_model, sd=2**0.5 / d_model), "definiteness": Null(mean=0.0, sd=0.021)}
     null["directionality"] = Null(mean=0.0, sd=0.3)
     values = {
@@ -166,7 +168,7 @@ def _weights(
         "effective_rank": rank,
         "stable_rank": 1 + 0.25 * rank * random.random(),
         "rank90": float(round(0.7 * rank)),
-        "decay_law": float(law),
+        "kind": float(kind),
         "inertia_positive": float(head_dim),
         "inertia_negative": float(head_dim),
         "norm": float(np.exp(1.5 + 0.3 * random.standard_normal() + depth)),
@@ -176,7 +178,7 @@ def _weights(
     return {
         f"weights.{name}": Measure(value=None, reason=why[name])
         if why[name]
-        else Measure(value=value, label=LAWS[law] if name == "decay_law" else None, n=1, null=null.get(name))
+        else Measure(value=value, label=KINDS[kind] if name == "kind" else None, n=1, null=null.get(name))
         for name, value in values.items()
     }
 
@@ -184,9 +186,13 @@ def _weights(
 def _tokens(random: np.random.Generator, depth: float, sequences: int, part: Part) -> dict[str, Measure]:
     shares = random.dirichlet(12 * np.array([0.5 - 0.3 * depth, 0.08, 0.15, 0.27 + 0.3 * depth]))
     values = dict(zip(("positive", "negative", "skew", "key"), shares.tolist(), strict=True))
+    values["distance"] = 0.0 if part == "cross" else 0.3 * depth * (1 - values["key"])
+    values["interaction"] = 1 - values["key"] - values["distance"]
+    why = {name: HIDDEN for name in ("positive", "negative", "skew") if part == "decoder"}
+    why |= {name: CROSS for name in ("positive", "negative", "skew", "distance") if part == "cross"}
     found = {
-        f"tokens.share_{name}": Measure(value=None, reason=CROSS)
-        if part == "cross"
+        f"tokens.share_{name}": Measure(value=None, reason=why[name])
+        if name in why
         else Measure(value=value, se=0.02 * random.random() + 0.001, n=sequences)
         for name, value in values.items()
     }

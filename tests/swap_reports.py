@@ -28,23 +28,28 @@ from attnlens.records import (
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 HEADLESS = "the model has no head that predicts tokens or classes"
 PREDICTING = ("loss", "perplexity", "kl", "top1_agreement")
+NOISE = "the model's input is noise that attnlens made up"
 BEFORE = 2.43
 
 
-def outcome(delta: float | None, *, headless: bool = False, before: float = BEFORE) -> dict[str, Any]:
+def outcome(
+    delta: float | None, *, headless: bool = False, noise: bool = False, before: float = BEFORE
+) -> dict[str, Any]:
     """The fields of an Outcome whose loss rises by that much; None: it diverged."""
     if delta is None:
         return {"reasons": dict.fromkeys((*PREDICTING, "hidden_cosine", "hidden_cka"), DIVERGED)}
     found: dict[str, Any] = {"hidden_cosine": 1 / (1 + abs(delta)), "hidden_cka": 1 / (1 + 0.7 * abs(delta))}
     if headless:
         return found | {"reasons": dict.fromkeys(PREDICTING, HEADLESS)}
+    alike: dict[str, Any] = {"kl": 1.1 * abs(delta), "top1_agreement": 1 / (1 + 0.8 * abs(delta))}
+    if noise:
+        return found | alike | {"reasons": dict.fromkeys(("loss", "perplexity"), NOISE)}
     half = 0.0202 + 0.05 * abs(delta)  # so that no interval ends on a half of a shown digit
     after = before + delta
     loss = Change(before=before, after=after, delta=delta, ci95=(delta - half, delta + half))
     powers = np.exp(before), np.exp(after)
     perplexity = Change(before=powers[0], after=powers[1], delta=powers[1] - powers[0])
-    agreement = 1 / (1 + 0.8 * abs(delta))
-    return found | {"loss": loss, "perplexity": perplexity, "kl": 1.1 * abs(delta), "top1_agreement": agreement}
+    return found | alike | {"loss": loss, "perplexity": perplexity}
 
 
 def swapped(
@@ -56,6 +61,7 @@ def swapped(
     sweep: Literal["heads", "layers"] | None = None,
     healed: bool = False,
     headless: bool = False,
+    noise: bool = False,
     parts: Sequence[Part] | None = None,
     seed: int = 0,
     **changes: Any,
@@ -63,7 +69,7 @@ def swapped(
     """One kernel's swap; `deltas` are those of the stages swapped, fitted, healed, as many as there are."""
     random = np.random.default_rng(seed)
     of = list(parts or ["decoder"] * layers)
-    outcomes = [outcome(delta, headless=headless) for delta in deltas]
+    outcomes = [outcome(delta, headless=headless, noise=noise) for delta in deltas]
     stages = [Stage(name=name, **found) for name, found in zip(("swapped", "fitted", "healed"), outcomes, strict=False)]
     sites = [
         SiteSwap(
@@ -82,7 +88,8 @@ def swapped(
         "formula": "−γ·s‖q − k‖²",
         "parameters": {"gamma": 0.5},
         "fitted": ["origin"] if len(deltas) > 1 else [],
-        "task": "hidden" if headless else "causal",
+        "task": "hidden" if headless else "seq2seq" if noise else "causal",
+        "noise": noise,
         "sites": sites,
         "identity_error": 3.2e-7,
         "causality_error": 0.0,
@@ -176,7 +183,7 @@ def swap_report(*swaps: Swap, **settings: Any) -> Report:
 
 
 def several(layers: int = 4, heads: int = 8, sweep: Literal["heads", "layers"] | None = None) -> Report:
-    """Four kernels, each also in its symmetric form; linear's symmetric form diverges."""
+    """Four kernels, each also tied; linear diverges where it is tied."""
     wanted = {
         "exponential": 0.0,
         "symmetric": 1.9,

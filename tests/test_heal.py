@@ -214,13 +214,6 @@ def test_a_tied_kernel_is_not_fitted(words):
     assert "Leave out --fit" in refusal.value.remedy
 
 
-def test_the_symmetric_forms_of_a_comparison_are_not_fitted(demo):
-    report = swap_kernel(demo, ["rbf", "cosine"], fit=True, **READ)
-    stages = {swap.kernel: len(swap.stages) for swap in (report.swap, *report.more_swaps)}
-    assert sorted(stages) == ["cosine:beta=8", "cosine:beta=8+symmetric", "rbf:gamma=0.5", "rbf:gamma=0.5+symmetric"]
-    assert all(count == (1 if "symmetric" in name else 2) for name, count in stages.items())
-
-
 def test_a_fit_sees_the_heads_own_queries_and_keys_whatever_the_tie(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4))
     sites = sites_of(demo.model, fed.batches[0].inputs)

@@ -95,7 +95,7 @@ def test_tokens_measures_of_the_demo_are_means_over_its_sequences(demo, demo_rep
 
 def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(demo_report):
     for head in demo_report.heads:
-        shares = [head.measures[f"tokens.share_{part}"].value for part in ("positive", "negative", "skew", "key")]
+        shares = [head.measures[f"tokens.share_{part}"].value for part in ("key", "distance", "interaction")]
         assert sum(shares) == pytest.approx(1, abs=1e-8)
         for name, measure in head.measures.items():
             if measure.value is None:
@@ -103,8 +103,7 @@ def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(demo_rep
             elif name.startswith("tokens."):
                 assert measure.se is not None or measure.n == 1
     scalars = [name for name in demo_report.measure_names() if name.startswith("weights.")]
-    without = {name for name in scalars for head in demo_report.heads if head.measures[name].null is None}
-    assert without <= {"weights.decay", "weights.decay_law", "weights.decay_r2"}
+    assert all(head.measures[name].null is not None for name in scalars for head in demo_report.heads)
 
 
 def test_random_weights_read_the_null(demo):

@@ -155,7 +155,7 @@ def test_a_gate_on_queries_changes_nothing_and_one_on_keys_only_the_key_share():
 
 
 def verdict_by_hand(logits):
-    kernel = logits.exp()
+    kernel = (logits - logits.mean(-1, keepdim=True) + logits.mean(-2)[..., None]).exp()
     kernel = (kernel + kernel.mT) / 2
     scale = kernel.diagonal(dim1=-2, dim2=-1).rsqrt()
     values = torch.linalg.eigvalsh(kernel * scale[..., None] * scale[..., None, :])

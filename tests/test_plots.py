@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import BoundaryNorm, CenteredNorm
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
-from reports import LAWS, planted, synthetic_report
+from reports import KINDS, planted, synthetic_report
 
 from attnlens import registry
 from attnlens.errors import OutputError, UsageError
@@ -107,10 +107,10 @@ def test_one_outlier_does_not_bleach_the_others_and_an_arrow_says_so() -> None:
 def test_categories_have_a_colour_each_and_their_names_at_the_bar() -> None:
     shapes = Shapes(synthetic_report(12, 12))
     with house_style():
-        axes = map_figure(shapes, "weights.decay_law").axes[0]
+        axes = map_figure(shapes, "weights.kind").axes[0]
     assert isinstance(axes.images[0].norm, BoundaryNorm)
     bar = axes.child_axes[0]
-    assert [label.get_text().replace("\n", " ") for label in bar.get_yticklabels()] == list(LAWS)
+    assert [label.get_text().replace("\n", " ") for label in bar.get_yticklabels()] == list(KINDS)
 
 
 def test_parts_stand_in_labelled_groups_with_running_numbers() -> None:
@@ -342,7 +342,7 @@ def test_heads_that_differ_by_rounding_alone_have_one_colour() -> None:
 
 def test_hatching_is_explained_where_a_cell_of_this_page_is_hatched() -> None:
     report = synthetic_report(3, 4)
-    for name, said in (("weights.decay_law", False), ("weights.symmetry", True)):
+    for name, said in (("weights.kind", False), ("weights.symmetry", True)):
         head = report.heads[0]
         gone = head.model_copy(update={"measures": head.measures | {name: Measure(value=None, reason="gone")}})
         shapes = Shapes(report.model_copy(update={"heads": [gone, *report.heads[1:]]}))

@@ -46,7 +46,7 @@ def test_no_two_texts_of_a_page_overlap(parts: list[Part] | None) -> None:
     with house_style():
         for figure in (
             overview_figure(shapes),
-            map_figure(shapes, "weights.decay_law"),
+            map_figure(shapes, "weights.kind"),
             map_figure(shapes, "weights.symmetry"),
             fan_figure(shapes, "weights.singular_values"),
         ):

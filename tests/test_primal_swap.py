@@ -372,12 +372,3 @@ def test_encoders_are_swapped_with_padding(words):
     swap = swap_kernel(family("bert"), words, **SMALL).swap
     assert swap.mask_error < 1e-5
     assert swap.loss is not None
-
-
-def test_several_kernels_compare_without_a_symmetric_primal(demo):
-    report = swap_kernel(demo, ["primal:4", "rbf"], **READ)
-    assert [swap.kernel for swap in (report.swap, *report.more_swaps)] == [
-        "primal:scores=4,samples=0",
-        "rbf:gamma=0.5",
-        "rbf:gamma=0.5+symmetric",
-    ]

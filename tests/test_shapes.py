@@ -14,15 +14,37 @@ from attnlens.shapes import Shapes, by_turns
 
 def test_shares_are_found_by_their_sum_and_not_by_their_name() -> None:
     shapes = Shapes(synthetic_report(4, 4))
-    names = ["tokens.share_positive", "tokens.share_negative", "tokens.share_skew", "tokens.share_key"]
-    assert shapes.shares == {"tokens.share": names}  # weights.inertia_± share a stem too, and sum to 128
+    names = [f"tokens.share_{part}" for part in ("positive", "negative", "skew", "key")]
+    scores = [f"tokens.share_{part}" for part in ("key", "distance", "interaction")]
+    # weights.inertia_± have a stem too, and sum to 128
+    assert list(shapes.shares.items()) == [("tokens.kernel_shares", names), ("tokens.score_shares", scores)]
     np.testing.assert_allclose(sum(layer_means(shapes, names)), np.ones(4), atol=1e-12)
+
+
+def test_the_shares_that_most_heads_have_come_first() -> None:
+    decoder = Shapes(synthetic_report(4, 4, parts=["decoder"] * 4))
+    assert list(decoder.shares) == ["tokens.score_shares"]
+    mixed = Shapes(synthetic_report(6, 4, parts=["encoder"] * 2 + ["decoder", "cross"] * 2))
+    assert list(mixed.shares) == ["tokens.score_shares", "tokens.kernel_shares"]
+    cross = Shapes(synthetic_report(2, 4, parts=["cross"] * 2))
+    assert cross.shares == {"tokens.score_shares": ["tokens.share_key", "tokens.share_interaction"]}
+
+
+def test_measures_that_the_registry_does_not_know_are_tried_by_their_stem() -> None:
+    report = planted(np.array([[0.25, 0.5]]), name="other.part_a")
+    heads = []
+    for head in report.heads:
+        (measure,) = head.measures.values()
+        rest = measure.model_copy(update={"value": 1 - measure.value})
+        heads.append(head.model_copy(update={"measures": head.measures | {"other.part_b": rest}}))
+    assert Shapes(report.model_copy(update={"heads": heads})).shares == {"other.part": ["other.part_a", "other.part_b"]}
+    assert Shapes(report).shares == {}
 
 
 def test_what_says_most_by_itself_comes_first_and_what_says_nothing_last() -> None:
     names = list(Shapes(synthetic_report(4, 4, source="weights")).readings)
     assert names[0] == "weights.symmetry"
-    assert names.index("weights.effective_rank") < names.index("weights.norm") < names.index("weights.decay_law")
+    assert names.index("weights.effective_rank") < names.index("weights.norm") < names.index("weights.kind")
     assert names[-2:] == ["weights.inertia_positive", "weights.inertia_negative"]
 
 

@@ -4,6 +4,7 @@ from heads import dense, query_key, random, rotary
 
 from attnlens.analyzers.spectrum import TOKENS, WEIGHTS, of_tokens, of_weights
 from attnlens.registry import analyzers
+from attnlens.statistics import gaussian_null
 
 CAUSAL = torch.ones(30, 30, dtype=torch.bool).tril()[None]
 
@@ -44,7 +45,7 @@ def test_every_measure_is_there_finite_and_in_range(batch):
             assert reading.dtype == torch.float64
             assert info.low is None or not (reading < info.low - 1e-12).any()
             assert info.high is None or not (reading > info.high + 1e-12).any()
-            assert reading.isfinite().all() or "decay" in info.name
+            assert reading.isfinite().all()
 
 
 def test_weights_are_read_as_the_formed_matrix_has_them():
@@ -69,17 +70,21 @@ def test_a_spectrum_known_by_hand():
     assert readings["weights.rank90"].item() == 2
 
 
-@pytest.mark.parametrize("name", ["flat", "exponential", "power"])
-def test_planted_laws_are_named(name):
-    labels = next(info.labels for info in WEIGHTS if info.labels)
-    index = torch.arange(1, 17, dtype=torch.float64)
-    sigma = {"flat": index * 0 + 2, "exponential": (-0.3 * index).exp(), "power": index**-1.2}[name]
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.5])
+def test_a_planted_decay_is_read(rate):
+    sigma = (-rate * torch.arange(16, dtype=torch.float64)).exp()
     left, right = (torch.linalg.qr(random(1, 40, 16, seed=seed)).Q for seed in (0, 1))
-    readings = of_weights(query_key(left * sigma, right))
-    assert labels[int(readings["weights.decay_law"])] == name
-    rate = {"flat": 0.0, "exponential": 0.3, "power": 1.2}[name]
-    assert readings["weights.decay"].item() == pytest.approx(rate, abs=1e-9)
-    assert readings["weights.decay_r2"].item() == pytest.approx(0 if name == "flat" else 1, abs=1e-9)
+    assert of_weights(query_key(left * sigma, right))["weights.decay"].item() == pytest.approx(rate, abs=1e-9)
+
+
+def test_random_factors_decay_as_their_null_does_and_planted_ones_do_not():
+    (analyzer,) = analyzers(["spectrum"], "weights")
+    heads = query_key(random(6, 60, 16), random(6, 60, 16, seed=1))
+    mean, sd = gaussian_null(analyzer, heads, draws=64)["weights.decay"]
+    assert mean > 5 * sd > 0, "sorted singular values fall by themselves"
+    assert ((of_weights(heads)["weights.decay"] - mean).abs() < 4 * sd).all()
+    planted = query_key(heads.query * torch.logspace(0, -1, 16, dtype=torch.float64), heads.key)
+    assert (of_weights(planted)["weights.decay"] > mean + 4 * sd).all()
 
 
 def test_under_rotation_the_spectrum_is_smoother_than_at_distance_zero():
@@ -114,7 +119,9 @@ def test_attention_spectra_are_those_of_the_softmax(allowed, sharpness):
     close(readings["tokens.singular_values_energy"], sigma.square().cumsum(-1) / sigma.square().sum(-1, keepdim=True))
     beyond = torch.linalg.svdvals(attention - 1 / 30)
     close(readings["tokens.centred_effective_rank"], effective_rank(beyond), 1e-8)
-    close(readings["tokens.logit_rank90"], rank90(torch.linalg.svdvals(logits)))
+    visible = (torch.ones_like(logits) if allowed is None else allowed).double()
+    seen = (logits - (logits * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)) * visible
+    close(readings["tokens.logit_rank90"], rank90(torch.linalg.svdvals(seen)))
     if allowed is not None:
         unmasked = of_tokens(query_key(heads.query, heads.key, "tokens"))
         assert (unmasked["tokens.effective_rank"] - readings["tokens.effective_rank"]).abs().max() > 0.1
@@ -123,9 +130,9 @@ def test_attention_spectra_are_those_of_the_softmax(allowed, sharpness):
 def test_logits_that_are_not_bilinear_are_formed():
     query, key = 2 * random(2, 30, 4), random(2, 30, 4, seed=1)
     bias = 5 * random(1, 30, 30, seed=2)
-    for rest in ({"softcap": 1.0}, {"bias": bias}):
+    for rest in ({"softcap": 0.2}, {"bias": bias}):
         heads = query_key(query, key, "tokens", **rest)
-        expected = rank90(torch.linalg.svdvals(heads.logits))
+        expected = rank90(torch.linalg.svdvals(heads.logits - heads.logits.mean(-1, keepdim=True)))
         close(of_tokens(heads)["tokens.logit_rank90"], expected)
         assert (of_tokens(query_key(query, key, "tokens"))["tokens.logit_rank90"] < expected).any()
 
@@ -160,7 +167,7 @@ def test_one_token_reads_what_exists():
     assert readings["tokens.singular_values"].tolist() == [[1], [1]]
 
 
-def test_zero_weights_have_no_rank_and_no_law():
+def test_zero_weights_have_no_rank_and_no_decay():
     readings = of_weights(query_key(torch.zeros(2, 9, 3), torch.zeros(2, 9, 3)))
     assert (readings["weights.singular_values"] == 0).all()
     assert all(readings[info.name].isnan().all() for info in WEIGHTS if not info.curve)

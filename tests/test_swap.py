@@ -330,6 +330,85 @@ def test_a_headless_model_is_measured_by_its_hidden_states_alone():
     assert any("no head" in note for note in swap.notes)
 
 
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def of_images():
+    """A classifier of images with a tiny model's attention."""
+    torch.manual_seed(0)
+    model = tf.ViTForImageClassification(tf.ViTConfig(**families.PIXELS, num_labels=5)).eval().requires_grad_(False)
+    model.vit.load_state_dict(families.build("vit").state_dict(), strict=False)
+    model.classifier.weight.normal_(std=0.4)
+    return loaded(model)
+
+
+NOISY = {
+    "whisper": ("seq2seq", lambda: family("whisper")),
+    "clip": ("classification", lambda: family("clip")),
+    "vit": ("classification", of_images),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_on_noise_there_is_no_loss_and_predictions_are_compared(name):
+    task, made = NOISY[name]
+    model, read = made(), {k: v for k, v in READ.items() if name != "vit" or k != "tokens"}
+    swap = swap_kernel(model, "rbf", **read).swap
+    assert swap.task == task
+    assert swap.noise
+    for field in ("loss", "perplexity"):
+        assert getattr(swap, field) is None
+        assert "noise" in swap.reasons[field]
+    assert any("noise" in note for note in swap.notes)
+    assert not any("loss: " in note for note in swap.notes), "the decoder repeats nothing that it could have heard"
+    kl, agree = [], []
+    for one in feed(model, batches(model, **({"tokens": None} if name == "vit" else {})), task, 0):
+        own = logits_of(model.model, one.inputs)
+        with under(model.model, one.inputs, "rbf"):
+            new = logits_of(model.model, one.inputs)
+        if one.targets is not None:
+            own, new = (found[one.targets != NOTHING] for found in (own, new))
+        p, q = (found.log_softmax(-1) for found in (own, new))
+        kl.append((p.exp() * (p - q)).sum(-1))
+        agree.append((own.argmax(-1) == new.argmax(-1)).double())
+    assert swap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
+    assert swap.kl > 1e-3
+    assert swap.top1_agreement == pytest.approx(float(torch.cat(agree).mean()))
+
+
+def logits_of(model, inputs):
+    with torch.no_grad():
+        found = hooks.forward(model, inputs)
+    return (found.logits if "logits" in found else found.logits_per_image).double()
+
+
+def test_text_is_no_noise_and_has_a_loss():
+    swap = swap_kernel(family("bart"), "rbf", **READ).swap
+    assert not swap.noise
+    assert swap.loss is not None
+    assert not any("noise" in note for note in swap.notes)
+
+
+def test_a_headless_model_of_pixels_says_that_it_saw_noise():
+    swap = swap_kernel(family("vit"), "rbf", sequences=4, batch_size=2).swap
+    assert swap.noise
+    assert "no head" in swap.reasons["loss"]
+    assert ["no head" in note for note in swap.notes[:2]] == [True, False]
+    assert "noise" in swap.notes[1]
+
+
+def test_on_noise_a_healing_is_measured_by_its_distance_alone():
+    swap = swap_kernel(family("whisper"), "rbf", heal=2, **READ).swap
+    assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
+    assert all(step.loss is None and step.validation > 0 for step in swap.healing.curve)
+
+
+def test_on_noise_no_budget_can_be_spent():
+    with pytest.raises(UsageError, match="noise that attnlens makes up") as refusal:
+        swap_kernel(family("whisper"), "rank", budget="loss:1%", **READ)
+    assert "--kernel rank:16" in refusal.value.remedy
+
+
 # --- what stands beside them ------------------------------------------------------------------------------------------
 
 
@@ -355,18 +434,18 @@ def test_site_errors_and_mass_outside_the_simplex_are_those_of_the_matrices(demo
 def test_padding_enters_no_sites_number(lines):
     model = family("bert")
     read = {"text": (lines,), "pack": False, "sequences": 2, "tokens": 40}
-    fed = feed(model, batches(model, **read), "masked", 0)[0]
+    fed = feed(model, batches(model, placement="first", **read), "masked", 0)[0]
     call = hooks.survey(model.model, fed.inputs)[0].call
     real = fed.inputs["attention_mask"].bool()
     assert not real.all()
     own, new = (attend(call, one, "eager").double() for one in (hooks.OWN, parsed("rbf")))
     expected, padded = (float((new[rows] - own[rows]).norm() / own[rows].norm()) for rows in (real, ...))
-    found = swap_kernel(model, "rbf", batch_size=2, **read).swap.sites[0].output_error
+    found = swap_kernel(model, "rbf", batch_size=2, windows="first", **read).swap.sites[0].output_error
     assert found == pytest.approx(expected, rel=1e-4)
     assert found != pytest.approx(padded, rel=1e-2)
     rows = weights(call, parsed("linear")).double().transpose(1, 2)
     share = (-rows).clamp(min=0).sum(-1) / rows.abs().sum(-1)
-    found = swap_kernel(model, "linear", batch_size=2, **read).swap.sites[0].off_simplex
+    found = swap_kernel(model, "linear", batch_size=2, windows="first", **read).swap.sites[0].off_simplex
     assert found == pytest.approx(float(share[real].mean()), rel=1e-4)
     assert found != pytest.approx(float(share.mean()), rel=1e-3)
 
@@ -690,15 +769,14 @@ def test_a_path_that_cannot_be_forced_is_refused(demo):
     assert fused.loss.after == pytest.approx(eager.loss.after, rel=1e-5)
 
 
-def test_several_kernels_are_compared_each_with_its_symmetric_form(demo):
-    report = swap_kernel(demo, ["exponential", "rbf", "linear"], **READ)
+def test_several_kernels_are_compared_as_they_were_asked_for(demo):
+    asked = ["exponential", "rbf", "linear", "rbf+symmetric", "rbf:0.5"]
+    report = swap_kernel(demo, asked, **READ)
     swaps = [report.swap, *report.more_swaps]
-    bases = ["exponential", "rbf:gamma=0.5", "linear"]
-    spelled = ["exponential", "symmetric", "rbf:gamma=0.5", "rbf:gamma=0.5+symmetric", "linear", "linear+symmetric"]
-    assert [swap.kernel for swap in swaps] == spelled
-    for words in (*bases, "rbf:gamma=0.5+symmetric"):
-        alone = swap_kernel(demo, words, **READ).swap
-        assert swaps[spelled.index(words)].loss == alone.loss
+    assert [swap.kernel for swap in swaps] == ["exponential", "rbf:gamma=0.5", "linear", "rbf:gamma=0.5+symmetric"]
+    for words, swap in zip(asked, swaps, strict=False):
+        assert swap.loss == swap_kernel(demo, words, **READ).swap.loss
+        assert any("not the cost of asymmetry" in note for note in swap.notes) == ("symmetric" in words)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import pytest
 from matplotlib.figure import Figure
 from program import attnlens, refused, without_torch
 from rich.console import Console, RenderableType
-from swap_reports import DIVERGED, HEADLESS, healing, outcome, planned, several, swap_report, swapped
+from swap_reports import DIVERGED, HEADLESS, NOISE, healing, outcome, planned, several, swap_report, swapped
 from test_plots_layout import overlapping
 
 from attnlens import html, tables
+from attnlens.kernels import TIES
 from attnlens.plots import house_style, save_all
 from attnlens.plots.style import new_figure
 from attnlens.plots.swaps import panel_figure, pictures, swap_overview
@@ -24,7 +25,7 @@ from attnlens.plots.swaps.kernels import draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
 from attnlens.records import Coverage, Effect, Pair, Part, Plan, Report, Rise
-from attnlens.tables.swaps import compared, facts
+from attnlens.tables.swaps import facts
 from attnlens.tables.swaps.plans import plan_lines
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
@@ -112,23 +113,56 @@ def test_off_simplex_mass_is_told_where_there_is_some() -> None:
     assert "negative" not in flowing(swap_report())
 
 
-def test_several_kernels_stand_beside_their_symmetric_forms() -> None:
+def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
+    swap = swapped(noise=True, sweep="heads")
+    said = flowing(swap_report(swap))
+    assert (
+        "The predictions are 3.61 nats per token (KL) from the original's, and 27.6 % of the first choices are" in said
+    )
+    assert f"loss, perplexity: {NOISE}" in said
+    assert (
+        "Δ of the KL to the original in nats per token, a distance: it is never negative, and nothing is tested" in said
+    )
+    assert "FDR" not in said
+    assert row(printed(tables.summary(swap_report(swap)), 110), "swapped")[1:] == [
+        "3.61",
+        "27.6",
+        "%",
+        "0.234",
+        "0.303",
+    ]
+    assert "loss, perplexity" not in flowing(swap_report()), "the control"
+
+
+def test_kernels_on_noise_are_compared_by_their_predictions() -> None:
+    deltas = {"rbf": 1.0, "l2": None, "cosine": 2.0}
+    report = swap_report(*(swapped(noise=True, kernel=name, deltas=(delta,)) for name, delta in deltas.items()))
+    text = printed(tables.summary(report), 110)
+    assert row(text, "kernel") == ["kernel", "KL", "top-1", "cosine", "CKA", "speed"]
+    assert row(text, "rbf")[1:6] == ["1.10", "55.6", "%", "0.500", "0.588"]
+    assert row(text, "l2")[1:] == ["diverged", "–", "–", "–", "×", "0.80"]
+    assert "The KL to the original is least under rbf (1.10), largest under cosine (2.20). Diverged: l2." in flowing(
+        report
+    )
+
+
+def test_several_kernels_are_rows_whatever_their_ties() -> None:
     text = printed(tables.summary(several()), 110)
-    rbf = row(text, "rbf:gamma=0.5")
-    assert rbf[1:6] == ["5.71", "3.28", "3.10", "to", "3.46"]
-    assert rbf[-2:] == ["5.33", "2.90"]
-    assert row(text, "exponential")[-2:] == ["4.33", "1.90"]
-    assert row(text, "linear")[-2:] == ["diverged", "–"]
+    assert row(text, "rbf:gamma=0.5")[1:6] == ["5.71", "3.28", "3.10", "to", "3.46"]
+    assert row(text, "rbf:gamma=0.5+symmetric")[1:3] == ["5.33", "2.90"]
+    assert row(text, "symmetric")[1:3] == ["4.33", "1.90"]
+    assert row(text, "linear+symmetric")[1:3] == ["diverged", "–"]
     assert "highest under linear (Δ 7.70)" in flowing(several())
     assert max(map(len, printed(tables.summary(several())).splitlines())) <= 100
 
 
-def test_forms_are_paired_whatever_else_a_kernel_is_made_of() -> None:
-    names = ["window:64", "symmetric+window:64", "taylor:order=4", "rbf:gamma=1e+06+symmetric", "rbf:gamma=1e+06"]
-    found = compared(swap_report(*(swapped(kernel=name) for name in names)))
-    assert [each.name for each in found] == ["window:64", "taylor:order=4", "rbf:gamma=1e+06"]
-    assert [each.symmetric is not None for each in found] == [True, False, True]
-    assert all(each.asymmetric is not None for each in found)
+def test_the_cost_of_a_symmetric_kernel_is_not_called_the_cost_of_asymmetry() -> None:
+    """In the picture's caption; in the notes the run has put it."""
+    caution = TIES["symmetric"].caution
+    assert "not the cost of asymmetry" in caution
+    assert caution in pictures(several())[0].caption
+    plain = swap_report(swapped(kernel="rbf"), swapped(kernel="l2+tied-key"))
+    assert caution not in pictures(plain)[0].caption, "the control"
 
 
 def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters() -> None:
@@ -443,7 +477,7 @@ def test_one_giant_head_does_not_bleach_the_others() -> None:
 def test_effects_of_different_size_are_drawn_on_a_logarithmic_axis() -> None:
     near = [swapped(kernel=name, deltas=(delta,)) for name, delta in (("rbf", 2.0), ("cosine", 3.0))]
     far = [swapped(kernel=name, deltas=(delta,)) for name, delta in (("rbf", 0.01), ("cosine", 30.0))]
-    scales = [drawn(draw_kernels, compared(swap_report(*found))).axes[0].get_xscale() for found in (near, far)]
+    scales = [drawn(draw_kernels, found).axes[0].get_xscale() for found in (near, far)]
     assert scales == ["linear", "symlog"]
 
 

@@ -49,12 +49,26 @@ def test_a_batch_reads_what_its_members_read():
                 torch.testing.assert_close(together[name][member], reading, rtol=1e-10, atol=1e-12)
 
 
-def test_in_cross_attention_only_the_norm_exists():
+def test_in_cross_attention_no_measure_takes_queries_for_keys():
     heads = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
     assert list(of_weights(heads)) == ["weights.norm"] == [info.name for info in WEIGHTS if not info.self_only]
     torch.testing.assert_close(of_weights(heads)["weights.norm"], torch.linalg.matrix_norm(dense(heads)))
-    assert of_tokens(heads) == {}
-    assert all(info.self_only for info in TOKENS)
+    tokens = of_tokens(query_key(heads.query, heads.key, "tokens", part="cross"))
+    assert list(tokens) == ["tokens.share_key", "tokens.share_interaction", "tokens.share_first"]
+    assert list(tokens) == [info.name for info in TOKENS if not info.self_only]
+    assert all(reading.isfinite().all() for reading in tokens.values())
+
+
+def test_where_the_mask_hides_pairs_the_kernel_has_no_parts():
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()
+    masks = torch.stack((mask, torch.ones(20, 20, dtype=torch.bool)))[:, None]
+    readings = of_tokens(query_key(random(2, 3, 20, 4), random(2, 3, 20, 4, seed=1), "tokens", allowed=masks))
+    of_all = [info.name for info in TOKENS if info.identified == "all pairs"]
+    assert of_all == [f"tokens.{name}" for name in ("share_positive", "share_negative", "share_skew", "definite")]
+    for info in TOKENS:
+        there = readings[info.name].isfinite()
+        assert there.all(-1).tolist() == [info.name not in of_all, True]
+        assert there.any(-1).tolist() == [info.name not in of_all, True]
 
 
 # --- identities, each with its control --------------------------------------------------------------------------------
@@ -161,6 +175,7 @@ def test_one_token_has_no_anatomy_and_a_positive_kernel():
 
 def test_saturated_logits_stay_finite():
     readings = of_tokens(query_key(1e3 * random(2, 40, 4), 1e3 * random(2, 40, 4, seed=1), "tokens"))
-    shares = [reading for name, reading in readings.items() if "share" in name]
-    torch.testing.assert_close(sum(shares), torch.ones(2).double(), rtol=0, atol=1e-10)
+    for whole in ("kernel_shares", "score_shares"):
+        shares = [readings[info.name] for info in TOKENS if whole in info.wholes]
+        torch.testing.assert_close(sum(shares), torch.ones(2).double(), rtol=0, atol=1e-10)
     assert readings["tokens.definite"].tolist() == [0, 0]

@@ -4,6 +4,7 @@ import families
 import pytest
 import torch
 import transformers
+from heads import turns
 
 from attnlens import hooks, weights
 from attnlens.errors import NotBilinearError
@@ -134,7 +135,7 @@ def test_only_rotary_families_have_a_rotation(name):
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_the_rotation_is_a_group_of_rotations(name):
-    rotation = read(families.build(name), name)[0].rotation
+    rotation = turns(read(families.build(name), name)[0].rotation)
     unit = torch.eye(rotation.shape[-1], dtype=torch.float64)
     torch.testing.assert_close(rotation[0], unit, atol=1e-5, rtol=0)
     torch.testing.assert_close(rotation @ rotation.mT, unit.expand_as(rotation), atol=1e-4, rtol=0)
@@ -187,4 +188,10 @@ def test_nan_in_one_head_leaves_the_others():
     factors = read(model, "llama")[0]
     assert factors.maps.query[0].isnan().all()
     assert factors.maps.query[1:].isfinite().all()
-    assert factors.rotation.isfinite().all()
+    assert factors.rotation.angles.isfinite().all()
+
+
+def test_a_part_that_is_called_norm_and_is_none_is_passed_over():
+    config = transformers.RobertaPreLayerNormConfig(**families.ENCODER)
+    model, inputs = causal(config, transformers.RobertaPreLayerNormForMaskedLM)
+    assert not any(factors.qk_norm for factors in read(model, inputs=inputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
@@ -15,36 +15,38 @@ if TYPE_CHECKING:
 
 SHARE = 0.9
 """Share of a kernel's squared size that its s leading components hold at least: rank90, head by head."""
-LAWS = ("flat", "exponential", "power")
-"""What linalg.decay_law calls 0, 1 and 2."""
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = "no query may see a key"
-OTHER_LAW = "no sequence's singular values follow that law clearly"
 
 
-def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: float | str | bool) -> MeasureInfo:
-    """A scalar that cross-attention has as well, and that has no null among Gaussian weights."""
-    settings = {"low": 0, "self_only": False, "has_null": False} | rest
-    return MeasureInfo(f"ksvd.{name}", meaning, formula, missing=missing, **settings)  # type: ignore[arg-type]
+def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) -> MeasureInfo:
+    """A scalar of the cosine kernel, which cross-attention has as well and Gaussian weights are no null for.
+
+    That kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores, and
+    changes every cosine.
+    """
+    settings: dict[str, Any] = {"low": 0, "self_only": False, "has_null": False, "identified": "nowhere"} | rest
+    said = "" if settings["identified"] == "everywhere" else " (not identified)"
+    return MeasureInfo(f"ksvd.{name}", meaning + said, formula, missing=missing, **settings)
 
 
-def _curves(matrix: str, words: str, symbol: str, headline: bool = False) -> tuple[MeasureInfo, ...]:
-    """The cumulative singular values of a matrix, of the first power and squared."""
-    settings = {"low": 0.0, "high": 1.0, "curve": True, "self_only": False, "has_null": False}
+def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureInfo, ...]:
+    """The cumulative singular values of a matrix, of the first power (with these settings) and squared."""
+    settings: dict[str, Any] = {"low": 0, "high": 1, "curve": True, "self_only": False, "has_null": False}
+    if not symbol.startswith("P"):
+        settings["identified"], words = "nowhere", f"{words} (not identified)"
     first = MeasureInfo(
         f"ksvd.{matrix}_spectrum",
         f"share of the k largest in the singular values of {words}",
         f"(σ₁ + … + σₖ)/Σσ of {symbol}",
-        headline=headline,
-        by_depth=headline,
-        **settings,  # type: ignore[arg-type]
+        **settings | rest,
     )
     energy = MeasureInfo(
         f"ksvd.{matrix}_energy",
         f"share of the k largest in the squared singular values of {words}",
         f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
     return first, energy
 
@@ -57,6 +59,8 @@ TOKENS = (
         "σ₁/Σσ of the attention matrix P",
         NO_ATTENTION,
         high=1,
+        identified="everywhere",
+        headline=True,
         more="its attention is nearer to rank one than the other heads'",
         less="its attention is farther from any low rank than the other heads'",
     ),
@@ -66,9 +70,6 @@ TOKENS = (
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
         NO_KERNEL,
         low=1,
-        headline=True,
-        more="its queries and keys span far more directions than the other heads'",
-        less="its queries and keys span far fewer directions than the other heads'",
     ),
     _scalar(
         "centred_rank90",
@@ -84,9 +85,6 @@ TOKENS = (
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): K is centred as V is, and not V alone",
         f"the values are not known, or all alike; {ONE_KEY}",
         high=1,
-        headline=True,
-        more="its values lie far more in its kernel's own directions than the other heads'",
-        less="its values lie far less in its kernel's own directions than the other heads'",
     ),
     _scalar(
         "asymmetry",
@@ -95,32 +93,7 @@ TOKENS = (
         NO_KERNEL,
         high=1.5707963267948968,
         self_only=True,
-        headline=True,
-        more="as a querent a token is seen far differently than as a key",
-        less="its kernel sees tokens far more alike as queries and as keys than the other heads'",
     ),
-    *(
-        _scalar(
-            f"decay_{law}",
-            f"share of sequences in which P's singular values {words}",
-            formula,
-            NO_ATTENTION,
-            high=1,
-        )
-        for law, words, formula in (
-            ("flat", "are flat, by AIC", "σ_l = a fits best"),
-            ("exponential", "decay exponentially, by AIC", "σ_l = a·e^{−bl} fits best"),
-            ("power", "decay as a power, by AIC", "σ_l = a·l^{−b} fits best"),
-            ("unclear", "follow no law clearly: the two best differ by less than 2 in AIC", "1 − the other shares"),
-        )
-    ),
-    _scalar(
-        "rate_exponential",
-        "rate of P's decay over those sequences in which it is exponential",
-        "b in a·e^{−bl}",
-        OTHER_LAW,
-    ),
-    _scalar("rate_power", "rate of P's decay over those sequences in which it is a power", "b in a·l^{−b}", OTHER_LAW),
     _scalar(
         "residual",
         "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong",
@@ -133,7 +106,7 @@ TOKENS = (
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
         NO_KERNEL,
     ),
-    *_curves("attention", "the attention matrix P (Chen et al. 2023, Figure 1)", "P", headline=True),
+    *_curves("attention", "the attention matrix P (Chen et al. 2023, Figure 1)", "P", headline=True, by_depth=True),
     *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),
     *_curves("cosine", COSINE, "K"),
     *_curves("centred_cosine", f"{COSINE}, without its row-sum mode", "K(I − 11ᵀ/n)"),
@@ -156,7 +129,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
         "ksvd.rank90": rank,
         **_alignment(query_key, centred),
         "ksvd.asymmetry": _asymmetry(query_key, solution, rank),
-        **_laws(attention),
         "ksvd.residual": ksvd.residual(solution, queries, keys),
         "ksvd.objective": _objective(solution, queries, keys),
         **_cumulated("attention", attention),
@@ -190,22 +162,6 @@ def _asymmetry(query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch 
     if query_key.site.part == "cross":
         return rank * float("nan")
     return ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
-
-
-def _laws(values: Float[Tensor, "*batch heads steps"]) -> Readings:
-    """Which law each sequence's spectrum follows, as shares, and the rate under each: laws can't be averaged."""
-    from attnlens import linalg
-
-    law, rate, _ = linalg.decay_law(values)
-    # a matrix of zeros follows no law, clearly or not
-    exists = values[..., 0] > 0
-    shares = {f"ksvd.decay_{name}": (law == number).to(values) for number, name in enumerate(LAWS)}
-    shares["ksvd.decay_unclear"] = law.isnan().to(values)
-    return {
-        **{name: share.where(exists, share.new_tensor(float("nan"))) for name, share in shares.items()},
-        "ksvd.rate_exponential": rate.where(law == LAWS.index("exponential"), rate.new_tensor(float("nan"))),
-        "ksvd.rate_power": rate.where(law == LAWS.index("power"), rate.new_tensor(float("nan"))),
-    }
 
 
 def _objective(solution: Dual, queries: Tensor, keys: Tensor) -> Float[Tensor, "*batch heads"]:

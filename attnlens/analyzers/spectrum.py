@@ -6,7 +6,6 @@ from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
 ZERO = "the matrix is zero"
-NO_LAW = "no clear law: the two best differ by less than 2 in AIC, or there are fewer than four singular values"
 WEIGHTS = (
     MeasureInfo(
         "weights.stable_rank",
@@ -35,32 +34,12 @@ WEIGHTS = (
         missing=ZERO,
     ),
     MeasureInfo(
-        "weights.decay_law",
-        "the law that M's singular values follow best, by AIC",
-        "σ_l = a, a·e^{−bl} or a·l^{−b}",
-        self_only=False,
-        labels=("flat", "exponential", "power"),
-        missing=NO_LAW,
-        has_null=False,
-    ),
-    MeasureInfo(
         "weights.decay",
-        "rate b of that law",
-        "b in a·e^{−bl} or a·l^{−b}; 0 if flat",
+        "rate at which M's singular values fall; those of random factors fall too",
+        "b of the least-squares line log σ_l ≈ a − b·l",
         low=0,
         self_only=False,
-        missing=NO_LAW,
-        has_null=False,
-    ),
-    MeasureInfo(
-        "weights.decay_r2",
-        "how well that law fits log σ",
-        "R² of the fit to log σ_l; 0 if flat",
-        low=0,
-        high=1,
-        self_only=False,
-        missing=NO_LAW,
-        has_null=False,
+        missing="fewer than two singular values are above rounding",
     ),
     MeasureInfo(
         "weights.singular_values",
@@ -129,11 +108,11 @@ TOKENS = (
     ),
     MeasureInfo(
         "tokens.logit_rank90",
-        "rank that keeps 90 % of the logits' squared size",
-        "least k with Σ_{l≤k}σ(L)² ≥ 0.9·Σσ(L)²",
+        "rank that keeps 90 % of the squared size of what softmax sees of the logits",
+        "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of the visible logits less their row means, 0 where the mask hides",
         low=1,
         self_only=False,
-        missing="all logits are zero",
+        missing="the logits depend on the query alone, which softmax ignores",
         has_null=False,
     ),
     MeasureInfo(
@@ -165,14 +144,11 @@ def of_weights(query_key: QueryKey) -> Readings:
     from attnlens import linalg
 
     values = linalg.Form(query_key).singular_values
-    law, rate, fit = linalg.decay_law(values)
     return {
         "weights.stable_rank": linalg.stable_rank(values),
         "weights.effective_rank": linalg.effective_rank(values),
         "weights.rank90": linalg.rank_at(values, 0.9),
-        "weights.decay_law": law,
-        "weights.decay": rate,
-        "weights.decay_r2": fit,
+        "weights.decay": linalg.decay_rate(values),
         "weights.singular_values": values,
     }
 
@@ -184,17 +160,13 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
-    if query_key.bilinear:
-        logits = linalg.product_singular_values(query_key.query, query_key.paired_key)
-    else:
-        logits = linalg.singular_values(query_key.logits)
     return {
         "tokens.entropy": linalg.entropy(query_key),
         "tokens.max_weight": linalg.max_weight(query_key),
         "tokens.effective_rank": linalg.effective_rank(values),
         "tokens.rank90": linalg.rank_at(values, 0.9),
         "tokens.centred_effective_rank": linalg.effective_rank(beyond),
-        "tokens.logit_rank90": linalg.rank_at(logits, 0.9),
+        "tokens.logit_rank90": linalg.seen_rank(query_key, 0.9),
         "tokens.singular_values": linalg.cumulative(values),
         "tokens.singular_values_energy": linalg.cumulative(values.square()),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
@@ -72,59 +74,81 @@ WEIGHTS = (
 )
 
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
+HIDDEN = "the mask hides pairs, which leaves it open"
+KERNEL, SCORES = "kernel_shares", "score_shares"
+
+
+def _share(name: str, meaning: str, formula: str, **rest: Any) -> MeasureInfo:
+    """A share of what softmax sees."""
+    settings: dict[str, Any] = {"low": 0, "high": 1, "missing": NOTHING_SEEN, "has_null": False, "headline": True}
+    return MeasureInfo(f"tokens.share_{name}", meaning, formula, **settings | rest)
+
+
+def _kernel_share(name: str, meaning: str, formula: str, more: str) -> MeasureInfo:
+    """A share that only heads have that see all pairs."""
+    missing = f"{HIDDEN}, or {NOTHING_SEEN}"
+    return _share(name, meaning, formula, more=more, missing=missing, identified="all pairs", wholes=(KERNEL,))
+
+
 TOKENS = (
-    MeasureInfo(
-        "tokens.share_positive",
-        "share of what softmax sees that is a positive definite kernel",
+    _kernel_share(
+        "positive",
+        "share of what softmax sees that is a positive definite kernel, where all pairs are seen",
         "Σμ₊²/‖LJ‖², μ the eigenvalues of JSJ",
-        low=0,
-        high=1,
-        missing=NOTHING_SEEN,
-        has_null=False,
-        headline=True,
         more="far more of its scores is a positive definite kernel",
     ),
-    MeasureInfo(
-        "tokens.share_negative",
-        "share that is symmetric but indefinite",
+    _kernel_share(
+        "negative",
+        "share that is symmetric but indefinite, where all pairs are seen",
         "Σμ₋²/‖LJ‖², μ the eigenvalues of JSJ",
-        low=0,
-        high=1,
-        missing=NOTHING_SEEN,
-        has_null=False,
-        headline=True,
         more="far more of its scores is symmetric but indefinite",
     ),
-    MeasureInfo(
-        "tokens.share_skew",
-        "share that is asymmetric and that no query or key gate removes",
+    _kernel_share(
+        "skew",
+        "share that is asymmetric and that no query or key gate removes, where all pairs are seen",
         "‖JAJ‖²/‖LJ‖²",
-        low=0,
-        high=1,
-        missing=NOTHING_SEEN,
-        has_null=False,
-        headline=True,
         more="far more of its scores is asymmetric",
     ),
     MeasureInfo(
-        "tokens.share_key",
-        "share that is key salience, the same for every query (attention sinks)",
-        "n‖c‖²/‖LJ‖², c the centred column means of L",
-        low=0,
-        high=1,
-        missing=NOTHING_SEEN,
-        has_null=False,
-        headline=True,
-        more="it looks at keys whatever the query far more than the other heads",
-    ),
-    MeasureInfo(
         "tokens.definite",
-        "share of sequences whose symmetrised kernel matrix is positive semidefinite",
-        "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij) scaled to unit diagonal",
+        "share of sequences whose symmetrised kernel matrix is positive semidefinite, where all pairs are seen",
+        "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
         low=0,
         high=1,
-        missing="undecided: the least eigenvalue is within rounding of the border",
+        missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border",
         has_null=False,
+        identified="all pairs",
+    ),
+    _share(
+        "key",
+        "share of the visible scores that depends on the key alone: the same keys whatever the query",
+        "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
+        self_only=False,
+        wholes=(KERNEL, SCORES),
+        more="attends to the same keys whatever the query",
+    ),
+    _share(
+        "distance",
+        "share of the visible scores that the distance between query and key explains beyond the key",
+        "(R_ab − R_abc)/R_a",
+        wholes=(SCORES,),
+        more="attends by distance, whatever the tokens",
+    ),
+    _share(
+        "interaction",
+        "share of the visible scores that is left: which query meets which key",
+        "R_abc/R_a; cross-attention: R_ab/R_a",
+        self_only=False,
+        wholes=(SCORES,),
+        more="attends by which query meets which key",
+    ),
+    _share(
+        "first",
+        "attention weight on the first key that a query sees",
+        "mean of p_ij over queries that see two keys or more, j the first of them",
+        self_only=False,
+        missing="no query may choose between keys",
+        more="its attention rests on the first token",
     ),
 )
 
@@ -154,16 +178,33 @@ def of_weights(query_key: QueryKey) -> Readings:
 
 @analyzer("symmetry", source="tokens", measures=TOKENS)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """Which share of a head's logits is a positive definite kernel, and is its exponential one?"""
+    """What do a head's scores depend on, and which share of them is a positive definite kernel?"""
     from attnlens import linalg
 
+    shares = linalg.visible_shares(query_key)
+    readings = {
+        "tokens.share_key": shares.key,
+        "tokens.share_distance": shares.distance,
+        "tokens.share_interaction": shares.interaction,
+        "tokens.share_first": linalg.first_weight(query_key),
+    }
     if query_key.site.part == "cross":
-        return {}
-    parts = linalg.anatomy(query_key)
+        return {name: reading for name, reading in readings.items() if name != "tokens.share_distance"}
+    return _of_all_pairs(query_key) | readings
+
+
+def _of_all_pairs(query_key: QueryKey) -> Readings:
+    """What only heads have whose mask hides no pair; NaN for others."""
+    from attnlens import linalg
+
+    names = ("share_positive", "share_negative", "share_skew", "definite")
+    compared = linalg.compares_all(query_key)
+    if not compared.any():
+        nothing = query_key.query.new_full(compared.shape, float("nan")).double()
+        return {f"tokens.{name}": nothing for name in names}
+    parts, definite = linalg.anatomy(query_key), linalg.definite(query_key.logits)
+    found = (parts.positive, parts.negative, parts.skew, definite)
     return {
-        "tokens.share_positive": parts.positive,
-        "tokens.share_negative": parts.negative,
-        "tokens.share_skew": parts.skew,
-        "tokens.share_key": parts.key,
-        "tokens.definite": linalg.definite(query_key.logits),
+        f"tokens.{name}": reading.where(compared, reading.new_tensor(float("nan")))
+        for name, reading in zip(names, found, strict=True)
     }

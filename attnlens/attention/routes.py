@@ -12,6 +12,8 @@ from attnlens.attention.products import by_products
 from attnlens.attention.rows import in_tiles
 from attnlens.attention.scores import by_scores
 from attnlens.attention.sums import by_sums, reach
+from attnlens.attention.whole import by_whole
+from attnlens.attention.whole import refuse as refuse_hidden
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
@@ -38,14 +40,17 @@ def attend(call: Call, kernel: Kernel, path: Path = "auto") -> Float[Tensor, "ba
 
 
 def route(call: Call, kernel: Kernel, path: Path = "auto") -> str:
-    """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles, row tiles or primal scores.
+    """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles, row tiles, whole matrices, or
+    primal scores.
 
-    Raises UsageError for a tie or filter in cross-attention, for sinks beside a signed kernel, and with path="fused"
-    where no fused path is exact for this call.
+    Raises UsageError for a tie or filter in cross-attention, for sinks beside a signed kernel, for hidden pairs or
+    sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
     """
     _refuse(call, kernel)
     if kernel.info.form == "output":
         return "primal scores"
+    if kernel.part is not None and path != "fused":
+        return "whole matrices"
     if path == "eager":
         return "row tiles"
     obstacles = []
@@ -75,6 +80,8 @@ def _refuse(call: Call, kernel: Kernel) -> None:
             "Leave out cross-attention with --part.",
         )
     kernel.tied(call.query, call.key)
+    if kernel.part is not None:
+        refuse_hidden(call, kernel)
     if call.sinks is not None and kernel.signed:
         raise UsageError(
             f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax.",
@@ -88,6 +95,8 @@ def _of_any(call: Call, kernel: Kernel) -> str | None:
         return "dropout acts on attention weights, which a fused path never writes out"
     if call.sinks is not None:
         return "the model has attention sinks, which need the full form"
+    if kernel.part is not None:
+        return f"{kernel.tie} needs log k of the whole sequence at once"
     if kernel.tie == "symmetric":
         return "symmetric needs log k and its transpose"
     if kernel.info.hard:
@@ -151,6 +160,7 @@ _COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "running sums": by_sums,
     "flex attention": by_scores,
     "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
+    "whole matrices": by_whole,
     "row tiles": lambda call, kernel: in_tiles(call, kernel, banded=False),
     "primal scores": by_primal,
 }

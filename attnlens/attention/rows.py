@@ -9,6 +9,7 @@ from torch.nn.functional import dropout, one_hot
 from torch.utils.checkpoint import checkpoint
 
 from attnlens.attention.positions import Positions, positions
+from attnlens.attention.whole import whole_weights
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
@@ -25,8 +26,11 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
     The share of a sink is left out. A signed kernel gives k · exp(bias) / Σ, not finite where the sum is zero; the hard
     kernel gives 1 to the largest score, the first of equal ones. A row that may see nothing is uniform, as in
-    transformers' eager attention. Raises UsageError for a tie or a filter where queries have no place among the keys.
+    transformers' eager attention; under a tie of whole sequences, rows of padding are zero. Raises UsageError for a tie
+    or a filter where queries have no place among the keys.
     """
+    if kernel.part is not None:
+        return whole_weights(call, kernel)[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))
     where = positions(call, kernel.filter) if kernel.filter is not None else None
     return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnlens.kernels.parts import keyless, mercer, skewless
 from attnlens.registry import Parameter
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Modifier:
     """Filters: how far |i − j| a kept key may be from its query; None: any distance."""
     from_start: bool = False
     """Filters: whether places count from the start of the text, and not from each other alone."""
+    part: Callable[[Tensor], Tensor] | None = None
+    """Ties of whole sequences: log k of all pairs of tokens, (…, n, n) → what it leaves, up to query-only terms."""
+    caution: str = ""
+    """What a reader of its numbers must know, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,46 @@ def _count(name: str, meaning: str) -> Parameter:
     return Parameter(name, meaning, int, low=1, high=2**31)
 
 
+WHOLE = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."
+"""What must be known of ties that see a sequence as a whole."""
+
 TIES = {
     tie.name: tie
     for tie in (
         Modifier(
-            "symmetric", "(log k(q_i, k_j) + log k(q_j, k_i)) / 2", "the mean of log k and its transpose", "Tsai T.2"
+            "symmetric",
+            "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
+            "the mean of log k and its transpose",
+            "Tsai T.2",
+            caution="Averaging log k and its transpose halves the gate on keys and imports a term of the query alone; "
+            "what it costs is not the cost of asymmetry, which skewless measures in bidirectional heads.",
         ),
         Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
         Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
+        Modifier(
+            "skewless",
+            "L − JAJ, L = log k of a sequence's n tokens, J = I − 11ᵀ/n, A = (L − Lᵀ)/2",
+            "the asymmetry that no gate on queries or keys removes is gone, the gates stay; bidirectional heads",
+            "Schoenberg 1938; Wright & Gonzalez 2021",
+            part=skewless,
+            caution=WHOLE,
+        ),
+        Modifier(
+            "mercer",
+            "Σ μ₊uuᵀ + 1cᵀ, μ and u of JSJ, S = (L + Lᵀ)/2, c the centred column means of L",
+            "the positive definite (Mercer) part of log k times the key gate; bidirectional heads",
+            "Schoenberg 1938; Wright & Gonzalez 2021",
+            part=mercer,
+            caution=WHOLE,
+        ),
+        Modifier(
+            "keyless",
+            "L − 1cᵀ, c the centred column means of L",
+            "the key gate is gone: no key is liked by all queries; bidirectional heads",
+            "attnlens",
+            part=keyless,
+            caution=WHOLE,
+        ),
     )
 }
 """How queries and keys can be tied, self-attention only."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ class Kernel:
     parameters: Mapping[str, float] = field(default_factory=dict)
     """Its parameters, defaults included."""
     tie: str | None = None
-    """symmetric, tied-query or tied-key."""
+    """A name among TIES."""
     filter: Filter | None = None
     """Which keys a query keeps, beside the model's own mask."""
     fitted: Mapping[str, Tensor] = field(default_factory=dict)
@@ -60,6 +60,16 @@ class Kernel:
         odd = any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
         return odd or not self.info.positive
 
+    @property
+    def part(self) -> Callable[[Tensor], Tensor] | None:
+        """What its tie leaves of a whole sequence's log k, up to query-only terms; None for ties of single pairs."""
+        return None if self.tie is None else TIES[self.tie].part
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether attention has a gradient: mercer's eigenvalues, of which many meet at 0, have none."""
+        return not self.info.hard and self.tie != "mercer"
+
     def with_fitted(self, fitted: Mapping[str, Tensor]) -> Kernel:
         """The same kernel with parameters chosen per head."""
         return replace(self, fitted=dict(fitted))
@@ -77,10 +87,13 @@ class Kernel:
         """log|k(q, k)| of these rows and columns, exact and with its query-only terms; keys are repeated under GQA.
 
         Score kernels read softcap · tanh(s⟨q, k⟩ / softcap) where the model caps its scores; the others have no score
-        to cap. In float32 at least, but for a score that is itself the answer (exponential, rank, hard).
+        to cap. In float32 at least, but for a score that is itself the answer (exponential, rank, hard). A tie of
+        whole sequences takes all these tokens for one, and keeps no query-only terms.
         Raises UsageError for a tie where queries and keys are not the same tokens, and for a rank that is not fitted.
         """
         query, key = self.tied(query, key)
+        if self.part is not None:
+            return self.part(self._log(query, key, scale, softcap))[..., rows, columns]
         forward = self._log(query[..., rows, :], key[..., columns, :], scale, softcap)
         if self.tie != "symmetric":
             return forward

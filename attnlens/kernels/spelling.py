@@ -41,6 +41,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     chosen = base[0] if base else Kernel(known["exponential"])
     kernel = replace(chosen, tie=tie[0] if tie else None, filter=filtered[0] if filtered else None)
     _refuse_signed(kernel, allow_signed)
+    _refuse_parts(words, kernel)
     if kernel.info.form == "output" and (tie or filtered):
         raise UsageError(
             f"{words!r}: {kernel.info.name} has no scores of a query and a key that could be tied or filtered.",
@@ -103,6 +104,25 @@ def _refuse_signed(kernel: Kernel, allowed: bool) -> None:
         raise UsageError(
             f"{kernel.info.name} with an odd {odd[0]} is negative somewhere, so that its rows are no probabilities.",
             f"Choose an even {odd[0]}, or add --allow-signed.",
+        )
+
+
+def _refuse_parts(words: str, kernel: Kernel) -> None:
+    """A tie of whole sequences takes log k of every pair apart, which must be there and be all of the kernel."""
+    info = kernel.info
+    if kernel.part is None or info.form == "output":
+        return
+    if kernel.filter is not None:
+        raise UsageError(
+            f"{words!r}: {kernel.tie} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
+            "Leave one of them out.",
+        )
+    if kernel.signed or info.hard or info.form == "features":
+        what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
+        raise UsageError(
+            f"{words!r}: {kernel.tie} takes log k apart, and {info.name} {what}: without a part of its logarithm it is "
+            "another kind of kernel.",
+            f"Write {kernel.tie} alone, or with a kernel such as rbf.",
         )
 
 

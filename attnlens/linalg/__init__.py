@@ -1,44 +1,51 @@
 """What can be said about factored matrices A Bᵀ without forming them? Pure maths on tensors, in float64."""
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
-from attnlens.linalg.attention import attention_singular_values, centred, entropy, max_weight
+from attnlens.linalg.attention import attention_singular_values, centred, entropy, first_weight, max_weight
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import in_pool, over_heads
-from attnlens.linalg.rotation import Rotation
+from attnlens.linalg.rotation import averaged, traces
 from attnlens.linalg.spectra import (
     cumulative,
-    decay_law,
+    decay_rate,
     effective_rank,
     product_singular_values,
     rank_at,
     singular_values,
     stable_rank,
 )
-from attnlens.linalg.symmetries import directionality, distance_traces, layer_symmetry, symmetry, symmetry_by_distance
+from attnlens.linalg.symmetries import directionality, layer_symmetry, symmetry, symmetry_by_distance
+from attnlens.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
 
 __all__ = [
     "Anatomy",
     "Form",
-    "Rotation",
+    "VisibleShares",
     "anatomy",
     "attention_singular_values",
+    "averaged",
     "centred",
+    "compares_all",
     "cumulative",
-    "decay_law",
+    "decay_rate",
     "definite",
     "directionality",
-    "distance_traces",
     "effective_rank",
     "entropy",
+    "first_weight",
     "in_pool",
     "layer_symmetry",
     "max_weight",
     "over_heads",
     "product_singular_values",
     "rank_at",
+    "seen",
+    "seen_rank",
     "singular_values",
     "stable_rank",
     "symmetry",
     "symmetry_by_distance",
+    "traces",
+    "visible_shares",
 ]

@@ -36,6 +36,17 @@ def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     return _mean(query_key.attention.amax(-1), _allowed_keys(query_key) >= 1)
 
 
+def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+    """Mean of p_ij over queries that see two keys or more, j the first that query i sees, in [0, 1]; NaN for none."""
+    attention = query_key.attention
+    if query_key.allowed is None:
+        first = attention[..., 0]
+    else:
+        place = query_key.allowed.byte().argmax(-1, keepdim=True)
+        first = attention.gather(-1, place.expand(*attention.shape[:-1], 1))[..., 0]
+    return _mean(first, _allowed_keys(query_key) >= 2)
+
+
 def attention_singular_values(
     query_key: QueryKey, *, without_row_sums: bool = False
 ) -> Float[Tensor, "*batch heads least"]:

@@ -1,4 +1,4 @@
-"""Is the kernel matrix exp(L) positive semidefinite, symmetrised? A verdict without eigenvalues."""
+"""Is the kernel matrix exp(L) positive semidefinite, symmetrised? A verdict that row constants of L do not change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
 def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch heads"]:
-    """1 where sym K = (K + Kᵀ)/2, K_ij = exp(L_ij), is positive semidefinite up to rounding, 0 if not, NaN undecided.
+    """1 where sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN undecided.
 
-    Scaled to unit diagonal, a congruence, so that nothing overflows and the verdict stays. Any entry above 1 then
-    proves it indefinite by its 2 × 2 minor, in a leading block as in the whole; what no entry decides, Cholesky does.
+    K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax leaves row constants open, and
+    this choice of them reads the same for all (of a symmetric L it is L itself). Scaled to unit diagonal, a congruence,
+    so that nothing overflows and the verdict stays. Any entry above 1 then proves it indefinite by its 2 × 2 minor, in
+    a leading block as in the whole; what no entry decides, Cholesky does.
     """
     return over_heads(_verdicts, logits)
 
@@ -30,25 +32,26 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
+    gauge = logits.mean(-2) - logits.mean(-1)
+    low, high = logits.flatten(1).aminmax(dim=-1)
+    rounding = EPS * torch.maximum(-low, high).clamp(min=n)  # of a sum over K, relative
     for size in sorted({min(n, GLANCE), n}):
         open_ = verdicts.isnan().nonzero()[:, 0]
-        kernel, rounding = _unit_kernel(logits[open_, :size, :size])
-        witnessed = _witness(kernel, rounding)
+        kernel = _unit_kernel(logits[open_, :size, :size] + gauge[open_, :size, None])
+        witnessed = _witness(kernel, rounding[open_])
         verdicts[open_[witnessed]] = INDEFINITE
-    verdicts[open_[~witnessed]] = _by_cholesky(kernel[~witnessed], rounding[~witnessed])
+    verdicts[open_[~witnessed]] = _by_cholesky(kernel[~witnessed], rounding[open_[~witnessed]])
     return verdicts
 
 
-def _unit_kernel(logits: Float[Tensor, "some n n"]) -> tuple[Float[Tensor, "some n n"], Float[Tensor, " some"]]:
-    """sym K scaled to unit diagonal, and the relative rounding of a sum over it, eps · max(n, largest logit).
+def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
+    """sym K scaled to unit diagonal, K_ij = exp of these.
 
     Exponents are cut off at 1: such an entry is above e/2 > 1 either way, and so a witness.
     """
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()
-    low, high = logits.flatten(1).aminmax(dim=-1)
-    largest = torch.maximum(-low, high).clamp(min=logits.shape[-1])
-    return (kernel + kernel.mT).div_(2), EPS * largest
+    return (kernel + kernel.mT).div_(2)
 
 
 def _witness(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:

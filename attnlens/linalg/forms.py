@@ -10,8 +10,8 @@ import torch
 
 from attnlens.linalg.parallel import over_heads
 from attnlens.linalg.roots import cholesky_root, eigenvalue_root, factor_root
-from attnlens.linalg.rotation import Rotation
-from attnlens.records import QueryKey
+from attnlens.linalg.rotation import averaged, traces
+from attnlens.records import QueryKey, Rotation
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,10 +30,10 @@ class Form:
     query_key: QueryKey
     """The factors."""
 
-    @cached_property
+    @property
     def rotation(self) -> Rotation | None:
         """How positions turn queries and keys, if they do."""
-        return None if self.query_key.rotation is None else Rotation.of(self.query_key.rotation)
+        return self.query_key.rotation
 
     @cached_property
     def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
@@ -52,16 +52,45 @@ class Form:
         """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
         return over_heads(_inner, self.query_key.paired_key.double(), self.query_key.query.double())
 
+    @cached_property
+    def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """The Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; without rotation G_Q."""
+        return self._averaged(self.query_gram)
+
+    @cached_property
+    def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """The same of the keys."""
+        return self._averaged(self.key_gram)
+
+    @cached_property
+    def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """The same of keys with queries, for self-attention."""
+        return self._averaged(self.cross)
+
+    @cached_property
+    def distance_traces(
+        self,
+    ) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
+        """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
+
+        Without rotation there is one position: tr(CC) and tr(G_Q G_K).
+        """
+        query, key, cross = self.query_gram, self.key_gram, self.cross
+        if self.rotation is None:
+            return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
+        query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
+        return traces(self.rotation, cross, cross), traces(self.rotation, query, key)
+
     @property
     def norm(self) -> Float[Tensor, "*batch heads"]:
         """‖M‖_F = s·√tr(G_Q G_K)."""
-        squared = (self._averaged(self.query_gram) * self._averaged(self.key_gram)).sum((-2, -1))
+        squared = (self.query_mean * self.key_mean).sum((-2, -1))
         return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
 
     @property
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
         """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are left out."""
-        query, key = self._averaged(self.query_gram), self._averaged(self.key_gram)
+        query, key = self.query_mean, self.key_mean
         values = over_heads(_singular_values, query, key)
         bad = values[..., 0].isnan()
         if bad.any():
@@ -78,7 +107,7 @@ class Form:
 
         With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
-        grams = tuple(self._averaged(gram) for gram in (self.query_gram, self.key_gram, self.cross))
+        grams = (self.query_mean, self.key_mean, self.cross_mean)
         values = over_heads(_symmetric_eigenvalues, *grams)
         bad = values[..., 0].isnan()
         if bad.any():
@@ -103,12 +132,11 @@ class Form:
     @property
     def positivity(self) -> Float[Tensor, "*batch heads"]:
         """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
-        eigenvalues = over_heads(torch.linalg.eigvals, self._averaged(self.cross))
+        eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
     def _averaged(self, gram: Tensor) -> Tensor:
-        """The Gram matrix of the stacked factors, over the number of positions; without rotation as it is."""
-        return gram if self.rotation is None else self.rotation.averaged(gram)
+        return gram if self.rotation is None else averaged(self.rotation, gram)
 
     def _root(
         self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor

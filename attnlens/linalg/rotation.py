@@ -1,59 +1,79 @@
-"""What does a rotary position encoding do to a trace or a Gram matrix, summed over positions?"""
+"""What does a rotary position encoding do to a trace or a Gram matrix, summed over positions?
+
+Both sums are quadratic in R. A pair of coordinates meets no other in R, so they follow from products of cos and sin of
+two pairs: of the order of head_dim² at each position, where multiplying the matrices out would take head_dim³.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from attnlens.records import Rotation
 
-@dataclass(frozen=True)
-class Rotation:
-    """R(0) … R(positions − 1) by their entries that are not always zero (2 · head_dim of head_dim² under RoPE).
 
-    Both sums below are quadratic in R, so they are a sum over pairs of entries: their cost does not grow with
-    positions · head_dim³, as that of multiplying the matrices out would.
+def averaged(
+    rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
+) -> Float[Tensor, "*batch head_dim head_dim"]:
+    """mean_i R(i)ᵀ X R(i).
+
+    With w = x_a + i x_b for a pair, and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v); turning both pairs
+    multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are taken once for all matrices.
     """
+    order, angles = _order(rotation), _angles(rotation)
+    waves = torch.polar(torch.ones_like(angles), angles)
+    first, mixed, back_mixed, second = _blocks(matrix, order)
+    against = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
+    along = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
+    total, difference = against + along, against - along
+    upper = torch.cat((total.real, -total.imag), -1)
+    mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
+    back = order.argsort()[: rotation.size]
+    return mean[..., back[:, None], back]
 
-    values: Float[Tensor, "positions entries"]
-    """The entries, in float64."""
-    rows: Int[Tensor, " entries"]
-    """Their rows."""
-    columns: Int[Tensor, " entries"]
-    """Their columns."""
-    size: int
-    """head_dim."""
 
-    @classmethod
-    def of(cls, matrices: Float[Tensor, "positions head_dim head_dim"]) -> Rotation:
-        """The rotation with these matrices."""
-        rows, columns = (matrices != 0).any(0).nonzero(as_tuple=True)
-        return cls(matrices[:, rows, columns].double(), rows, columns, matrices.shape[-1])
+def traces(
+    rotation: Rotation,
+    left: Float[Tensor, "*batch terms head_dim head_dim"],
+    right: Float[Tensor, "*batch terms head_dim head_dim"],
+) -> Float[Tensor, "*batch positions"]:
+    """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), the mean of Δ and −Δ, for each distance Δ = 0 … positions − 1.
 
-    @property
-    def transposed(self) -> Rotation:
-        """R(i)ᵀ = R(−i) in the place of R(i)."""
-        return replace(self, rows=self.columns, columns=self.rows)
+    In that mean the products of a cos with a sin cancel.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    a, b, c, d = _blocks(left.mT, order)
+    first, mixed, back_mixed, second = _blocks(right, order)
+    cosines = (a * first + b * mixed + c * back_mixed + d * second).sum(-3)
+    sines = (a * second - b * back_mixed - c * mixed + d * first).sum(-3)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos @ cosines * cos + sin @ sines * sin).sum(-1)
 
-    def averaged(self, matrix: Float[Tensor, "*batch head_dim head_dim"]) -> Float[Tensor, "*batch head_dim head_dim"]:
-        """mean_i R(i)ᵀ X R(i)."""
-        pairs = self.values.mT @ self.values / len(self.values)
-        terms = matrix[..., self.rows[:, None], self.rows] * pairs
-        into = torch.nn.functional.one_hot(self.columns, self.size).to(terms)
-        return into.mT @ terms @ into
 
-    def traces(
-        self,
-        left: Float[Tensor, "*batch terms head_dim head_dim"],
-        right: Float[Tensor, "*batch terms head_dim head_dim"],
-    ) -> Float[Tensor, "*batch positions"]:
-        """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)) for each distance Δ = 0 … positions − 1."""
-        x = left.mT[..., self.columns[:, None], self.columns]
-        y = right[..., self.rows[:, None], self.rows]
-        pairs = (x * y).sum(-3)
-        return ((self.values @ pairs) * self.values).sum(-1)
+def _order(rotation: Rotation) -> Int[Tensor, " even"]:
+    """The coordinates in an order in which the partner is half the length away: first ones, then second ones.
+
+    Those that stand still are made pairs too; where one is left over, a coordinate of zeros is its partner.
+    """
+    turning = rotation.pairs.flatten()
+    still = torch.ones(rotation.size + rotation.size % 2, dtype=torch.bool, device=turning.device)
+    still[turning] = False
+    return torch.cat((rotation.pairs, still.nonzero().reshape(-1, 2))).T.flatten()
+
+
+def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
+    """The angles of all pairs in that order, 0 where coordinates stand still."""
+    return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
+
+
+def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
+    """The quarters of a matrix in that order: entries of the first of one pair with the first of another, and so on."""
+    missing = len(order) - matrix.shape[-1]
+    ordered = pad(matrix, (0, missing, 0, missing))[..., order[:, None], order]
+    return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]

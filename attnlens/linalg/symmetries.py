@@ -9,13 +9,13 @@ import torch
 
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.rotation import Rotation
+from attnlens.linalg.rotation import averaged, traces
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens.records import QueryKey
+    from attnlens.records import QueryKey, Rotation
 
 
 def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
@@ -23,28 +23,13 @@ def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
 
     Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. NaN for a zero matrix.
     """
-    return _over_distances(*distance_traces(form))
+    return _over_distances(*form.distance_traces)
 
 
 def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
     """2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
-    crossed, squared = distance_traces(form)
+    crossed, squared = form.distance_traces
     return crossed / squared
-
-
-def distance_traces(
-    form: Form,
-) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
-    """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
-
-    Without rotation there is one position: tr(CC) and tr(G_Q G_K).
-    """
-    query, key, cross = form.query_gram, form.key_gram, form.cross
-    if form.rotation is None:
-        return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
-    query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
-    squared = form.rotation.traces(query, key) + form.rotation.traces(key, query)
-    return form.rotation.traces(cross, cross), squared / 2
 
 
 def layer_symmetry(query_key: QueryKey) -> float | None:
@@ -68,10 +53,9 @@ def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     if query_key.rotation is None:
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    rotation = Rotation.of(query_key.rotation)
+    rotation = query_key.rotation
     query_gram, key_gram, cross = query.mT @ query, key.mT @ key, key.mT @ query
-    squared = _block_traces(rotation, query_gram, key_gram) + _block_traces(rotation, key_gram, query_gram)
-    return _over_distances(_block_traces(rotation, cross, cross), squared / 2)
+    return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
 def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
@@ -82,8 +66,7 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
-        turned = (form.rotation.averaged(gram) for gram in (query_gram, key_gram))
-        query_gram, key_gram = (form.rotation.transposed.averaged(gram) for gram in turned)
+        query_gram, key_gram = (averaged(form.rotation.transposed, mean) for mean in (form.query_mean, form.key_mean))
     rows = _outstanding(over_heads(_row_norms, form.query_key.query, key_gram))
     columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram))
     none = rows + columns == 0
@@ -117,9 +100,12 @@ def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d
 def _block_traces(
     rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
 ) -> Float[Tensor, " positions"]:
-    """Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)) over the head_dim blocks of both, one row of blocks at a time for memory."""
+    """Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), the mean of Δ and −Δ, over the head_dim blocks of both.
+
+    One row of blocks at a time for memory.
+    """
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
-    rows = [rotation.traces(x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
+    rows = [traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
     return torch.stack(rows).sum(0)

@@ -24,7 +24,7 @@ def full_caption(shapes: Shapes, reading: Reading, width: int, mark: str = "") -
     """The lines under a map: meaning, formula, null and where its `mark` is, error, what is missing, which model."""
     info = reading.info
     note = ", ".join(text for text in (short_caption(reading), mark) if text)
-    lines = [_meaning(info), _range(reading), _sentence(note)]
+    lines = [_meaning(info), info.caution, _range(reading), _sentence(note)]
     lines += [f"No value for {counted(count, 'head')}: {why}" for why, count in reading.reasons.items()]
     return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
 
@@ -33,7 +33,7 @@ def curve_caption(shapes: Shapes, name: str, width: int) -> str:
     """The lines under a fan of curves."""
     found = bands(shapes, name)
     alone = ", each part by itself" if len(found) > 1 else ""
-    lines = [_meaning(shapes.info(name))]
+    lines = [_meaning(shapes.info(name)), shapes.info(name).caution]
     lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
     lines += [
         f"{_sentence(band.part)}: those of the {band.counted} of {band.heads} heads with {band.steps} steps or more."
@@ -58,9 +58,10 @@ def short_caption(reading: Reading) -> str:
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
+    said = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
-        return f"mean of {_counts(reading)} sequences, se {short(reading.error)}"
-    return ""
+        said.append(f"mean of {_counts(reading)} sequences, se {short(reading.error)}")
+    return "; ".join(said)
 
 
 def model_line(shapes: Shapes) -> str:

@@ -45,7 +45,7 @@ class Panel:
     """One picture of the page."""
 
     name: str
-    """The measure, curve or stem that it shows."""
+    """The measure, curve or whole that it shows."""
     note: str
     """The line under its title: null or error."""
     draw: Callable[..., None]
@@ -107,16 +107,16 @@ def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
 def _panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
-    stems = [stem for stem, parts in shapes.shares.items() if parts[0] in of_source][:1]
-    parts = {name for stem in stems for name in shapes.shares[stem]}
+    wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
+    parts = {name for whole in wholes for name in shapes.shares[whole]}
     curves = [name for name in names if name in shapes.curves][: max(1, room // ACROSS)]
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
     # but for headlines, a measure that cannot be told from chance gives its place to one that can
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)[
-        : room - len(stems) - len(curves)
+        : room - len(wholes) - len(curves)
     ]
     return [
-        *(_shares_panel(shapes, stem) for stem in stems),
+        *(_shares_panel(shapes, whole) for whole in wholes),
         *(_map_panel(shapes, of_source[name]) for name in maps),
         *(Panel(name, short_curve_caption(shapes, name), partial(_fan, shapes=shapes, name=name)) for name in curves),
     ]
@@ -143,9 +143,11 @@ def _maps(shapes: Shapes) -> list[Panel]:
     return [_map_panel(shapes, reading) for reading in shown[:ACROSS]]
 
 
-def _shares_panel(shapes: Shapes, stem: str) -> Panel:
-    empty = bool(np.isnan(layer_means(shapes, shapes.shares[stem])[0]).any())
-    return Panel(stem, "", partial(draw_shares, shapes=shapes, stem=stem), empty)
+def _shares_panel(shapes: Shapes, whole: str) -> Panel:
+    names = shapes.shares[whole]
+    empty = bool(np.isnan(layer_means(shapes, names)[0]).any())
+    open_ = any(shapes.info(name).identified == "nowhere" for name in names)
+    return Panel(whole, "not identified" if open_ else "", partial(draw_shares, shapes=shapes, whole=whole), empty)
 
 
 def _map_panel(shapes: Shapes, reading: Reading) -> Panel:

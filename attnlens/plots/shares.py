@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,16 +21,17 @@ CROWDED = 24
 """Layers beyond which the bars touch: the gaps between thinner ones would be all that one sees."""
 
 
-def draw_shares(axes: Axes, shapes: Shapes, stem: str, *, named: bool = True) -> None:
+def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
     """A bar a layer, its parts the means over the layer's heads; layers without a value are hatched."""
-    names = shapes.shares[stem]
+    names = shapes.shares[whole]
+    shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     means = layer_means(shapes, names)
     rows = np.arange(len(shapes.layers))
     height, crisp = (1.0, False) if len(rows) > CROWDED else (0.86, True)
     left = np.zeros(len(rows))
     for number, (name, mean) in enumerate(zip(names, means, strict=True)):
         colour = CATEGORIES[number % len(CATEGORIES)]
-        label = title_of(name).removeprefix(title_of(stem)).strip()
+        label = title_of(name)[shared.rfind(" ") + 1 :]
         width = np.nan_to_num(mean)
         axes.barh(rows, width, left=left, height=height, color=colour, label=label, linewidth=0, antialiased=crisp)
         left += width

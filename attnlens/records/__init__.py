@@ -16,6 +16,7 @@ from attnlens.records.report import (
     json_schema,
     read_report,
 )
+from attnlens.records.rotation import Rotation
 from attnlens.records.selections import WHERE_POSED, Pick, Selection, Sentence, Space
 from attnlens.records.swaps import (
     CONVENTIONS,
@@ -73,6 +74,7 @@ __all__ = [
     "Record",
     "Report",
     "Rise",
+    "Rotation",
     "Selection",
     "Sentence",
     "Settings",

@@ -108,7 +108,7 @@ class Effect(Record):
     part: Part
     """encoder, decoder or cross."""
     delta: Number | None
-    """Change of the loss, or of 1 − hidden cosine where there is no loss; None where it diverged."""
+    """Change of the loss, or of the distance that stands in its place (Swap.judged_by); None where it diverged."""
     ci95: tuple[Number, Number] | None = None
     """Its 95 % interval."""
     p_value: Number | None = None
@@ -160,6 +160,8 @@ class Swap(Outcome):
     """Parameters that were chosen per head from calibration text."""
     task: Task
     """What is predicted."""
+    noise: bool = False
+    """Whether the model's input is noise that attnlens made up, so that no loss means anything."""
     sites: list[SiteSwap]
     """Where the kernel was exchanged; every site asked for, or there is no report."""
     identity_error: Number
@@ -182,3 +184,8 @@ class Swap(Outcome):
     """Each head or layer swapped alone, the most harmful first."""
     notes: list[str] = []
     """What a reader must know: what a softcap, a bias, a QK-norm does to this kernel."""
+
+    @property
+    def judged_by(self) -> Literal["loss", "kl", "hidden"]:
+        """What ranks its sweep and is drawn: the loss; on noise KL; of a headless model 1 − cosine of hidden states."""
+        return "hidden" if self.task == "hidden" else "kl" if self.noise else "loss"

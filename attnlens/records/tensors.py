@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from attnlens.records.rotation import Rotation
+
 Part = Literal["encoder", "decoder", "cross"]
 Source = Literal["weights", "tokens"]
 
@@ -59,8 +61,8 @@ class QueryKey:
     """The query heads' numbers in the model."""
     key_of: tuple[int, ...]
     """For each query head, the index of its key head in `key`."""
-    rotation: Float[Tensor, "positions head_dim head_dim"] | None = None
-    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i), and R(i) R(j)ᵀ = R(i−j)."""
+    rotation: Rotation | None = None
+    """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
     allowed: Bool[Tensor, "*batch #heads n n"] | None = None
     """Tokens: which keys (last axis) a query may see; None means all."""
     bias: Float[Tensor, "*batch #heads n n"] | None = None
@@ -98,9 +100,9 @@ class QueryKey:
     def attention(self) -> Float[Tensor, "*batch heads n n"]:
         """The attention matrix softmax(logits + mask), in float64; a query that may see nothing has a row of zeros."""
         masked = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, -math.inf)
-        total = masked.logsumexp(-1, keepdim=True)
-        if self.sinks is not None:
-            total = total.logaddexp(self.sinks.double()[:, None, None])
+        if self.sinks is None:
+            return masked.softmax(-1).nan_to_num(nan=0.0)
+        total = masked.logsumexp(-1, keepdim=True).logaddexp(self.sinks.double()[:, None, None])
         return (masked - total).exp().nan_to_num(nan=0.0)
 
     @cached_property

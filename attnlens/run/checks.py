@@ -13,7 +13,10 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Settings, Skipped
 
-CAUSAL_NOTE = "Causal heads: the scores above the diagonal belong to the kernel, but the model never uses them."
+CAUSAL_NOTE = (
+    "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
+    "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
+)
 UNKNOWN_NOTE = "The tokenizer does not know {:.0%} of the text's tokens: the model was made for another language."
 MANY_UNKNOWN = 0.1
 """Share of unknown tokens from which the text is called foreign to the model."""

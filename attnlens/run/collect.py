@@ -27,9 +27,11 @@ from attnlens.records import (
 from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
 from attnlens.statistics import Design, Stream, standard_error
 
+PAST_ONLY = "not identified: the model never compares a query with a later key"
+"""Why causal heads lack what only a comparison of all pairs fixes."""
 TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
 ONE_WINDOW = "one window has no spread"
-ALONE = "a text has one window with a value, whose spread nothing tells"
+ALONE = "one window of a text has a value, or one text, whose spread nothing tells"
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ def _measure(
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or value != value:
-        return Measure(value=None, reason=info.missing)
+        hidden = info.identified == "all pairs" and site.part == "decoder"
+        return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
     label = info.labels[round(value)] if info.labels else None
     return Measure(value=value, label=label, se=se, se_reason=se_reason, n=n, null=null)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from attnlens import hooks
 from attnlens.records import Change, Task, TextChange
-from attnlens.run.tasks import NOTHING, Fed, last_states, logits_of
+from attnlens.run.tasks import NO_LOSS, NOTHING, Fed, last_states, logits_of
 from attnlens.statistics import Design, paired_difference
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from transformers import PreTrainedModel
 
 Name = TypeVar("Name")
@@ -47,6 +47,8 @@ class Comparison:
 
     task: Task
     """What is predicted."""
+    noise: bool
+    """Whether the input is noise, so that predictions are compared and have no loss."""
     design: Design
     """How the sequences were sampled."""
     before: list[Tensor] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Comparison:
             means, counts = sequence_losses(logits, targets)
             losses.append(means)
         self.counts.append(counts)
-        self.kl += float(_divergence(own, new).double().sum())
+        self.kl += float(divergence(own, new).double().sum())
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, own: Tensor, new: Tensor) -> None:
@@ -108,13 +110,10 @@ class Comparison:
             found["reasons"] |= dict.fromkeys(predicting, DIVERGED)
         else:
             predicted = float(torch.cat(self.counts).sum())
-            found |= {"loss": self.loss(seed), "kl": self.kl / predicted, "top1_agreement": self.agreeing / predicted}
-            found["perplexity"] = self.perplexity(seed) if found["loss"].after < LARGEST_LOSS else None
-            if found["perplexity"] is None:
-                found["reasons"]["perplexity"] = "it is too large for a number"
-            if found["loss"].ci95 is None:
-                found["reasons"] |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
-            found["loss_by_text"] = self.by_text(seed, texts)
+            found |= {"kl": self.kl / predicted, "top1_agreement": self.agreeing / predicted}
+            losses, reasons = self._losses(seed, texts)
+            found |= losses
+            found["reasons"] |= reasons
         if self.likeness is None:
             found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), "the model hands out no hidden states")
         elif not math.isfinite(self.cosine):
@@ -122,6 +121,20 @@ class Comparison:
         else:
             found |= {"hidden_cosine": self.cosine / self.tokens, "hidden_cka": self.likeness.value}
         return found
+
+    def _losses(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Loss and perplexity, as far as they mean something, the loss of each text, and why not."""
+        if self.noise:
+            return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
+        found: dict[str, Any] = {"loss": self.loss(seed), "loss_by_text": self.by_text(seed, texts)}
+        reasons: dict[str, str] = {}
+        if found["loss"].after < LARGEST_LOSS:
+            found["perplexity"] = self.perplexity(seed)
+        else:
+            reasons["perplexity"] = "it is too large for a number"
+        if found["loss"].ci95 is None:
+            reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
+        return found, reasons
 
     def loss(self, seed: int) -> Change:
         """Mean loss per predicted token of both, and their difference with its interval over sequences."""
@@ -154,7 +167,7 @@ class Comparison:
     @property
     def _lone(self) -> str:
         """Why there is no interval."""
-        return "one text has no spread" if self.design.clustered else "one sequence of a text has no spread"
+        return "one text has no spread" if self.design.clustered else "one sequence has no spread"
 
     def _change(
         self,
@@ -207,7 +220,7 @@ def compare(
     design: Design,
 ) -> dict[Name, Comparison]:
     """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
-    found = {name: Comparison(task, design) for name in variants}
+    found = {name: Comparison(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         own = run(model, fed, task)
         for name, variant in variants.items():
@@ -219,11 +232,11 @@ def compare(
 
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
-    """Nats per predicted token of the model as it is; None where the text gives no targets, or it diverges."""
+    """Nats per predicted token of the model as it is; None where the input gives no targets, or it diverges."""
     total, count = 0.0, 0.0
     for fed in batches:
         logits = run(model, fed, task).logits
-        if logits is None or fed.targets is None:
+        if logits is None or fed.targets is None or fed.noise:
             return None
         means, counts = sequence_losses(logits, fed.targets)
         total, count = total + float((means * counts).sum()), count + float(counts.sum())
@@ -233,9 +246,15 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
 def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
     """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
     there = targets != NOTHING
-    each = torch.nn.functional.cross_entropy(logits, targets[there], reduction="none").double().cpu()
+    return sequence_means(torch.nn.functional.cross_entropy(logits, targets[there], reduction="none"), there)
+
+
+def sequence_means(
+    each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
+) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean over each sequence that predicts something, `each` standing for the positions `there`, and how many."""
     counts = there.sum(1).double().cpu()
-    sums = torch.zeros_like(counts).index_add(0, there.nonzero()[:, 0].cpu(), each)
+    sums = torch.zeros_like(counts).index_add(0, there.nonzero()[:, 0].cpu(), each.double().cpu())
     return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
 
 
@@ -272,7 +291,7 @@ def tokens_in(fed: Fed) -> int:
     return int(masks[0].sum()) if masks else next(iter(fed.inputs.values())).shape[0]
 
 
-def _divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
+def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """KL(own ‖ new) of each prediction, in nats."""
     own, new = own.log_softmax(-1), new.log_softmax(-1)
     return (own.exp() * (own - new)).sum(-1)

@@ -202,7 +202,7 @@ def from_weights(found: Reached, factors: weights.Factors) -> QueryKey:
     ):
         part = torch.einsum("btd,hdk->bhtk", inputs, factor) + bias[:, None]
         if factors.rotation is not None:
-            part = (part[:, :, :, None] @ factors.rotation[: part.shape[2]]).squeeze(-2)
+            part = factors.rotation.turned(part)
         if factors.qk_norm:
             part = nn.functional.normalize(part, dim=-1) * seen.norm(dim=-1, keepdim=True)
         rebuilt.append(part)

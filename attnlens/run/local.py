@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlens import hooks
 from attnlens.attention import Path, attend, route, weights
-from attnlens.kernels import Kernel
+from attnlens.kernels import TIES, Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, SiteSwap
 
@@ -69,6 +69,8 @@ class Local:
                 f"All keys of a head have one length at {self.constant} of {total} sites (QK-norm of unit gain): there "
                 "the RBF kernel is the exponential kernel with a scale of 2γs."
             )
+        if kernel.tie is not None and TIES[kernel.tie].caution:
+            notes.append(TIES[kernel.tie].caution)
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
         return notes

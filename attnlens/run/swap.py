@@ -14,7 +14,7 @@ from attnlens.records import Report, Settings, Text
 from attnlens.run import arguments, budget, calibration
 from attnlens.run.inspect import Interrupted, Progress, silent
 from attnlens.run.swapping import Swapping
-from attnlens.run.tasks import feed, task_of
+from attnlens.run.tasks import check_input, feed, task_of
 from attnlens.run.wishes import Wish, Wishes
 
 FITTING, HEALING = 32, 512
@@ -32,10 +32,10 @@ def swap_kernel(
 ) -> Report:
     """The loss, predictions and hidden states of a model under other kernels, against the model itself.
 
-    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared, each also in its
-    symmetric form. `more` are the options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget,
-    ranks, calibration, save, allow_signed) and of `arguments.Feeding`. Raises UsageError, ModelError, TextError,
-    OutputError, IdentityError, Interrupted.
+    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
+    options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget, ranks, calibration, save,
+    allow_signed) and of `arguments.Feeding`. Raises UsageError, ModelError, TextError, OutputError, IdentityError,
+    Interrupted.
     """
     start = time.perf_counter()
     given = cast("arguments.Feeding", {name: more[name] for name in arguments.Feeding.__annotations__ if name in more})  # type: ignore[literal-required]
@@ -98,6 +98,7 @@ def _prepared(
     shared = 0.0
     if wish.limit is not None:
         budget.check_task(task)
+        check_input(loaded)
     if wish.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
         calibrated, samples = _calibrated(loaded, wish, asked, others or contents, more, evaluated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,7 @@ from attnlens.run.local import Local, locally, mean_of
 from attnlens.run.plan import planned
 from attnlens.run.saved import save_swapped
 from attnlens.run.sweep import sweep, units
-from attnlens.run.tasks import MEANINGS, Fed
+from attnlens.run.tasks import Fed, meanings
 from attnlens.run.wishes import Wish
 from attnlens.statistics import Design
 
@@ -163,7 +163,7 @@ class Swapping:
         return None if heads is None else tuple(head for head in heads if head < self.heads_of[site])
 
     def _kernels(self) -> list[Kernel]:
-        """Those asked for; where several are compared, each also in its symmetric form (Tsai et al. 2019, Table 2)."""
+        """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
         crossing = next((site for site in self.chosen if site.part == "cross"), None)
         for kernel in self.wish.kernels:
             if crossing and kernel.info.form == "output":
@@ -178,13 +178,7 @@ class Swapping:
                     f"{modifier} has no meaning in cross-attention ({crossing.name}).",
                     "Choose --part encoder or --part decoder.",
                 )
-        if len(self.wish.kernels) == 1 or crossing:
-            return self.wish.kernels
-        both = [
-            (kernel, kernel if kernel.info.form == "output" else replace(kernel, tie=kernel.tie or "symmetric"))
-            for kernel in self.wish.kernels
-        ]
-        return list({one.spelling: one for pair in both for one in pair}.values())
+        return self.wish.kernels
 
     def _swaps(self, kernel: Kernel) -> Swaps:
         return {site: hooks.Swap(kernel, self._heads_at(site)) for site in self.chosen}
@@ -202,12 +196,11 @@ class Swapping:
     def _fit(self, candidate: Candidate) -> None:
         """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
         info = candidate.kernel.info
-        wanted = info.needs_fit or (self.wish.fit and candidate.kernel.tie is None)
         if self.wish.limit is not None:
             candidate.choice = self._chosen(candidate.last, self.wish.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        if self.calibrated is None or info.fit is None or not wanted:
+        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.wish.fit):
             return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
@@ -275,6 +268,7 @@ class Swapping:
             parameters=dict(kernel.parameters) if candidate.choice is None else {},
             fitted=sorted(fitted),
             task=self.task,
+            noise=self.fed[0].noise,
             sites=local.sites,
             identity_error=self.identity_error,
             **gates,
@@ -292,7 +286,7 @@ class Swapping:
 
     def _notes(self, kernel: Kernel, local: Local) -> list[str]:
         """What a reader must know, a sentence each."""
-        notes = [MEANINGS[self.task], *local.notes(kernel)]
+        notes = [*meanings(self.task, noise=self.fed[0].noise), *local.notes(kernel)]
         if self.wish.ranks is not None:
             notes += origin(self.wish.ranks, self.loaded.info)
         if self.shared:

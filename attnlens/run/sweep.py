@@ -13,7 +13,7 @@ from attnlens import hooks
 from attnlens.attention import Path
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
-from attnlens.run.compare import predictions, sequence_losses
+from attnlens.run.compare import divergence, predictions, sequence_losses, sequence_means
 from attnlens.run.tasks import NOTHING, Fed, asking, states_of
 from attnlens.statistics import Design, false_discovery, paired_difference
 
@@ -43,8 +43,8 @@ def sweep(
     """The effect of each unit alone, the most harmful first; blocks before it are not computed again.
 
     Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
-    `significant` holds at a false discovery rate of 5 %. A headless model's effect is 1 − cosine of its hidden states,
-    a distance, which is never negative and has no p-value.
+    `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a headless
+    model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
     """
     blocks = hooks.blocks(loaded.model, batches[0].inputs)
     before: list[Tensor] = []
@@ -62,7 +62,13 @@ def sweep(
             progress(1)
     every = torch.cat([_sizes(fed, task) for fed in batches])
     sizes, sampled = every[every > 0], design.select((every > 0).nonzero()[:, 0].tolist())
-    effects = [_effect(unit, torch.cat(before), torch.cat(after[unit]), sizes, sampled, seed, task) for unit in chosen]
+    tested = task != "hidden" and not batches[0].noise
+    own = torch.cat(before)
+    return _ranked([_effect(unit, own, torch.cat(after[unit]), sizes, sampled, seed, tested) for unit in chosen])
+
+
+def _ranked(effects: Sequence[Effect]) -> list[Effect]:
+    """The most harmful first, those marked that stand at the false discovery rate."""
     p_values = torch.tensor([torch.nan if e.p_value is None else e.p_value for e in effects], dtype=torch.float64)
     found = false_discovery(p_values).tolist()
     marked = [e.model_copy(update={"significant": yes}) for e, yes in zip(effects, found, strict=True)]
@@ -87,13 +93,16 @@ def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
 
 
 def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """The mean loss of each sequence; of a headless model the mean of 1 − cosine over its real tokens."""
+    """The mean loss of each sequence; on noise KL, of a headless model the mean of 1 − cosine over its real tokens."""
     if task == "hidden":
         apart = 1 - torch.nn.functional.cosine_similarity(own.double(), new.double(), dim=-1)
         mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
         mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
         return ((apart * mask).sum(1) / mask.sum(1)).cpu()
-    return sequence_losses(new, own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets)[0]
+    targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
+    if fed.noise:
+        return sequence_means(divergence(own, new), targets != NOTHING)[0]
+    return sequence_losses(new, targets)[0]
 
 
 def _sizes(fed: Fed, task: Task) -> Tensor:
@@ -105,7 +114,9 @@ def _sizes(fed: Fed, task: Task) -> Tensor:
     return (fed.targets != NOTHING).sum(1).double().cpu()
 
 
-def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int, task: Task) -> Effect:
+def _effect(
+    unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int, tested: bool
+) -> Effect:
     site, head = unit
     if not bool(after.isfinite().all()):
         return Effect(layer=site.layer, head=head, part=site.part, delta=None)
@@ -116,7 +127,7 @@ def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: De
         part=site.part,
         delta=delta,
         ci95=(low, high) if low == low else None,
-        p_value=None if task == "hidden" else _p_value(after - before, sizes, design),
+        p_value=_p_value(after - before, sizes, design) if tested else None,
     )
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnlens.errors import TextError
+from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
 from attnlens.records import Task
-from attnlens.texts import Batches
+from attnlens.texts import NOISE, Batches
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -28,6 +28,11 @@ MEANINGS: dict[Task, str] = {
     "classification": "loss: the class that the original model chooses",
     "hidden": "the model has no head that predicts anything: its hidden states are compared",
 }
+ON_NOISE = (
+    "the input is noise that attnlens made up: the answers of both models to it are compared, and there is no loss"
+)
+"""The meaning where a loss would have none."""
+NO_LOSS = "the model's input is noise that attnlens made up, on which a loss means nothing"
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Fed:
     targets: Int[Tensor, "batch positions"] | None
     """The right token at each position of the logits, −100 where nothing is predicted; None where the original model's
     own choice is the target, or there is none."""
+    noise: bool = False
+    """Whether the model reads noise: its predictions there can be compared, and have no loss."""
 
 
 def task_of(model: PreTrainedModel) -> Task:
@@ -97,7 +104,22 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
     Raises TextError where a masked language model's tokenizer has no mask token.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [_fed(loaded, batch.inputs, task, generator) for batch in batches]
+    fed = (_fed(loaded, batch.inputs, task, generator) for batch in batches)
+    return [replace(one, noise=loaded.kind in NOISE) for one in fed]
+
+
+def meanings(task: Task, *, noise: bool) -> list[str]:
+    """What the loss is, and why there is none."""
+    return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
+
+
+def check_input(loaded: Loaded) -> None:
+    """Raise UsageError for a model of pixels or sound, which is fed with noise: it has no loss that could be spent."""
+    if loaded.kind in NOISE:
+        raise UsageError(
+            "This model's input is noise that attnlens makes up, so that there is no loss to spend.",
+            "Give one rank for all heads, as in --kernel rank:16.",
+        )
 
 
 def _fed(loaded: Loaded, inputs: dict[str, Tensor], task: Task, generator: torch.Generator) -> Fed:

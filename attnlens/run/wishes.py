@@ -91,7 +91,8 @@ class Wish:
         budget, ranks = given.get("budget"), _ranks(given)
         if budget is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings))])
-        kernels_asked = [parsed(words, allow_signed=allow) for words in spellings]
+        each = (parsed(words, allow_signed=allow) for words in spellings)
+        kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         wish = cls(
             kernels=kernels_asked,
             part=cast("Part | None", _one_of("part", given.get("part"), PARTS)) if ranks is None else part_of(ranks),
@@ -117,9 +118,9 @@ class Wish:
         for kernel in self.kernels:
             if self.fit:
                 check_fit(kernel, alone=len(self.kernels) == 1)
-            if self.heal and kernel.info.hard:
+            if self.heal and not kernel.has_gradient:
                 raise UsageError(
-                    f"{kernel.info.name} can't be healed: its weights have no gradient.",
+                    f"{kernel.spelling} can't be healed: its weights have no gradient.",
                     "Leave out --heal, or choose another kernel.",
                 )
         if len(self.kernels) > 1 and (self.heal or self.save):

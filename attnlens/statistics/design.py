@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +22,10 @@ FEWEST_TEXTS = 5
 class Design:
     """Windows of one or several texts, and the population that an error is about.
 
-    Over "windows" the texts are strata: the error is that of the mean of these texts' windows. Over "texts" they are
-    clusters: it is that of the mean of texts like these (Cochran 1977, chapters 5 and 9A).
+    Over "windows" the texts are strata: the error is that of the mean of these texts' windows. Where one of them has a
+    single window, whose spread nothing tells, all windows are taken as one sample: the error then holds what differs
+    between the texts too. Over "texts" they are clusters: the error is that of the mean of texts like these (Cochran
+    1977, chapters 5 and 9A).
     """
 
     texts: tuple[int, ...]
@@ -59,14 +62,20 @@ class Design:
 
     @property
     def freedom(self) -> int:
-        """Degrees of freedom of a variance: texts − 1, or windows − texts."""
-        groups = len(set(self.texts))
+        """Degrees of freedom of a variance: texts − 1, or windows − strata."""
+        groups = len(set(self.strata))
         return groups - 1 if self.clustered else self.count - groups
 
     @cached_property
-    def members(self) -> Float[Tensor, "texts windows"]:
-        """1 where a window is of a text."""
-        every: Tensor = torch.tensor(self.texts)[None] == torch.tensor(sorted(set(self.texts)))[:, None]
+    def strata(self) -> tuple[int, ...]:
+        """The number of each window's stratum or cluster."""
+        lone = 1 in Counter(self.texts).values()
+        return (0,) * self.count if lone and not self.clustered else self.texts
+
+    @cached_property
+    def members(self) -> Float[Tensor, "strata windows"]:
+        """1 where a window is of a stratum or cluster."""
+        every: Tensor = torch.tensor(self.strata)[None] == torch.tensor(sorted(set(self.strata)))[:, None]
         return every.double()
 
     def select(self, windows: Sequence[int]) -> Design:

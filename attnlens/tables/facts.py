@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnlens.records import Extreme, Report, Skipped
+from attnlens.registry import NOT_IDENTIFIED
 from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
@@ -87,7 +88,9 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
         sentence += "; “between texts” is the sd of the texts' medians"
     spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
     apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
-    return f"{sentence}.{apart}"
+    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
+    loose = f" {listed(open_)}: {NOT_IDENTIFIED}" if open_ else ""
+    return f"{sentence}.{apart}{loose}"
 
 
 def constants(shapes: Shapes) -> str:

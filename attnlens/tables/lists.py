@@ -56,12 +56,14 @@ class DoctorRow(Protocol):
 
 
 def measures_table(infos: Iterable[MeasureInfo]) -> Table:
-    """Name, range and meaning of every measure and curve; its formula below the meaning."""
+    """Name, range and meaning of every measure and curve; its formula below the meaning, and what is not identified."""
     table = _table("measure", "range", "meaning")
     for info in infos:
         meaning = Text(clean(info.meaning))
         if info.formula:
             meaning.append(f"\n{clean(info.formula)}", style="dim")
+        if info.caution:
+            meaning.append(f"\n{clean(info.caution)}")
         table.add_row(Text(info.name, style="bold"), _range(info), meaning)
     return table
 
@@ -104,6 +106,7 @@ def kernels_table(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters
     for kind, found in (("tie", ties), ("filter", filters)):
         for modifier in found:
             facts = [f"{p.name}: {p.meaning}{_allowed(p)}" for p in modifier.parameters]
+            facts += [modifier.caution] * bool(modifier.caution)
             cell = _explained(modifier.formula, [f"{kind}: {modifier.meaning}", *facts, modifier.source])
             modifiers.add_row(_typed(modifier.name, modifier.parameters), cell)
     return Group(kernels, Text(), modifiers)

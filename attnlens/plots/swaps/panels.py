@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.plots.swaps.healing import draw_healing
-from attnlens.plots.swaps.kernels import draw_kernels, effect_of
+from attnlens.plots.swaps.kernels import NAME, draw_kernels, effect_of
 from attnlens.plots.swaps.ranks import draw_ranks
-from attnlens.plots.swaps.sites import ACROSS, draw_lines, draw_sites
+from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
-from attnlens.tables.swaps.facts import UNITS
-from attnlens.tables.swaps.pairs import Compared, compared
+from attnlens.tables.swaps.facts import cautions
+from attnlens.tables.swaps.judged import EFFECTS, UNITS, effect_name
 from attnlens.tables.swaps.plans import share
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
+"""What a comparison of kernels shows."""
 ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
 
 
@@ -67,9 +69,9 @@ def pictures(report: Report) -> list[Panel]:
 
 
 def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
-    hidden = swap.task == "hidden"
-    name = "distance by stage" if hidden else "loss by stage"
-    note = "dashed: the original" if hidden else "bars: 95 % interval of the difference; dashed: the original"
+    lossy = swap.judged_by == "loss"
+    name = "loss by stage" if lossy else "distance by stage"
+    note = "bars: 95 % interval of the difference; dashed: the original" if lossy else "dashed: the original"
     yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), left=0.62)
     note = "on the original's queries, keys and values"
     yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
@@ -82,41 +84,40 @@ def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
 
 
 def _several(report: Report) -> Iterator[Panel]:
-    rows = compared(report)
-    hidden = report.swaps[0].task == "hidden"
-    what = "distance of the last hidden states" if hidden else "rise of the loss"
+    swaps, lossy = report.swaps, report.swaps[0].judged_by == "loss"
+    what = RISES[swaps[0].judged_by]
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head."
-    caption += "" if hidden else " Bars: paired bootstrap 95 % intervals over sequences."
-    caption += " symmetric: the mean of log k and its transpose." if any(row.symmetric for row in rows) else ""
-    lines = -(-len(rows) // ACROSS)
-    left = 0.25 + 0.062 * min(30, max(len(row.name) for row in rows))
-    note = "" if any(effect_of(swap) is not None for swap in report.swaps) else "no kernel has a value"
-    yield Panel("kernels", what, note, caption, partial(draw_kernels, rows=rows), 2 * len(rows) + 2, left)
-    yield Panel("sites", "output error by layer", "", f"{ERROR}.", partial(_site_lines, rows=rows), 12, legend=lines)
+    caption += " Bars: paired bootstrap 95 % intervals over sequences." if lossy else ""
+    caption = " ".join([caption, *cautions(swaps)])
+    lines = legend_lines([swap.kernel for swap in swaps])
+    left = 0.25 + 0.062 * min(NAME, max(len(swap.kernel) for swap in swaps))
+    note = "" if any(effect_of(swap) is not None for swap in swaps) else "no kernel has a value"
+    yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, left)
+    yield Panel("sites", "output error by layer", "", f"{ERROR}.", partial(_site_lines, swaps=swaps), 12, legend=lines)
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept and not any(map(of_heads, swept)):
-        unit = "1 − cosine" if hidden else UNITS[swept[0].task]
-        yield Panel("sweep", "each layer alone", "", "", partial(_sweep_lines, rows=rows, unit=unit), 12, legend=lines)
+        yield Panel("sweep", "each layer alone", "", "", partial(_sweep_lines, swaps=swaps), 12, legend=lines)
 
 
 def _sweep(swap: Swap, stem: str) -> Panel:
     heads = of_heads(swap)
-    what = "1 − cosine of the last hidden states" if swap.task == "hidden" else f"loss, {UNITS[swap.task]}"
     quiet = "grey dot" if heads else "hollow"
-    tested = swap.task != "hidden"
-    note = f"Δ {'of 1 − cosine' if swap.task == 'hidden' else 'loss'}"
+    tested = swap.judged_by == "loss"
+    note = f"Δ of the {EFFECTS[swap.judged_by]}"
     note += f"; {quiet}: not significant at FDR 5 %" * tested
     lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
+    unit = "head" if heads else "layer"
     caption = (
-        f"{clean(swap.kernel)}. Δ of the {what}, where that {'head' if heads else 'layer'} alone has the kernel. "
+        f"{clean(swap.kernel)}. Δ of the {effect_name(swap)}, where that {unit} alone has the kernel. "
         + f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %." * tested
         + lost
     )
     layers = len({effect.layer for effect in swap.sweep})
     columns = len({effect.head for effect in swap.sweep})
     wide = float(np.clip(0.36 * columns, 3.4, 8)) if heads else 4.6
-    title = f"each {'head' if heads else 'layer'} alone"
-    return Panel(stem, title, note, caption, partial(draw_sweep, swap=swap), layers, wide=wide, bar=heads)
+    return Panel(
+        stem, f"each {unit} alone", note, caption, partial(draw_sweep, swap=swap), layers, wide=wide, bar=heads
+    )
 
 
 def _ranks(plan: Plan) -> Panel:
@@ -144,7 +145,7 @@ def _healing(swap: Swap, healing: Healing) -> Panel:
         f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained towards the original model. "
         f"{_healed_by(swap)}. Step {healing.best} was kept."
     )
-    note = "dotted: step kept" if swap.task == "hidden" else "dashed: the original; dotted: step kept"
+    note = "dashed: the original; dotted: step kept" if swap.judged_by == "loss" else "dotted: step kept"
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
 
@@ -153,27 +154,26 @@ def _healed_by(swap: Swap) -> str:
     """What the curves of a healing are, in which unit and on which text."""
     if swap.task == "hidden":
         return "1 − cosine of the last hidden states and the original's, on calibration text kept back from training"
+    loss = "Loss: on the evaluation text. " if swap.judged_by == "loss" else ""
     return (
-        "Loss: on the evaluation text. KL: to the original, on calibration text kept back from training. "
-        f"Both in {UNITS[swap.task]}"
+        f"{loss}KL: to the original, on calibration text kept back from training. "
+        f"{'Both in' if loss else 'In'} {UNITS[swap.task]}"
     )
 
 
-def _site_lines(axes: Axes, *, rows: list[Compared]) -> None:
+def _site_lines(axes: Axes, *, swaps: list[Swap]) -> None:
     lines = []
-    for row in rows:
-        swap = next(row.swaps)
+    for swap in swaps:
         values = [np.nan if site.output_error is None else site.output_error for site in swap.sites]
-        lines.append((row.name if swap is row.asymmetric else swap.kernel, np.array(values)))
+        lines.append((swap.kernel, np.array(values)))
     draw_lines(axes, lines, "‖new − own‖ / ‖own‖")
 
 
-def _sweep_lines(axes: Axes, *, rows: list[Compared], unit: str) -> None:
+def _sweep_lines(axes: Axes, *, swaps: list[Swap]) -> None:
     lines = []
-    for row in rows:
-        swap = next(row.swaps)
+    for swap in swaps:
         effects = sorted(swap.sweep, key=lambda effect: effect.layer)
         values = [np.nan if effect.delta is None else effect.delta for effect in effects]
-        lines.append((row.name if swap is row.asymmetric else swap.kernel, np.array(values)))
+        lines.append((swap.kernel, np.array(values)))
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
-    draw_lines(axes, lines, f"Δ, {unit}")
+    draw_lines(axes, lines, f"Δ of the {effect_name(swaps[0])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,10 @@ MARKERS = "osD^vPX*"
 """Kernels differ in mark as well as in colour."""
 CROWDED = 24
 """Layers beyond which bars touch."""
-ACROSS = 4
-"""Names in a line of the legend."""
+WIDE = 66
+"""Characters of all names in a line of the legend."""
+PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
+"""The numbers of a kernel or filter; the plus of 1e+06 ends none."""
 NAME = 22
 """Characters of a kernel's name in a legend."""
 
@@ -63,10 +66,21 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PlainNumbers())
     axes.spines[["top", "right"]].set_visible(False)
-    legend_above(axes, ACROSS, handlelength=1.6)
+    legend_above(axes, _across(labels), handlelength=1.6)
+
+
+def legend_lines(names: Sequence[str]) -> int:
+    """How many lines the legend of these kernels takes."""
+    return -(-len(names) // _across(short_names(names)))
+
+
+def _across(labels: Sequence[str]) -> int:
+    """Names in a line of the legend."""
+    return max(1, min(4, WIDE // max(map(len, labels))))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Without their parameters, where that leaves them different; else cut to what a legend can hold."""
-    bare = [clean(name.partition(":")[0]) for name in names]
-    return bare if len(set(bare)) == len(bare) else [fitted(clean(name), NAME) for name in names]
+    """Without their numbers, where that leaves them different; cut to what a legend can hold."""
+    bare = [clean(PARAMETERS.sub("", name)) for name in names]
+    chosen = bare if len(set(bare)) == len(bare) else map(clean, names)
+    return [fitted(name, NAME) for name in chosen]

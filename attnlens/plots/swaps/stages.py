@@ -8,7 +8,8 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.plots.captions import typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
-from attnlens.tables.swaps.facts import UNITS, diverged, loss_decimals
+from attnlens.tables.swaps.facts import diverged, loss_decimals
+from attnlens.tables.swaps.judged import distance, effect_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ BLUE, ORANGE, GREEN = CATEGORIES[0], CATEGORIES[2], CATEGORIES[4]
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """The loss of original, swapped, fitted, healed down the side; without a loss, 1 − cosine of the hidden states."""
+    """The loss of original, swapped, fitted, healed down the side; without a loss, their distance to the original."""
     names = ["original", *(stage.name for stage in swap.stages)]
     own = _original(swap)
     if own is not None:
@@ -34,9 +35,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter(PlainNumbers())
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_xlabel(
-        f"loss, {UNITS[swap.task]}" if swap.task != "hidden" else "1 − cosine of hidden states", labelpad=1.5
-    )
+    axes.set_xlabel(effect_name(swap), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if own is None and all(_place(swap, stage) is None for stage in swap.stages):
         axes.set_xticks([])
@@ -44,7 +43,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 def draws_loss(swap: Swap) -> bool:
     """Whether there is a loss to draw."""
-    return swap.task != "hidden"
+    return swap.judged_by == "loss"
 
 
 def _original(swap: Swap) -> float | None:
@@ -69,7 +68,7 @@ def _draw(axes: Axes, swap: Swap, stage: Stage, row: int) -> None:
 def _place(swap: Swap, stage: Stage) -> float | None:
     if draws_loss(swap):
         return None if stage.loss is None else stage.loss.after
-    return None if stage.hidden_cosine is None else 1 - stage.hidden_cosine
+    return distance(swap, stage)
 
 
 def _label(axes: Axes, place: float, row: int, number: float, decimals: int) -> None:

@@ -21,6 +21,7 @@ from attnlens.plots.style import (
     tick_positions,
 )
 from attnlens.records import PARTS
+from attnlens.tables.swaps.judged import EFFECTS
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -127,7 +128,6 @@ def _draw_layers(axes: Axes, swap: Swap, *, named: bool) -> None:
         axes.plot([effect.delta], [row], "o", color=colour, markerfacecolor=filled, markersize=mark)
     axes.margins(x=0.08)
     axes.xaxis.set_major_formatter(PlainNumbers())
-    what = "1 − cosine" if swap.task == "hidden" else "loss"
-    axes.set_xlabel(f"Δ of the {what}, that layer alone", labelpad=1.5, color=INK)
+    axes.set_xlabel(f"Δ of the {EFFECTS[swap.judged_by]}, that layer alone", labelpad=1.5, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects], named=named)

@@ -1,16 +1,13 @@
 """How is a swap read: in a terminal, in markdown, in a spreadsheet?"""
 
 from attnlens.tables.sections import Rows, Section
-from attnlens.tables.swaps.pairs import Compared, compared
 from attnlens.tables.swaps.sections import sections, site_sections
 from attnlens.tables.swaps.terminal import swap_sites, swap_summary
 from attnlens.tables.swaps.text import swap_csv, swap_markdown
 
 __all__ = [
-    "Compared",
     "Rows",
     "Section",
-    "compared",
     "sections",
     "site_sections",
     "swap_csv",

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from attnlens.kernels import TIES
 from attnlens.records import Change, Healing, Outcome, Pair, Report, Stage, Swap
+from attnlens.tables.swaps.judged import EFFECTS, UNITS, distance
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
-
-UNITS = {
-    "causal": "nats per token",
-    "masked": "nats per masked token",
-    "seq2seq": "nats per token",
-    "classification": "nats per prediction",
-    "hidden": "nats",
-}
-"""What the loss counts in, by task."""
 
 WORDS = {
     "kl": "KL",
@@ -36,6 +29,11 @@ def verdict(swap: Swap) -> str:
         return "The model diverges: with this kernel its predictions are no finite numbers."
     if swap.loss is not None:
         return _loss_sentence(swap.loss, UNITS[swap.task])
+    if swap.kl is not None and swap.top1_agreement is not None:
+        return (
+            f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL) from the original's, and "
+            f"{percent(swap.top1_agreement, 1)} of the first choices are the same."
+        )
     if swap.hidden_cosine is None:
         return "Nothing could be compared; the reasons stand below."
     cka = "" if swap.hidden_cka is None else f", their linear CKA is {swap.hidden_cka:.3f}"
@@ -47,8 +45,14 @@ def diverged(outcome: Outcome) -> bool:
     return any("diverged" in reason for reason in outcome.reasons.values())
 
 
+def cautions(swaps: Sequence[Swap]) -> list[str]:
+    """What must be known of the ties among these kernels."""
+    ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
+    return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
+
+
 def ranking(swaps: Sequence[Swap]) -> str:
-    """Which kernels harm least and most, which not measurably, and which diverge; empty where there is no loss."""
+    """Which kernels harm least and most, which not measurably, and which diverge; empty where none has a value."""
     losses = [(swap.loss, clean(swap.kernel)) for swap in swaps if swap.loss is not None]
     ranked = sorted(losses, key=lambda found: found[0].delta)
     told = []
@@ -56,11 +60,21 @@ def ranking(swaps: Sequence[Swap]) -> str:
         decimals = loss_decimals([loss for loss, _ in ranked])
         least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in (ranked[0], ranked[-1]))
         told.append(f"The loss is lowest under {least}, highest under {most}.")
+    told += [] if ranked else _nearest(swaps)
     same = [name for loss, name in losses if _unchanged(loss)]
     lost = [swap.kernel for swap in swaps if diverged(swap)]
     told += [f"No measurable change: {listed(same, 8)}."] if same else []
     told += [f"Diverged: {listed(lost, 8)}."] if lost else []
     return " ".join(told)
+
+
+def _nearest(swaps: Sequence[Swap]) -> list[str]:
+    """Which kernels leave predictions or hidden states nearest, and which farthest; none where all diverge."""
+    found = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
+    if not found:
+        return []
+    least, most = (f"{name} ({figures(far)})" for far, name in (min(found), max(found)))
+    return [f"The {EFFECTS[swaps[0].judged_by]} is least under {least}, largest under {most}."]
 
 
 def stages_sentence(swap: Swap) -> str:

@@ -8,7 +8,6 @@ from statistics import median
 from attnlens.records import Change, Effect, Outcome, Swap
 from attnlens.tables.sections import Rows
 from attnlens.tables.swaps.facts import diverged, figures, interval, loss_decimals, percent, ratio
-from attnlens.tables.swaps.pairs import Compared
 from attnlens.tables.terminal import Column
 from attnlens.wording import NO_VALUE, clean, decimals_for, written
 
@@ -67,29 +66,31 @@ def text_rows(swaps: Sequence[Swap]) -> Rows:
     return Rows(names, tuple(columns))
 
 
-def kernel_rows(rows: Sequence[Compared]) -> Rows:
-    """A row a kernel with its symmetric form beside it, the original first; as Tsai et al. 2019, Table 2."""
-    every = [swap for row in rows for swap in row.swaps]
-    losses = [swap.loss for swap in every if swap.loss is not None]
+def kernel_rows(swaps: Sequence[Swap]) -> Rows:
+    """A row a kernel, the original first."""
+    losses = [swap.loss for swap in swaps if swap.loss is not None]
     decimals = loss_decimals(losses)
-    plain = [row.asymmetric for row in rows]
-    tied = [row.symmetric for row in rows]
-    if losses:
-        original = written(losses[0].before, decimals)
-        bounds = _column("asymmetric", "95 % interval", plain, lambda swap: _interval(swap.loss, decimals))
-        columns = [*_loss_columns("asymmetric", plain, decimals, original), bounds]
-        columns += _closeness(plain, predicting=True)
-        columns += _loss_columns("symmetric", tied, decimals, "") if any(tied) else []
-    else:
-        columns = [*_closeness(plain, predicting=False)]
-        columns += [_column("symmetric", title, tied, tell) for title, tell in HIDDEN] if any(tied) else []
-    names = Column("", "kernel", ("original", *map(_named, rows)), words=True)
+    loss: Cells = (
+        ("loss", lambda swap: _after(swap.loss, decimals)),
+        ("Δ", lambda swap: _delta(swap.loss, decimals)),
+        ("95 % interval", lambda swap: _interval(swap.loss, decimals)),
+    )
+    (first, tell), *others = {
+        "loss": (*loss, *PREDICTIONS),
+        "kl": (*PREDICTIONS, *STATES),
+        "hidden": STATES,
+    }[swaps[0].judged_by]
+    original = written(losses[0].before, decimals) if losses else ""
+    outcomes = (DIVERGED if diverged(swap) else tell(swap) for swap in swaps)
+    columns = [Column("", first, (original, *outcomes))]
+    columns += [Column("", title, ("", *map(told, swaps))) for title, told in (*others, ("speed", _speed))]
+    names = Column("", "kernel", ("original", *map(_named, swaps)), words=True)
     return Rows((names,), tuple(columns))
 
 
-def _named(row: Compared) -> str:
+def _named(swap: Swap) -> str:
     """The kernel's spelling, and whether its parameters are fitted."""
-    return clean(row.name) + (" (fitted)" if any(swap.fitted for swap in row.swaps) else "")
+    return clean(swap.kernel) + (" (fitted)" if swap.fitted else "")
 
 
 def site_rows(swap: Swap) -> Rows:
@@ -133,8 +134,8 @@ def sweep_rows(swap: Swap, most: int) -> Rows:
 
 
 def tested(swap: Swap) -> bool:
-    """Whether its effects are differences that can be tested; a headless model's are distances, never negative."""
-    return swap.task != "hidden"
+    """Whether its effects are differences, which can be tested; without a loss they are distances, never negative."""
+    return swap.judged_by == "loss"
 
 
 def sweeps_rows(swaps: Sequence[Swap]) -> Rows:
@@ -171,40 +172,6 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
-
-
-HIDDEN: tuple[tuple[str, Callable[[Swap], str]], ...] = (
-    ("hidden cosine", lambda swap: DIVERGED if diverged(swap) else written(swap.hidden_cosine, 3)),
-    ("CKA", lambda swap: written(swap.hidden_cka, 3)),
-)
-
-
-def _loss_columns(group: str, swaps: Sequence[Swap | None], decimals: int, original: str) -> list[Column]:
-    return [
-        _column(
-            group,
-            "loss",
-            swaps,
-            lambda swap: DIVERGED if diverged(swap) else _after(swap.loss, decimals),
-            original,
-        ),
-        _column(group, "Δ", swaps, lambda swap: _delta(swap.loss, decimals)),
-    ]
-
-
-def _closeness(swaps: Sequence[Swap | None], *, predicting: bool) -> list[Column]:
-    """How near predictions or states remain, and how the speed changes, of the asymmetric kernels."""
-    near = HIDDEN
-    if predicting:
-        near = (("KL", lambda swap: _number(swap.kl)), ("top-1", lambda swap: _share(swap.top1_agreement)))
-    columns = [_column("asymmetric", title, swaps, tell) for title, tell in near]
-    return [*columns, _column("asymmetric", "speed", swaps, _speed)]
-
-
-def _column(
-    group: str, title: str, swaps: Sequence[Swap | None], tell: Callable[[Swap], str], original: str = ""
-) -> Column:
-    return Column(group, title, (original, *(NO_VALUE if swap is None else tell(swap) for swap in swaps)))
 
 
 def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
@@ -245,6 +212,15 @@ def _share(number: float | None) -> str:
 def _speed(swap: Swap) -> str:
     times = ratio(swap.tokens_per_second)
     return NO_VALUE if times is None else f"× {written(times, 2)}"
+
+
+Cells = tuple[tuple[str, Callable[[Swap], str]], ...]
+"""Titles of columns, and what stands in them."""
+PREDICTIONS: Cells = (("KL", lambda swap: _number(swap.kl)), ("top-1", lambda swap: _share(swap.top1_agreement)))
+STATES: Cells = (
+    ("hidden cosine", lambda swap: written(swap.hidden_cosine, 3)),
+    ("CKA", lambda swap: written(swap.hidden_cka, 3)),
+)
 
 
 def _p_value(number: float | None) -> str:

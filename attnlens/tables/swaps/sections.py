@@ -8,7 +8,7 @@ from attnlens.records import Effect, Report, Swap
 from attnlens.tables.population import population
 from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
-from attnlens.tables.swaps.pairs import compared
+from attnlens.tables.swaps.judged import UNITS, effect_name
 from attnlens.tables.swaps.plans import explained, plan_lines, plan_rows
 from attnlens.tables.swaps.rows import (
     MARK,
@@ -54,11 +54,11 @@ def site_sections(report: Report) -> Iterator[Section]:
 
 
 def _one(report: Report, swap: Swap) -> Iterator[Section]:
-    unit = facts.UNITS[swap.task]
+    unit = UNITS[swap.task]
     known = (facts.kernel(swap), facts.reach(report), _calibration(report))
     yield Section("", tuple(line for line in known if line))
     sentences = (facts.verdict(swap), facts.stages_sentence(swap))
-    help_ = (_reading_help(unit, swap, report),) if swap.loss or swap.hidden_cosine is not None else ()
+    help_ = () if facts.diverged(swap) else (_reading_help(swap, report),)
     yield Section("What it does", tuple(line for line in sentences if line), stage_rows(swap), help_)
     if swap.loss_by_text:
         below = "Δ with a 95 % interval over that text's windows; one text is not another."
@@ -73,18 +73,13 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
 
 
 def _several(report: Report) -> Iterator[Section]:
-    rows = compared(report)
-    first = rows[0].asymmetric or report.swaps[0]
+    first = report.swaps[0]
     yield Section("", (facts.reach(report), *filter(None, [_calibration(report)])))
-    help_ = _reading_help(facts.UNITS[first.task], first, report)
-    if any(row.symmetric for row in rows):
-        help_ += " symmetric: the mean of log k and its transpose."
     lines = filter(None, [facts.ranking(report.swaps) or facts.verdict(first)])
-    yield Section("What they do", tuple(lines), kernel_rows(rows), (help_,))
+    yield Section("What they do", tuple(lines), kernel_rows(report.swaps), (_reading_help(first, report),))
     if any(swap.loss_by_text for swap in report.swaps):
         yield Section("Text by text", (), text_rows(report.swaps), ("Δ of the loss on each text's own windows.",))
-    formulas = dict.fromkeys(facts.kernel(row.asymmetric or swap) for row in rows for swap in row.swaps)
-    yield Section("Kernels", tuple(formulas), items=True)
+    yield Section("Kernels", tuple(map(facts.kernel, report.swaps)), items=True)
     yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
 
 
@@ -97,27 +92,31 @@ def _calibration(report: Report) -> str:
     return f"calibration text: {clean(where)}, no part of what was evaluated"
 
 
-def _reading_help(unit: str, swap: Swap, report: Report) -> str:
-    if swap.loss is None and not any(stage.loss for stage in swap.stages):
-        return "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
-    return (
-        f"loss and KL in {unit}; Δ with a paired bootstrap interval ({population(report)}); KL(original ‖ changed); "
-        "top-1: share of the same first choice."
-    )
+def _reading_help(swap: Swap, report: Report) -> str:
+    states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
+    if swap.judged_by == "hidden":
+        return states
+    unit, top = UNITS[swap.task], "top-1: share of the same first choice"
+    if swap.judged_by == "kl":
+        return f"KL(original ‖ changed) in {unit}; {top}; {states}"
+    about = population(report)
+    interval = f"a paired bootstrap interval ({about})" if about else "a paired bootstrap interval"
+    return f"loss and KL in {unit}; Δ with {interval}; KL(original ‖ changed); {top}."
 
 
 def _sweep(swap: Swap) -> Section:
     effects, noun = swap.sweep, _noun(swap)
     cut = f" Shown are the {MOST} most and the {MOST} least harmful." if len(effects) > 2 * MOST else ""
     if not tested(swap):
-        below = f"{_effect_help(swap)}, a distance: it is never negative, and nothing is tested.{cut}"
+        below = f"{_effect_help(swap)}{cut}"
         return Section(f"Each {noun} alone", (), sweep_rows(swap, MOST), (below,))
     below = f"{_effect_help(swap)}; {MARK} significant at a false discovery rate of 5 %.{cut}"
     return Section(f"Each {noun} alone", (_significant(effects, noun),), sweep_rows(swap, MOST), (below,))
 
 
 def _sweeps(swaps: list[Swap]) -> Section:
-    below = f"{_effect_help(swaps[0])}; FDR 5 %: how many matter at a false discovery rate of 5 %."
+    below = _effect_help(swaps[0])
+    below += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested(swaps[0]) else ""
     return Section(f"Each {_noun(swaps[0])} alone", (), sweeps_rows(swaps), (below,))
 
 
@@ -126,8 +125,8 @@ def _noun(swap: Swap) -> str:
 
 
 def _effect_help(swap: Swap) -> str:
-    what = "1 − cosine of the last hidden states" if swap.task == "hidden" else f"loss in {facts.UNITS[swap.task]}"
-    return f"Δ of the {what}"
+    untested = "" if tested(swap) else ", a distance: it is never negative, and nothing is tested."
+    return f"Δ of the {effect_name(swap)}{untested}"
 
 
 def _significant(effects: list[Effect], noun: str) -> str:

@@ -1,0 +1,47 @@
+"""Which kernel would a head's scores be, extended to pairs that the model never compares? Runs only where named."""
+
+from __future__ import annotations
+
+from attnlens.records import QueryKey
+from attnlens.registry import MeasureInfo, Readings, analyzer
+
+NOTHING_LEFT = "the scores of all pairs depend on the query alone"
+EXTENDED = "of the bilinear form extended to pairs that the model never compares"
+
+
+def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
+    return MeasureInfo(
+        f"extended.share_{name}",
+        f"share {EXTENDED} that {meaning} (not identified)",
+        f"{formula}, L of all pairs",
+        low=0,
+        high=1,
+        missing=NOTHING_LEFT,
+        has_null=False,
+        identified="nowhere",
+        wholes=("kernel_shares",),
+    )
+
+
+TOKENS = (
+    _share("positive", "is a positive definite kernel", "Σμ₊²/‖LJ‖², μ the eigenvalues of JSJ"),
+    _share("negative", "is symmetric but indefinite", "Σμ₋²/‖LJ‖², μ the eigenvalues of JSJ"),
+    _share("skew", "is asymmetric and that no gate removes", "‖JAJ‖²/‖LJ‖²"),
+    _share("key", "depends on the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
+)
+
+
+@analyzer("extended", source="tokens", measures=TOKENS, by_default=False)
+def of_tokens(query_key: QueryKey) -> Readings:
+    """Which kernel would a head's scores be, extended to pairs that the model never compares? Not identified."""
+    from attnlens import linalg
+
+    if query_key.site.part == "cross":
+        return {}
+    parts = linalg.anatomy(query_key)
+    return {
+        "extended.share_positive": parts.positive,
+        "extended.share_negative": parts.negative,
+        "extended.share_skew": parts.skew,
+        "extended.share_key": parts.key,
+    }

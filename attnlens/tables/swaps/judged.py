@@ -1,0 +1,31 @@
+"""By what is a swap judged, in which unit, and how far from its original is it by that?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnlens.records import Outcome, Swap
+
+UNITS = {
+    "causal": "nats per token",
+    "masked": "nats per masked token",
+    "seq2seq": "nats per token",
+    "classification": "nats per prediction",
+    "hidden": "nats",
+}
+"""What loss and KL count in, by task."""
+EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
+"""What a swap is judged by, in the few words of an axis."""
+
+
+def effect_name(swap: Swap) -> str:
+    """`loss in nats per token`."""
+    return EFFECTS[swap.judged_by] + ("" if swap.judged_by == "hidden" else f" in {UNITS[swap.task]}")
+
+
+def distance(swap: Swap, outcome: Outcome) -> float | None:
+    """Where there is no loss: KL(original ‖ changed), or 1 − cosine of hidden states; None where it diverged."""
+    if swap.judged_by == "kl":
+        return outcome.kl
+    return None if outcome.hidden_cosine is None else 1 - outcome.hidden_cosine

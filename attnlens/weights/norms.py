@@ -1,0 +1,87 @@
+"""Which norms stand inside an attention module, what are their gains, and how is it called without the rest of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attnlens.weights.probe import TOLERANCE, float64_weights
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation that is a linear map up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
+
+    gain: Tensor
+    """g in float64; some of its entries may be 0 (Gemma: 1 + w, w = −1)."""
+    centred: bool
+    """Whether the mean is removed."""
+
+
+Norms = Mapping[nn.Module, Norm]
+
+
+def norms_inside(module: nn.Module) -> Norms:
+    """The normalisations inside an attention module.
+
+    RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. A norm
+    that is neither is left out, and the affine check then refuses the site.
+    """
+    found = {}
+    for part in module.modules():
+        plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
+        if plain and (weight := next(part.parameters(), None)) is not None:
+            norm = _read(part, weight)
+            if norm is not None:
+                found[part] = norm
+    return found
+
+
+@torch.no_grad()
+def _read(module: nn.Module, weight: Tensor) -> Norm | None:
+    try:
+        return _linear_norm(module, weight)
+    except TypeError:  # it takes more than one tensor (Zaya)
+        return None
+
+
+def _linear_norm(module: nn.Module, weight: Tensor) -> Norm | None:
+    weights = float64_weights(module)
+    ones = torch.ones(weight.shape, dtype=torch.float64, device=weight.device)
+    x = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(ones)
+    signs = ones.clone()
+    signs[..., 1::2] = -1
+    for centred, unit in ((False, ones), (True, signs)):
+        y = x - x.mean(-1, keepdim=True) if centred else x
+        gain = functional_call(module, weights, (unit,)) / unit  # rms(unit) = 1, and the mean of alternating signs is 0
+        expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
+        # Not strict: gains that are all 0 make a norm whose every output is 0.
+        if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
+            return Norm(gain, centred)
+    return None
+
+
+def without_gains(norms: Norms) -> Norms:
+    """The same norms with gain 1, so that a coordinate whose gain is 0 shows what becomes of it behind the norm."""
+    return {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
+
+
+@contextmanager
+def linear(norms: Norms) -> Iterator[None]:
+    """Inside, each of these norms keeps its gain (and centring) and drops the positive scalar per token."""
+
+    def answer(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        norm, x = norms[module], inputs[0]
+        return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)
+
+    hooks = [module.register_forward_hook(answer) for module in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,164 @@
+"""How does position turn a module's queries and keys? By which angle each pair of coordinates, at each position."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.records import Rotation
+from attnlens.weights.norms import Norms, linear, without_gains
+from attnlens.weights.probe import Probe, not_bilinear
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Complex, Float, Int
+    from torch import Tensor
+
+ROWS = 16
+"""Queries and keys from which pairs are told: a wrong partner explains a share of about 1/ROWS, the right one all."""
+POSITIONS = 32
+"""How many positions are looked at to tell the pairs."""
+STILL = 1e-5
+"""Relative change below which a coordinate stands still: above the rounding of cos and sin in float32."""
+ANGLE = 1e-3
+"""Largest error of an angle, root mean square over the pairs; positions times frequencies are float32."""
+EQUAL = 1e-6
+"""Difference of angles below which two rotations are one: far below what any measure shows."""
+DIRECTION = "position changes more than the direction of queries and keys"
+
+
+def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
+    """R(i) with q_i = q_0 R(i) for one and the same input, or None where position makes no difference.
+
+    Fitted pair by pair from queries and keys, those of a module with QK-norm without its gains: a gain of 0 hides what
+    its coordinate does. That the same R turns queries and keys as the model has them, gains and all, and depends on
+    distances only, is checked (Su et al. 2021, RoFormer, Eq. 16). One that is `known` is returned as the same object.
+    """
+    batch, positions = probe.reached.arguments[probe.reached.input_name].shape[:2]
+    if positions < 2 or probe.reached.site.part == "cross":
+        return None
+    heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
+    # Position embeddings may carry the batch of the captured call; where it is 1, any other goes with them.
+    few, many = (batch, batch) if batch > 1 else (1, -(-ROWS // heads))
+    used = _parts(probe, probe.random(few, positions, seed=4))
+    if not any(_moved(part) for part in used):
+        return None
+    with linear(without_gains(norms)):
+        bare = _parts(probe, probe.random(many, positions, seed=5))
+    rounding = float(torch.finfo(probe.reached.call.query.dtype).eps)
+    found = fitted(bare[0], bare[1], rounding)
+    if any(_missed(part, found, rounding) for part in used):
+        raise not_bilinear(DIRECTION)
+    found = _steady(found) if rounding > torch.finfo(torch.float32).eps else found
+    same = next((one for one in known if _same(one, found)), None)
+    if same is None:
+        known.append(found)
+    return same or found
+
+
+def _parts(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
+    """Queries and keys of all inputs and heads; heads with NaN are left out."""
+    with torch.no_grad():
+        call = probe(*inputs)
+    parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
+    return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
+
+
+def _moved(part: Float[Tensor, "rows positions head_dim"]) -> bool:
+    return bool(((part - part[:, :1]).norm(dim=-1) > STILL * part.norm(dim=-1)).any())
+
+
+def fitted(
+    query: Float[Tensor, "rows positions head_dim"], key: Float[Tensor, "rows positions head_dim"], rounding: float
+) -> Rotation:
+    """The rotation of these queries and keys, each row one input at every position; cos and sin have that `rounding`.
+
+    The angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w = x_a + i x_b, its least-squares fit. A pair
+    without signal in either has none, and stands still: it adds nothing to any score. Raises NotBilinearError where
+    queries and keys turn differently, where position does more than turn, and where distances don't say all.
+    """
+    pairs = _pairs(torch.cat((query, key)))
+    sides = [_overlaps(part, pairs) for part in (query, key)]
+    both = _signal(sides[0]) & _signal(sides[1])
+    found = Rotation(pairs, (sides[0] + sides[1]).angle(), query.shape[-1])
+    if _large((sides[0] * sides[1].conj())[:, both].angle(), rounding):
+        raise not_bilinear("queries and keys turn differently with position")
+    if any(_missed(part, found, rounding) for part in (query, key)):
+        raise not_bilinear(DIRECTION)
+    if _large(_wrapped(found.angles.diff(dim=0) - found.angles[1]), rounding):
+        raise not_bilinear("scores depend on more than the distance of two positions")
+    return found
+
+
+def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
+    """Which coordinates turn together: x_i[a] is a sum of x_0[a] and of one other coordinate x_0[b].
+
+    Of what x_0[a] leaves of x_i[a], the right partner explains all, and a wrong one little (least squares). A turning
+    coordinate that is 0 at position 0 has a partner all the same, from which it takes its values.
+    """
+    start = rows[:, 0]
+    later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
+    gram, across = start.mT @ start, torch.einsum("rb,rpa->pba", start, later)
+    lengths = gram.diagonal()
+    inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
+    own = across.diagonal(dim1=-2, dim2=-1) * inverse
+    energy = later.square().sum((0, 1))
+    left = energy - (own.square() * lengths).sum(0)
+    turning = left > STILL**2 * energy
+    new = lengths[:, None] - gram.square() * inverse
+    explained = (across - gram * own[:, None]).square().sum(0) / new
+    share = torch.where((new > STILL * lengths[:, None]) & turning, explained / left, 0.0)
+    partners = torch.maximum(share, share.mT).argmax(0)
+    both_ways = torch.stack((turning.nonzero()[:, 0], partners[turning]), -1).sort(-1).values
+    pairs: Tensor = torch.unique(both_ways, dim=0)
+    if len(torch.unique(pairs)) < pairs.numel():
+        raise not_bilinear(DIRECTION)
+    return pairs
+
+
+def _overlaps(part: Tensor, pairs: Int[Tensor, "pairs 2"]) -> Complex[Tensor, "positions pairs"]:
+    """Σ conj(w_0) w_i."""
+    first, second = pairs.unbind(-1)
+    turning = torch.complex(part[..., first], part[..., second])
+    return (turning[:, :1].conj() * turning).sum(0)
+
+
+def _signal(side: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
+    """Which pairs have an angle: their length at position 0 is above rounding beside the longest."""
+    lengths = side[0].abs()
+    return lengths > torch.finfo(lengths.dtype).eps * lengths.max()
+
+
+def _missed(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
+    """Whether part[:, i] is anything but part[:, 0] R(i)."""
+    difference = rotation.turned(part[:, :1].expand_as(part)) - part
+    return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
+
+
+def _large(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
+    """Whether angles that should be 0 are not, at some position; 4 roundings: of cos and sin, at two positions."""
+    sizes = angles.square().sum(-1).sqrt()
+    return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
+
+
+def _wrapped(angles: Tensor) -> Tensor:
+    """The same angles in [−π, π)."""
+    wrapped: Tensor = (angles + math.pi).remainder(2 * math.pi) - math.pi
+    return wrapped
+
+
+def _steady(rotation: Rotation) -> Rotation:
+    """φ(i) = iθ for the least-squares θ: of angles from rounded cos and sin, which is what they were made from."""
+    first = rotation.angles[1]
+    turns = (_wrapped(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # whole turns are not taken off
+    steps = torch.arange(len(rotation.angles)).to(first)
+    frequencies = (steps[1:, None] * turns).sum(0) / steps.square().sum()
+    return replace(rotation, angles=steps[:, None] * frequencies)
+
+
+def _same(one: Rotation, other: Rotation) -> bool:
+    """Whether two rotations differ by rounding alone."""
+    alike = torch.equal(one.pairs, other.pairs) and one.angles.shape == other.angles.shape
+    return alike and bool((_wrapped(one.angles - other.angles).abs() < EQUAL).all())

@@ -1,0 +1,176 @@
+"""Are the shares of visible scores those of a dense least-squares fit, whatever the mask?"""
+
+import numpy as np
+import pytest
+import torch
+from heads import query_key, random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnlens import linalg
+from attnlens.linalg.additive import distance_sums
+
+N = 14
+ALL = torch.ones(N, N, dtype=torch.bool)
+MASKS = {
+    "all": None,
+    "causal": ALL.tril(),
+    "window": ALL.tril().triu(-4),
+    "local": ALL.tril(3).triu(-3),
+    "padded": (ALL.tril() & (torch.arange(N) > 2) & (torch.arange(N)[:, None] > 2)),
+    "documents": ALL.tril() & (torch.arange(N) < 6).eq((torch.arange(N) < 6)[:, None]),
+    "prefix": ALL.tril() | (torch.arange(N) < 5),
+}
+each_mask = pytest.mark.parametrize("name", MASKS)
+
+
+def by_hand(logits, visible, cross=False):
+    """Key, distance and interaction of one head, from the explicit design matrices."""
+    rows, columns = np.nonzero(np.asarray(visible))
+    scores = np.asarray(logits)[rows, columns]
+    ones = [np.eye(max(*logits.shape) * 2)[index] for index in (rows, columns, rows - columns)]
+
+    def left(*parts):
+        design = np.hstack(parts)
+        return np.sum((scores - design @ np.linalg.lstsq(design, scores, rcond=None)[0]) ** 2)
+
+    whole, beside_keys = left(ones[0]), left(*ones[:2])
+    beyond = beside_keys if cross else left(*ones)
+    return np.array([whole - beside_keys, beside_keys - beyond, beyond]) / whole
+
+
+def stack_of(shares):
+    return torch.stack((shares.key, shares.distance, shares.interaction))
+
+
+def heads(mask=None, n=N, m=N, batch=(), kv_heads=2, **rest):
+    allowed = None if mask is None else mask.expand(*batch, 1, n, m)
+    query, key = random(*batch, 4, n, 5) + 0.4, random(*batch, kv_heads, m, 5, seed=1) + 0.2
+    return query_key(query, key, "tokens", allowed=allowed, **rest)
+
+
+@each_mask
+def test_shares_are_those_of_the_least_squares_fit(name):
+    mask = MASKS[name]
+    for rest in ({}, {"softcap": 1.0}, {"bias": 2 * random(4, N, N, seed=2)}):
+        found = heads(mask, **rest)
+        ours = stack_of(linalg.visible_shares(found))
+        for head in range(4):
+            expected = by_hand(found.logits[head], ALL if mask is None else mask)
+            np.testing.assert_allclose(ours[:, head], expected, atol=1e-11)
+        torch.testing.assert_close(ours.sum(0), torch.ones(4).double(), rtol=0, atol=1e-13)
+        assert (ours > 0.003).all()
+    if mask is not None:
+        whole = stack_of(linalg.visible_shares(heads()))
+        assert (stack_of(linalg.visible_shares(heads(mask))) - whole).abs().max() > 0.01, "the control: masks matter"
+
+
+@given(st.integers(1, 9), st.floats(0.1, 1.0), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_any_mask_has_its_fit(n, share, seed):
+    draw = torch.Generator().manual_seed(seed)
+    visible = torch.rand(n, n, generator=draw) < share
+    found = query_key(random(1, n, 3, seed=seed), random(1, n, 3, seed=seed + 1), "tokens", allowed=visible[None])
+    ours = stack_of(linalg.visible_shares(found))[:, 0]
+    if (visible.sum(-1) < 2).all():
+        assert ours.isnan().all(), "no query compares two keys"
+    else:
+        np.testing.assert_allclose(ours, by_hand(found.logits[0], visible), atol=1e-8)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["all keys", "hidden keys"])
+def test_cross_attention_has_no_distances(hidden):
+    visible = torch.ones(12, 7, dtype=torch.bool)
+    visible[:5, 4:] = not hidden
+    found = heads(visible if hidden else None, n=12, m=7, part="cross")
+    shares = linalg.visible_shares(found)
+    assert shares.distance.isnan().all()
+    for head in range(4):
+        ours = shares.key[head].item(), shares.interaction[head].item()
+        np.testing.assert_allclose(ours, by_hand(found.logits[head], visible, cross=True)[[0, 2]], atol=1e-11)
+
+
+def test_every_head_and_sequence_has_its_own_mask():
+    masks = torch.stack([MASKS["causal"], MASKS["window"], ALL, MASKS["padded"]])
+    by_sequence = query_key(random(4, 2, N, 5), random(4, 2, N, 5, seed=1), "tokens", allowed=masks[:, None])
+    by_head = query_key(random(2, 4, N, 5), random(2, 4, N, 5, seed=1), "tokens", allowed=masks.expand(2, 4, N, N))
+    for found, mask_of in ((by_sequence, lambda batch, _: masks[batch]), (by_head, lambda _, head: masks[head])):
+        ours = stack_of(linalg.visible_shares(found))
+        for batch, head in np.ndindex(*found.logits.shape[:2]):
+            expected = by_hand(found.logits[batch, head], mask_of(batch, head))
+            np.testing.assert_allclose(ours[:, batch, head], expected, atol=1e-11)
+    assert linalg.compares_all(by_head).tolist() == [[False, False, True, False]] * 2
+    assert linalg.compares_all(by_sequence).tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
+
+
+@each_mask
+def test_a_large_term_of_the_query_alone_changes_nothing(name):
+    plain = heads(MASKS[name])
+    shifted = heads(MASKS[name], bias=1e3 * random(1, N, 1, seed=3).expand(1, N, N))
+    close = {"rtol": 0, "atol": 1e-9}
+    torch.testing.assert_close(
+        stack_of(linalg.visible_shares(shifted)), stack_of(linalg.visible_shares(plain)), **close
+    )
+    torch.testing.assert_close(linalg.seen(shifted), linalg.seen(plain), rtol=0, atol=1e-10)
+
+
+def test_planted_heads_read_what_was_planted():
+    distances = torch.arange(N)[:, None] - torch.arange(N)
+    keys = random(N, seed=4).expand(N, N)
+    previous = 5.0 * (distances == 1).double()
+    bias = torch.stack((keys, previous, 0.5 * distances.double(), keys + 5 * random(N, N, seed=5)))
+    zero = torch.zeros(4, N, 4)
+    found = query_key(zero, zero, "tokens", allowed=MASKS["causal"][None], bias=bias)
+    by_key, before, linear, noisy = stack_of(linalg.visible_shares(found)).T
+    torch.testing.assert_close(by_key, torch.tensor([1, 0, 0]).double(), rtol=0, atol=1e-12)
+    assert before[2] < 1e-12
+    assert before[1] > 0.6
+    torch.testing.assert_close(linear, torch.tensor([1, 0, 0]).double(), rtol=0, atol=1e-12)  # m·(i − j) is m·i − m·j
+    assert noisy[2] > 0.5
+
+
+def test_where_nothing_is_seen_there_are_no_shares():
+    alike = random(2, 1, 4, seed=1).expand(2, 20, 4)
+    for found in (
+        query_key(random(2, 20, 4), alike, "tokens"),
+        query_key(random(2, 20, 4), alike, "tokens", allowed=torch.ones(1, 20, 20, dtype=torch.bool).tril()),
+        query_key(random(2, 1, 4), random(2, 1, 4), "tokens"),
+        query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.eye(5, dtype=torch.bool)[None]),
+        query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.zeros(1, 5, 5, dtype=torch.bool)),
+    ):
+        assert stack_of(linalg.visible_shares(found)).isnan().all()
+        assert (linalg.seen(found) == 0).all()
+        assert linalg.seen_rank(found, 0.9).isnan().all()
+
+
+@each_mask
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_the_rank_of_what_is_seen(name, softcap):
+    found, mask = heads(MASKS[name], softcap=softcap), MASKS[name]
+    visible = (ALL if mask is None else mask).double()
+    scores = found.logits * visible
+    scores = (scores - scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)) * visible
+    torch.testing.assert_close(linalg.seen(found), scores)
+    energies = torch.linalg.svdvals(scores).square()
+    passed = energies.cumsum(-1) / energies.sum(-1, keepdim=True)
+    for share in (0.5, 0.9, 0.99):
+        assert linalg.seen_rank(found, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 4), (5, 1), (6, 6), (4, 9)])
+def test_sums_over_distances(n, m):
+    scores = random(2, n, m)
+    sums = distance_sums(scores)
+    for apart in range(-n + 1, m):  # key minus query
+        torch.testing.assert_close(sums[:, apart % (n + m)], scores.diagonal(apart, -2, -1).sum(-1))
+    torch.testing.assert_close(sums.sum(-1), scores.sum((-2, -1)))
+
+
+@pytest.mark.parametrize("allowed", [None, MASKS["causal"], MASKS["window"]], ids=["all", "causal", "window"])
+def test_the_weight_on_the_first_key_that_a_query_sees(allowed):
+    found = heads(allowed)
+    visible = ALL if allowed is None else allowed
+    rows = [row for row in range(N) if visible[row].sum() > 1]
+    expected = found.attention[:, rows, [int(visible[row].nonzero()[0]) for row in rows]].mean(-1)
+    torch.testing.assert_close(linalg.first_weight(found), expected)
+    assert (linalg.first_weight(found) - found.attention[..., 0].mean(-1)).abs().max() > 1e-3 or allowed is None
