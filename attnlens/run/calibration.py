@@ -58,47 +58,46 @@ def samples(
     for turn in range(count):
         if turn == 1:
             _check_enough(found[0], contents, evaluated)
+            _check_texts(intervals, contents)
         skip = evaluated.sequences + turn * cut.sequences
         part = replace(cut, turn=(turn, PARTS))
         found.append(texts.batches(loaded, contents, part, apart_from=evaluated, skip_noise=skip))
     _check_repeated(loaded, found)
-    over = _over(intervals, len(contents))
-    return tuple(Sample(part, Design.of(part.parts, over)) for part in found)
+    return tuple(Sample(part, Design.of(part.parts, intervals)) for part in found)
 
 
 def _check_enough(first: Batches, contents: Sequence[Content], evaluated: Batches) -> None:
     """Raise TextError for the first text that has too few windows for every part."""
     there = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
+    what = "windows" if first.pack else "lines"
     for content in contents:
         if (free := there.get(content.name, 0)) < PARTS * LEAST:
             raise TextError(
-                f"{content.name} has {free} windows that are not evaluated; a budget needs {PARTS * LEAST} of each "
+                f"{content.name} has {free} {what} that are not evaluated; a budget needs {PARTS * LEAST} of each "
                 f"text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
-                "Give a longer text, shorter windows with --tokens, or leave that text out.",
+                "Give a longer text, fewer --tokens or --sequences, or leave that text out.",
             )
+
+
+def _check_texts(intervals: Intervals | None, contents: Sequence[Content]) -> None:
+    """Raise UsageError where too few texts are to stand for texts like them."""
+    if intervals == "texts" and len(contents) < FEWEST_TEXTS:
+        raise UsageError(
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
+            "Give more --calibration, or leave out --intervals texts.",
+        )
 
 
 def _check_repeated(loaded: Loaded, parts: Sequence[Batches]) -> None:
     """Raise TextError where a part repeats those before it: a promise from it would be none."""
-    for number, part in enumerate(parts):
+    uses = ("what ranks are chosen by", "fitted on"), ("what the promise is made from", "fitted on or chosen by")
+    for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
         share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
         if share > MOST_SHARED:
-            doing = ("", "fitted on", "fitted on or chosen by")[number]
-            made = ("", "what ranks are chosen by", "what the promise is made from")[number]
             raise TextError(
-                f"The calibration text repeats itself: {100 * share:.0f} % of {made} is {doing} too.",
+                f"The calibration text repeats itself: {100 * share:.0f} % of {use} is {earlier} too.",
                 "Give a --calibration text that says things once.",
             )
-
-
-def _over(intervals: Intervals | None, count: int) -> Intervals | None:
-    """Over what intervals are, as asked; the number of texts decides where nothing was."""
-    if intervals == "texts" and count < FEWEST_TEXTS:
-        raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {count} to choose by.",
-            "Give more --calibration, or leave out --intervals texts.",
-        )
-    return intervals
 
 
 def joined(parts: Iterable[Batches]) -> list[Text]:
