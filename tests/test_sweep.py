@@ -14,7 +14,7 @@ from attnlens.run import sweep as room
 from attnlens.run.swap import swap_kernel
 from attnlens.run.sweep import sweep, units
 from attnlens.run.tasks import feed, task_of
-from attnlens.statistics import false_discovery, paired_difference
+from attnlens.statistics import Design, false_discovery, paired_difference
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 2}
 SWEPT = ["gpt2", "llama", "gpt_neox", "gemma2", "gpt_oss", "bert", "albert", "t5", "bart", "whisper"]
@@ -95,14 +95,14 @@ def counted(model, work):
 
 
 def swept(model, words="rbf", what="layers"):
-    fed = feed(
-        model, texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)), task_of(model.model), 0
-    )
+    found = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=2))
+    fed = feed(model, found, task_of(model.model), 0)
     sites = sites_of(model.model, fed[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Swap(parsed(words)))
-    heads = {found.site: found.call.query.shape[1] for found in hooks.survey(model.model, fed[0].inputs)}
+    heads = {reached.site: reached.call.query.shape[1] for reached in hooks.survey(model.model, fed[0].inputs)}
     chosen = units(swaps, what, heads)
-    return lambda: sweep(model, sites, swaps, chosen, fed, task_of(model.model), 0, "auto", lambda _: None)
+    design = Design.of(found.parts)
+    return lambda: sweep(model, sites, swaps, chosen, fed, task_of(model.model), design, 0, "auto", lambda _: None)
 
 
 def test_layers_before_the_swapped_one_are_not_computed(demo):
