@@ -73,7 +73,7 @@ def population(
     loaded: models.Loaded, content: texts.Content, tokens: int, most: int
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """Each measure of each window and head, and each window's loss under the model's own kernel and under RBF."""
-    options = {"tokens": tokens, "sequences": most, "allow_foreign_text": True, "text": [written(content)]}
+    options = {"tokens": tokens, "sequences": most, "windows": "first", "text": [written(content)]}
     report = run.inspect(loaded, source="tokens", analyzers=("symmetry", "spectrum"), **options)
     swap = run.swap_kernel(loaded, "rbf", **options)
     assert report.windows is not None

@@ -145,7 +145,8 @@ def definiteness(tokens: int, rounds: int) -> None:
 
 
 def by_eigenvalues(logits: Tensor) -> Tensor:
-    """1 where the least eigenvalue of the scaled kernel is at least −n·eps·λ_max, else 0."""
+    """1 where the least eigenvalue of the scaled kernel is at least −n·eps·λ_max, else 0; linalg's row means."""
+    logits = logits + (logits.mean(-2) - logits.mean(-1))[..., None]
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp(max=300).exp()
     values = torch.linalg.eigvalsh((kernel + kernel.mT) / 2)

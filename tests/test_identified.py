@@ -6,14 +6,18 @@ from functools import cache
 import pytest
 import torch
 from heads import query_key, random
+from loaded import family
 from test_inspect import package
 
 import attnlens
-from attnlens import hooks, linalg, models, registry, texts
+from attnlens import hooks, linalg, models, registry, tables, texts
 from attnlens.analyzers import extended, symmetry
 from attnlens.analyzers.selection import Selector
+from attnlens.plots.captions import full_caption, short_caption
+from attnlens.plots.overview import page_rows
 from attnlens.registry import Analyzer, Place
 from attnlens.run.pieces import pieces
+from attnlens.shapes import Shapes
 
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
@@ -195,6 +199,33 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
     assert not set(report.measure_names()) & set(attnlens.inspect(demo, source="weights", layers=[0]).measure_names())
     plain = attnlens.inspect(demo, source="tokens", sequences=1, tokens=16)
     assert not any(name.startswith("extended.") for name in plain.measure_names()), "only where it is asked for"
+
+
+def test_the_sentence_stands_wherever_the_numbers_do(demo):
+    shapes = Shapes(attnlens.inspect(demo, sequences=1, tokens=16, analyzers=("extended", "ksvd", "symmetry")))
+    said = tables.facts.reading_help(tables.layers.layer_rows(shapes), shapes)
+    assert said.endswith(registry.NOT_IDENTIFIED)
+    assert "extended.share_skew" in said
+    assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"], 200)
+    assert registry.NOT_IDENTIFIED not in full_caption(shapes, shapes.readings["tokens.share_key"], 200)
+    assert short_caption(shapes.readings["ksvd.rank90"]).startswith("not identified")
+    assert any("not identified" in note for note in shapes.report.model.conventions.notes)
+    alone = Shapes(attnlens.inspect(demo, source="tokens", sequences=1, tokens=16, analyzers="extended"))
+    panel = page_rows(alone)[0][0]
+    assert (panel.name, panel.note) == ("extended.kernel_shares", "not identified")
+    for info in registry.measure_infos().values():
+        assert ("(not identified)" in info.meaning) == (info.identified == "nowhere"), info.name
+
+
+def test_cross_attention_has_shares_of_keys_and_of_pairs():
+    report = attnlens.inspect(family("bart"), source="tokens", analyzers="symmetry", sequences=2, tokens=12)
+    cross = [head.measures for head in report.heads if head.part == "cross"]
+    assert cross
+    for measures in cross:
+        parts = [measures[f"tokens.share_{part}"].value for part in ("key", "interaction")]
+        assert sum(parts) == pytest.approx(1)
+        assert measures["tokens.share_first"].value > 0
+        assert "different tokens" in measures["tokens.share_distance"].reason
 
 
 def test_a_bidirectional_model_has_both_sets_of_shares():

@@ -129,7 +129,8 @@ TOKENS = (
     ),
     _share(
         "distance",
-        "share of the visible scores that the distance between query and key explains beyond the key",
+        "share of the visible scores that the distance between query and key explains beyond the key (a term linear in "
+        "the distance is one of the key, up to row constants)",
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
         more="attends by distance, whatever the tokens",
