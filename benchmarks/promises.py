@@ -121,6 +121,8 @@ def main() -> None:
 
 def split(content: Content, parts: int) -> list[Content]:
     """A text in so many parts, one behind the other."""
+    if parts == 1:
+        return [content]
     size = len(content.text) // parts
     return [
         Content(content.text[at * size : (at + 1) * size], f"{content.name}, {at + 1} of {parts}")

@@ -295,7 +295,7 @@ def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
     assert "rank: of each key head" in flowing(given)
     assert "Estimated: on the calibration text that chose the ranks" in flowing(planned())  # the control
     assert "Promised: on calibration text that neither fitted nor chose" in flowing(planned())
-    assert "all windows of the text" in flowing(planned())
+    assert "all windows of these texts" in flowing(planned())
 
 
 class Tags(HTMLParser):

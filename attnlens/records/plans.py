@@ -60,7 +60,7 @@ class Rise(Record):
 
     @property
     def high(self) -> float:
-        """The upper end of the interval, above which the rise lies with a chance of 2.5 %; the share without one."""
+        """The upper end of the interval, above which the rise lies in 2.5 % of runs; the share without one."""
         return self.ci95[1] if self.ci95 else self.share
 
     def bound(self, margin: float) -> float:

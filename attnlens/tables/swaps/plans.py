@@ -19,10 +19,10 @@ RANK = "rank: of each key head, for all query heads that share it."
 ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
 PROMISED = (
     "Promised: on calibration text that neither fitted nor chose; the rise over {population} lies within the interval "
-    "with a chance of 95 %, and above it with one of 2.5 %."
+    "in 95 % of such runs, and above it in 2.5 %."
 )
 MEASURED = "Measured: on the evaluation text."
-POPULATIONS = {"windows": "all windows of the text", "texts": "texts like these"}
+POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """What an interval is about, by what it is over."""
 
 
