@@ -249,7 +249,7 @@ def test_cross_attention_is_refused_with_its_reason():
 def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
     (tmp_path / "own.txt").write_text(texts.sample("demo")[0].text + "\nAmen.")
     with pytest.raises(TextError, match="of the evaluated tokens"):
-        swap_kernel(demo, "primal:4", calibration=str(tmp_path / "own.txt"), **READ)
+        swap_kernel(demo, "primal:4", calibration=str(tmp_path / "own.txt"), windows="first", **READ)
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
