@@ -229,7 +229,7 @@ def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_
     assert not any(tuple(row.tolist()) in rows for row in held)
     assert len(held) >= 30
     assert (found.model, found.passed) == (training.MODEL, None)
-    assert found.settings["text"].startswith("built-in sample")
+    assert found.settings["text"].startswith("King James passages")
 
 
 def test_both_models_begin_alike_and_only_the_last_layer_is_primal(tiny):
