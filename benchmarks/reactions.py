@@ -8,7 +8,6 @@ but neither drawn from their corpus nor as varied.
 from __future__ import annotations
 
 import json
-import os
 import re
 from importlib.util import find_spec
 from itertools import product
@@ -46,10 +45,7 @@ FOLDERS = {
 def write_reactions(folder: Path, count: int) -> list[str]:
     """A file of `count` reactions for each kind, one a line."""
     draw, paths = Random(0), []  # noqa: S311  # no secret
-    kinds = {
-        kind: [words.format(a=a, r=r) for a, r in product(AMINES, RESTS)]
-        for kind, words in TEMPLATES.items()
-    }
+    kinds = {kind: [words.format(a=a, r=r) for a, r in product(AMINES, RESTS)] for kind, words in TEMPLATES.items()}
     esters = [f"C1CCOC1.CO.COC(=O){r}.[Na+].[OH-]>>O=C(O){r}" for r in (*RESTS, *(x.format(y) for x, y in pairs()))]
     coupled = [f"{x.format('Br')}.OB(O){y}.[K+].[K+].O=C([O-])[O-]>>{x.format(y)}" for x, y in pairs()]
     for kind, lines in (kinds | {"ester hydrolysis": esters, "Suzuki coupling": coupled}).items():
@@ -76,7 +72,7 @@ def chemistry_model(name: str, folder: Path, head: str) -> str | None:
     config = json.loads((source / "config.json").read_text())
     config |= {"architectures": [kind + head], "model_type": kind.lower()}
     (folder / "config.json").write_text(json.dumps(config))
-    os.symlink(source / "pytorch_model.bin", folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").symlink_to(source / "pytorch_model.bin")
     save_tokenizer(folder, (source / "vocab.txt").read_text().splitlines())
     return str(folder)
 
@@ -99,7 +95,8 @@ def tiny_model(folder: Path, files: list[str]) -> str:
 
 def save_tokenizer(folder: Path, words: list[str]) -> None:
     """A tokenizer of SMILES with these tokens."""
-    made = Tokenizer(vocabularies.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    known = {word: place for place, word in enumerate(words)}
+    made = Tokenizer(vocabularies.WordLevel(known, unk_token="[UNK]"))  # noqa: S106  # no password
     made.pre_tokenizer = Split(Regex(SMILES), "isolated")
     made.post_processor = BertProcessing(("[SEP]", words.index("[SEP]")), ("[CLS]", words.index("[CLS]")))
     names = ("unk", "cls", "sep", "pad", "mask")

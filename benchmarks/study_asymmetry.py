@@ -1,6 +1,6 @@
 """Does asymmetry matter? The share of a head's kernel that is skew, or indefinite, against the harm of deleting it.
 
-python benchmarks/study_asymmetry.py [--quick] [--json FILE] [--png FILE]
+python benchmarks/study_asymmetry.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 
 For every head of trained encoders: tokens.share_skew against what is lost by `skewless`, tokens.share_negative against
 what is lost by `mercer`; the gates on queries and keys stay in both. Harm is 1 − cosine of the last hidden states, or
@@ -39,6 +39,8 @@ def main() -> None:
     found = []
     with TemporaryDirectory() as folder:
         for name, place, files, cut in subjects(Path(folder), quick=given.quick):
+            if given.models and name not in given.models:
+                continue
             found.append(study(name, place, files, cut))
             if given.json:
                 studies.write(given.json, {"machine": machine(), "models": found})

@@ -1,6 +1,6 @@
 """What predicts a kernel's harm? Rank correlation over heads of each measure with what another kernel costs.
 
-python benchmarks/study_predictors.py [--quick] [--json FILE] [--png FILE]
+python benchmarks/study_predictors.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 
 Every scalar measure of attnlens that is a property of the model, against the harm of five kernels that stand alone in
 one head at a time, untrained: the rise of the loss, or 1 − cosine of the last hidden states. A correlation is named
@@ -41,9 +41,9 @@ def main() -> None:
     print(machine())
     torch.set_num_threads(1)
     places, found = installed(quick=given.quick), []
-    for name, tokens, sequences in (("demo", 64, 8 if given.quick else 32), ("MiniLM", 64, 12)):
-        if name in places:
-            cut = texts.Cut(tokens=tokens, sequences=sequences, batch_size=4)
+    for name, sequences, block in (("demo", 8 if given.quick else 32, 4), ("MiniLM", 12, 2)):
+        if name in places and (not given.models or name in given.models):
+            cut = texts.Cut(tokens=64, sequences=sequences, batch_size=block)
             found.append(study(name, places[name], cut, quick=given.quick))
             if given.json:
                 studies.write(given.json, {"machine": machine(), "models": found})
