@@ -113,7 +113,7 @@ def ends(interval: tuple[float, float]) -> str:
 def draw(found: list[dict[str, Any]], path: str) -> None:
     """Share against harm, a panel for each model and part, a point for each head, its colour the depth."""
     with style.house_style():
-        figure = style.new_figure(1.9 * len(found) + 0.6, 4.6, dpi=200)
+        figure = style.new_figure(1.75 * len(found) + 0.7, 4.6, dpi=200)
         panels = figure.subplots(2, len(found), squeeze=False)
         for column, one in enumerate(found):
             for panels_row, (part, row) in zip(panels, one["parts"].items(), strict=True):

@@ -141,7 +141,7 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
     """A map for each model: measures × kernels, ρ written where it holds after correction."""
     names = sorted({name for one in found for rows in one["kernels"].values() for name in rows["measures"]})
     with style.house_style():
-        figure = style.new_figure(3.2 + 2.4 * len(found), 0.19 * len(names) + 1.3, dpi=200)
+        figure = style.new_figure(2.3 + 2.6 * len(found), 0.19 * len(names) + 1.3, dpi=200)
         panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
         for axes, one in zip(panels, found, strict=True):
             table = np.full((len(names), len(one["kernels"])), np.nan)
@@ -151,14 +151,28 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
                     table[place, column] = row["rho"]
                     white = "white" if abs(row["rho"]) > 0.6 else style.INK
                     shown = {"weight": "bold", "color": white} if row["holds"] else {"color": style.MUTED, "size": 5.5}
-                    axes.text(column, place, f"{row['rho']:.2f}", ha="center", va="center", **{"size": 6.5} | shown)
+                    axes.text(
+                        column,
+                        place,
+                        f"{row['rho']:.2f}".replace("-", "−"),
+                        ha="center",
+                        va="center",
+                        **{"size": 6.5} | shown,
+                    )
             image = axes.imshow(table, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
-            axes.set_xticks(range(len(one["kernels"])), list(one["kernels"]), rotation=30, ha="right")
+            under = [f"{words}\n({math.sqrt(rows['reliability']):.2f})" for words, rows in one["kernels"].items()]
+            axes.set_xticks(range(len(under)), under, fontsize=6.5)
             axes.set_yticks(range(len(names)), names)
-            axes.set_title(f"{one['model']}, {one['heads']} heads")
-        figure.tight_layout(rect=(0, 0, 0.92, 1))
-        bar = figure.add_axes((0.93, 0.3, 0.012, 0.4))
-        figure.colorbar(image, cax=bar).set_label("Spearman's ρ with the harm", fontsize=6.5)
+            axes.set_title(f"{one['model']}, {one['heads']} heads, {one['windows']} windows")
+        figure.supxlabel(
+            "Spearman's ρ of a measure with the harm of a kernel, over heads. Bold: holds after Holm's correction and "
+            "over layers. In brackets: the largest ρ that the harm's noise allows.",
+            fontsize=6,
+            color=style.MUTED,
+        )
+        figure.tight_layout(rect=(0, 0, 0.93, 1))
+        bar = figure.add_axes((0.94, 0.3, 0.01, 0.4))
+        figure.colorbar(image, cax=bar).ax.tick_params(labelsize=6)
         Path(path).write_bytes(style.encoded(figure, ".png"))
 
 
