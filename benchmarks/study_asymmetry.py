@@ -3,7 +3,8 @@
 python benchmarks/study_asymmetry.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 
 For every head of trained encoders: tokens.share_skew against what is lost by `skewless`, tokens.share_negative against
-what is lost by `mercer`; the gates on queries and keys stay in both. Harm is 1 − cosine of the last hidden states, or
+what is lost by `mercer`, which deletes the skew part too, so that the sum of both shares is compared as well; the gates
+on queries and keys stay. Harm is 1 − cosine of the last hidden states, or
 the rise of the masked loss where a model has such a head. Intervals of Spearman's ρ are over heads, over layers, and
 over texts; the ceiling is the largest ρ that the noise of finite samples would let through, from split halves.
 """
@@ -15,10 +16,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import studies
 import torch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from reactions import FOLDERS, chemistry_model, tiny_model, write_reactions
 from scipy import stats
 from subjects import machine
@@ -26,6 +28,10 @@ from subjects import models as installed
 
 from attnlens import models, texts
 from attnlens.plots import style
+from attnlens.statistics import rank_correlation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PARTS = {"skew": "skewless", "negative": "mercer"}
 """Share → the kernel that lacks this part."""
@@ -51,7 +57,7 @@ def main() -> None:
 def subjects(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, list[str], texts.Cut]]:
     """Name, place, text files (none: the built-in texts) and windows of each encoder."""
     files = write_reactions(folder, 24)
-    lines = texts.Cut(tokens=96, sequences=24, batch_size=2, pack=False)
+    lines = texts.Cut(tokens=96, sequences=12, batch_size=2, pack=False)
     if quick:
         yield "tiny", tiny_model(folder / "tiny", files), files, lines
         return
@@ -81,8 +87,24 @@ def study(name: str, place: str, files: list[str], cut: texts.Cut) -> dict[str, 
         row |= {"share": x.mean(0).tolist(), "harm": y.mean(0).tolist(), "layer": layers}
         result["parts"][part] = row
         print(told(part, kernel, row), flush=True)
+    result["deleted"] = deleted(result["parts"])
+    both = result["deleted"]
+    print(
+        f"  share_skew + share_negative and mercer: ρ {both['rho']:.2f} {ends(both['heads95'])} over heads, "
+        f"{ends(both['layers95'])} over layers",
+        flush=True,
+    )
     result["seconds"] = round(time.perf_counter() - start)
     return result
+
+
+def deleted(parts: dict[str, Any]) -> dict[str, Any]:
+    """The share of all that mercer deletes, skew + negative, against its harm."""
+    skew, negative = (torch.tensor(parts[name]["share"], dtype=torch.float64) for name in PARTS)
+    harm = torch.tensor(parts["negative"]["harm"], dtype=torch.float64)
+    value = rank_correlation(skew + negative, harm)
+    layers = rank_correlation(skew + negative, harm, parts["skew"]["layer"])
+    return {"rho": value.value, "heads95": value[1:], "layers95": layers[1:]}
 
 
 def explained(share: torch.Tensor, harm: torch.Tensor) -> float:
@@ -111,28 +133,36 @@ def ends(interval: tuple[float, float]) -> str:
 
 
 def draw(found: list[dict[str, Any]], path: str) -> None:
-    """Share against harm, a panel for each model and part, a point for each head, its colour the depth."""
+    """The deleted share against the harm, a panel for each model and part; a point is a head, lighter where deeper."""
     with style.house_style():
-        figure = style.new_figure(1.75 * len(found) + 0.7, 4.6, dpi=200)
+        figure = style.new_figure(1.75 * len(found) + 0.5, 4.4, dpi=200)
         panels = figure.subplots(2, len(found), squeeze=False)
         for column, one in enumerate(found):
-            for panels_row, (part, row) in zip(panels, one["parts"].items(), strict=True):
-                axes = panels_row[column]
-                harm = [max(value, 1e-9) for value in row["harm"]]
-                axes.scatter(row["share"], harm, c=row["layer"], cmap="viridis", s=9, linewidths=0)
-                axes.set_xscale("log")
-                axes.set_yscale("log") if min(row["harm"]) > 0 else axes.set_yscale("symlog", linthresh=1e-4)
-                axes.set_title(
-                    f"{one['model']}\nρ = {row['rho']:.2f} {ends(row['heads95'])}\n"
-                    f"over layers {ends(row['layers95'])}\nceiling {row['ceiling']:.2f}",
-                    fontsize=6.5,
-                )
-                axes.set_xlabel(f"share_{part}", fontsize=7)
-                axes.tick_params(labelsize=6)
-                if column == 0:
-                    axes.set_ylabel(f"harm of {PARTS[part]}\n(1 − cosine of hidden states)", fontsize=7)
-        figure.tight_layout(pad=0.6, w_pad=0.8, h_pad=1.2)
+            skew, negative = one["parts"]["skew"], one["parts"]["negative"]
+            both = [first + second for first, second in zip(skew["share"], negative["share"], strict=True)]
+            scatter(panels[0][column], skew["share"], skew, skew, "share_skew")
+            scatter(panels[1][column], both, negative, one["deleted"], "share_skew + share_negative")
+            panels[0][column].set_title(f"{one['model']}\n{panels[0][column].get_title(loc='left')}", fontsize=6.5)
+        for row, kernel in zip(panels, PARTS.values(), strict=True):
+            row[0].set_ylabel(f"harm of {kernel}:\n1 − cosine of last hidden states", fontsize=7)
+        figure.tight_layout(pad=0.6, w_pad=0.8, h_pad=1.0)
         Path(path).write_bytes(style.encoded(figure, ".png"))
+
+
+def scatter(axes: Axes, share: list[float], row: dict[str, Any], rho: dict[str, Any], label: str) -> None:
+    """One panel."""
+    axes.scatter(share, row["harm"], c=row["layer"], cmap="viridis", s=8, linewidths=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(numticks=5))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label, fontsize=6.5)
+    axes.tick_params(labelsize=5.5)
+    heads, layers = (ends(rho[name]).replace("-", "−") for name in ("heads95", "layers95"))
+    value = f"{rho['rho']:.2f}".replace("-", "−")
+    axes.set_title(f"ρ = {value} {heads}\nover layers {layers}", fontsize=6)
 
 
 if __name__ == "__main__":
