@@ -155,7 +155,7 @@ def scatter(axes: Axes, share: list[float], row: dict[str, Any], rho: dict[str, 
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if axis is axes.xaxis else (1,), numticks=9))
+        axis.set_major_locator(LogLocator(subs=(1, 3) if axis is axes.xaxis else (1,), numticks=9))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
         axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label, fontsize=6.5)
