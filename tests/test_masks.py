@@ -154,8 +154,9 @@ def test_models_with_other_masks_read_as_with_a_boolean_one(build, boolean):
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         torch.testing.assert_close(ours.attention, weights)
         old = scores + torch.where(seen, 0.0, -100.0)
-        assert readings(ours, old)["tokens.share_positive"] > 0.05, "control: as a bias the mask is seen as structure"
-        assert max(readings(ours, scores).values()) < 1e-6
+        unmasked = readings(ours, replace(ours, bias=old - plain_scores(ours), allowed=None))
+        assert max(unmasked.values()) > 0.05, "control: as a bias the mask is seen as structure"
+        assert max(readings(ours, replace(ours, bias=scores - plain_scores(ours))).values()) < 1e-6
 
 
 def test_weights_are_read_behind_a_mask_that_is_made_for_all_windows_together():
@@ -167,9 +168,13 @@ def test_weights_are_read_behind_a_mask_that_is_made_for_all_windows_together():
         torch.testing.assert_close(factors.maps.query, expected, rtol=1e-6, atol=1e-6)
 
 
-def readings(query_key, logits):
-    """Largest difference of each measure from those of a site that has these logits."""
+def plain_scores(query_key):
+    """Products of queries and keys alone."""
+    return query_key.query.double() @ query_key.key.double().mT * query_key.scale
+
+
+def readings(query_key, changed):
+    """Largest difference of each measure from those of the same site with other scores or another mask."""
     analyzer = next(one for one in analyzers(["symmetry"]) if one.source == "tokens")
-    plain = query_key.query.double() @ query_key.key.double().mT * query_key.scale
-    own, other = (analyzer.function(replace(query_key, bias=bias)) for bias in (query_key.bias, logits - plain))
+    own, other = (analyzer.function(one) for one in (query_key, changed))
     return {name: float((own[name] - other[name]).abs().nan_to_num(0).max()) for name in own}
