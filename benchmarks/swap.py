@@ -183,6 +183,7 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Swap], inpu
     from attnlens import hooks
     from attnlens.run.sweep import sweep, units
     from attnlens.run.tasks import feed, task_of
+    from attnlens.statistics import Design
     from attnlens.texts import Batch
 
     task = task_of(loaded.model)
@@ -190,7 +191,8 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Swap], inpu
     fed = feed(loaded, [Batch(short, ())], task, seed=0)
     chosen = units(swaps, "layers", {})
     start = time.perf_counter()
-    sweep(loaded, sites, swaps, chosen, fed, task, 0, "auto", lambda _done: None)
+    design = Design.plain(sum(len(one.inputs["input_ids"]) for one in fed))
+    sweep(loaded, sites, swaps, chosen, fed, task, design, 0, "auto", lambda _done: None)
     resumed = time.perf_counter() - start
     start = time.perf_counter()
     for site in swaps:
