@@ -80,7 +80,7 @@ def test_a_planted_decay_is_read(rate):
 def test_random_factors_decay_as_their_null_does_and_planted_ones_do_not():
     (analyzer,) = analyzers(["spectrum"], "weights")
     heads = query_key(random(6, 60, 16), random(6, 60, 16, seed=1))
-    mean, sd = gaussian_null(analyzer, heads, draws=64)["weights.decay"]
+    mean, sd = gaussian_null([analyzer], heads, draws=64)["weights.decay"]
     assert mean > 5 * sd > 0, "sorted singular values fall by themselves"
     assert ((of_weights(heads)["weights.decay"] - mean).abs() < 4 * sd).all()
     planted = query_key(heads.query * torch.logspace(0, -1, 16, dtype=torch.float64), heads.key)

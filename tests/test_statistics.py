@@ -99,7 +99,7 @@ def weights_analyzer(name):
 
 
 def test_the_null_of_symmetry_has_mean_one_over_d_and_sd_root_two_over_d():
-    null = gaussian_null(weights_analyzer("symmetry"), query_key(random(1, 60, 8), random(1, 60, 8)), draws=600)
+    null = gaussian_null([weights_analyzer("symmetry")], query_key(random(1, 60, 8), random(1, 60, 8)), draws=600)
     mean, sd = null["weights.symmetry"]
     assert mean == pytest.approx(1 / 60, abs=4 * math.sqrt(2) / 60 / math.sqrt(600))
     assert sd == pytest.approx(math.sqrt(2) / 60, rel=0.15)
@@ -111,7 +111,7 @@ def test_a_trained_looking_head_is_far_from_the_null():
     factor = random(1, 60, 8)
     heads = query_key(factor, factor + 0.5 * random(1, 60, 8, seed=1))
     analyzer = weights_analyzer("symmetry")
-    mean, sd = gaussian_null(analyzer, heads)["weights.symmetry"]
+    mean, sd = gaussian_null([analyzer], heads)["weights.symmetry"]
     value = analyzer.function(heads)["weights.symmetry"]
     assert z_scores(value, mean, sd).item() > 10
     other = query_key(random(1, 60, 8, seed=2), random(1, 60, 8, seed=3))
@@ -121,7 +121,7 @@ def test_a_trained_looking_head_is_far_from_the_null():
 def test_the_null_of_the_norm_is_rescaled_by_the_factors_norms():
     heads = query_key(7 * random(400, 30, 4, seed=5), 3 * random(400, 30, 4, seed=6))
     analyzer = weights_analyzer("symmetry")
-    mean, _ = gaussian_null(analyzer, heads, draws=400)["weights.norm"]
+    mean, _ = gaussian_null([analyzer], heads, draws=400)["weights.norm"]
     lengths = heads.query.norm(dim=(1, 2)) * heads.key.norm(dim=(1, 2))
     assert (analyzer.function(heads)["weights.norm"] / lengths).mean().item() == pytest.approx(mean, rel=0.02)
 
@@ -137,7 +137,7 @@ def test_the_null_keeps_shapes_and_rotation_and_is_the_same_for_the_same_seed():
     infos = [MeasureInfo(name, "", "") for name in ("a", "b", "c")]
     infos += [MeasureInfo("a", "", "", curve=True), MeasureInfo("a", "", "", has_null=False)]
     asked = Asked(look, tuple(infos))
-    nulls = [gaussian_null(asked, heads, draws=5, seed=seed) for seed in (0, 0, 1)]
+    nulls = [gaussian_null([asked], heads, draws=5, seed=seed) for seed in (0, 0, 1)]
     assert nulls[0] == nulls[1] != nulls[2]
     assert list(nulls[0]) == ["a"]  # b has no value, c is not read
     assert seen[0].query.shape == seen[0].key.shape == (5, 9, 4)

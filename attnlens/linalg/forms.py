@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,15 +53,15 @@ class Form:
         """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
         return over_heads(_inner, self.query_key.paired_key.double(), self.query_key.query.double())
 
-    @cached_property
+    @property
     def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """The Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; without rotation G_Q."""
-        return self._averaged(self.query_gram)
+        return self._shared("query_mean", lambda: self._averaged(self.query_gram))
 
-    @cached_property
+    @property
     def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """The same of the keys."""
-        return self._averaged(self.key_gram)
+        return self._shared("key_mean", lambda: self._averaged(self.key_gram))
 
     @cached_property
     def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
@@ -134,6 +135,13 @@ class Form:
         """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
+
+    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Computed once for a QueryKey, whichever analyzer asks."""
+        shared = self.query_key.shared
+        if name not in shared:
+            shared[name] = compute()
+        return shared[name]
 
     def _averaged(self, gram: Tensor) -> Tensor:
         return gram if self.rotation is None else averaged(self.rotation, gram)

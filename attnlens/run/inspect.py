@@ -237,13 +237,14 @@ class Inspection:
         complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
         self.collector.layer_symmetry[factors.site.layer] = linalg.layer_symmetry(whole) if complete else None
         norms = whole.scale * query_key.query.norm(dim=(1, 2)) * query_key.paired_key.norm(dim=(1, 2))
+        shape = (tuple(whole.query.shape[1:]), tuple(whole.key.shape[1:]), id(whole.rotation))
+        if shape not in nulls:
+            nulls[shape] = gaussian_null(analyzers, query_key, draws=NULL_DRAWS, seed=self.settings.seed)
         for analyzer in analyzers:
-            shape = (analyzer.name, tuple(whole.query.shape[1:]), tuple(whole.key.shape[1:]), id(whole.rotation))
-            if shape not in nulls:
-                nulls[shape] = gaussian_null(analyzer, query_key, draws=NULL_DRAWS, seed=self.settings.seed)
-            infos = {info.name: info for info in analyzer.measures}
             scaled: dict[str, list[Null]] = {
-                name: scaled_null(null, infos[name], norms) for name, null in nulls[shape].items()
+                info.name: scaled_null(nulls[shape][info.name], info, norms)
+                for info in analyzer.measures
+                if info.name in nulls[shape]
             }
             self.collector.add_weights(factors.site, finite, analyzer, analyzer.function(query_key), scaled)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -48,11 +48,14 @@ class Question(Protocol):
         """What it measures."""
 
 
-def gaussian_null(analyzer: Question, like: QueryKey, draws: int = 32, seed: int = 0) -> dict[str, tuple[float, float]]:
+def gaussian_null(
+    analyzers: Sequence[Question], like: QueryKey, draws: int = 32, seed: int = 0
+) -> dict[str, tuple[float, float]]:
     """Mean and sd of each scalar measure over independent Gaussian factors of the shapes, scale and rotation of `like`.
 
-    Each factor has unit Frobenius norm: a measure that is proportional to ‖W_Q‖‖W_K‖ is to be rescaled by the caller.
-    Draws without a value don't count; a measure with fewer than two values is left out.
+    All analyzers read the same draws. Each factor has unit Frobenius norm: a measure that is proportional to
+    ‖W_Q‖‖W_K‖ is to be rescaled by the caller. Draws without a value don't count; a measure with fewer than two values
+    is left out.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -62,15 +65,16 @@ def gaussian_null(analyzer: Question, like: QueryKey, draws: int = 32, seed: int
         return unit.to(like.query.device)
 
     heads = tuple(range(draws))
-    query, key = factor(like.query.shape), factor(like.key.shape)
-    readings = analyzer.function(replace(like, query=query, key=key, heads=heads, key_of=heads))
+    drawn = replace(like, query=factor(like.query.shape), key=factor(like.key.shape), heads=heads, key_of=heads)
     null = {}
-    for measure in analyzer.measures:
-        if measure.has_null and not measure.curve and measure.name in readings:
-            values = readings[measure.name].double()
-            values = values[~values.isnan()]
-            if len(values) > 1:
-                null[measure.name] = (float(values.mean()), float(values.std()))
+    for analyzer in analyzers:
+        readings = analyzer.function(drawn)
+        for measure in analyzer.measures:
+            if measure.has_null and not measure.curve and measure.name in readings:
+                values = readings[measure.name].double()
+                values = values[~values.isnan()]
+                if len(values) > 1:
+                    null[measure.name] = (float(values.mean()), float(values.std()))
     return null
 
 
