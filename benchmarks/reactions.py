@@ -40,6 +40,8 @@ FOLDERS = {
     "rxnfp ft 10k": ("rxnfp", "bert_ft_10k_25s", "Bert"),
 }
 """Name → package, folder and architecture."""
+MASKED = ("rxnmapper", "rxnfp pretrained")
+"""Those that were trained, and not tuned since, to fill in masked tokens."""
 
 
 def write_reactions(folder: Path, count: int) -> list[str]:

@@ -78,10 +78,11 @@ def inspected(loaded: models.Loaded, files: Sequence[str], cut: texts.Cut, sourc
 
 def harms(
     loaded: models.Loaded, made: texts.Batches, words: str, calibrated: texts.Batches | None = None
-) -> tuple[Tensor, list[int]]:
-    """What each block loses by the swap of each head alone, (blocks, heads), and the layer of each head.
+) -> tuple[Tensor, list[int], list[object]]:
+    """What each block loses by the swap of each head alone, (blocks, heads); each head's layer, and its weights.
 
-    The rise of the loss in nats; of a headless model 1 − cosine of its last hidden states.
+    The rise of the loss in nats; of a headless model 1 − cosine of its last hidden states. Layers that share a module
+    (ALBERT) share its heads' weights.
     """
     task = task_of(loaded.model)
     reached = hooks.survey(loaded.model, made.batches[0].inputs)
@@ -96,7 +97,8 @@ def harms(
         found = sweep(loaded, sites, swaps, every, [fed], task, design, 0, "auto", lambda _: None)
         deltas = {(one.layer, one.head): math.nan if one.delta is None else one.delta for one in found}
         rows.append([deltas[site.layer, head] for site, head in every])
-    return torch.tensor(rows, dtype=torch.float64), [site.layer for site, _ in every]
+    own = [(site.path, head) for site, head in every]
+    return torch.tensor(rows, dtype=torch.float64), [site.layer for site, _ in every], own
 
 
 def reliability(values: Tensor, names: Sequence[str]) -> float:
@@ -117,9 +119,14 @@ def reliability(values: Tensor, names: Sequence[str]) -> float:
     return max(0.0, 2 * middle / (1 + middle))
 
 
-def correlation(x: Tensor, y: Tensor, names: Sequence[str], layers: Sequence[int]) -> dict[str, Any]:
-    """How the mean reading of a head goes with its mean harm, and how far noise would let it."""
-    value = rank_correlation(x.nanmean(0), y.nanmean(0))
+def correlation(
+    x: Tensor, y: Tensor, names: Sequence[str], layers: Sequence[int], heads: Sequence[object]
+) -> dict[str, Any]:
+    """How the mean reading of a head goes with its mean harm, and how far noise would let it.
+
+    Readings with the same entry in `heads` are of one head, in whose draws they stay together.
+    """
+    value = rank_correlation(x.nanmean(0), y.nanmean(0), heads)
     own = {
         name: rank_correlation(x[own].nanmean(0), y[own].nanmean(0), draws=2).value
         for name in dict.fromkeys(names)

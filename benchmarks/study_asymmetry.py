@@ -3,10 +3,10 @@
 python benchmarks/study_asymmetry.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 
 For every head of trained encoders: tokens.share_skew against what is lost by `skewless`, tokens.share_negative against
-what is lost by `mercer`, which deletes the skew part too, so that the sum of both shares is compared as well; the gates
-on queries and keys stay. Harm is 1 − cosine of the last hidden states, or
-the rise of the masked loss where a model has such a head. Intervals of Spearman's ρ are over heads, over layers, and
-over texts; the ceiling is the largest ρ that the noise of finite samples would let through, from split halves.
+what is lost by `negativeless`, and their sum against what is lost by `mercer`, which deletes both; the gates on queries
+and keys stay. Harm is 1 − cosine of the last hidden states, or the rise of the masked loss where a model has such a
+head. Intervals of Spearman's ρ are over heads (those that share weights stay together), over layers, and over texts;
+the ceiling is the largest ρ that the noise of finite samples would let through, from split halves.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing import TYPE_CHECKING, Any
 import studies
 import torch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from reactions import FOLDERS, chemistry_model, tiny_model, write_reactions
+from reactions import FOLDERS, MASKED, chemistry_model, tiny_model, write_reactions
 from scipy import stats
 from subjects import machine
 from subjects import models as installed
 
 from attnlens import models, texts
 from attnlens.plots import style
-from attnlens.statistics import rank_correlation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PARTS = {"skew": "skewless", "negative": "mercer"}
-"""Share → the kernel that lacks this part."""
+PARTS = {"skew": ("skew",), "negative": ("negative",), "both": ("skew", "negative")}
+"""Name → the shares that are deleted."""
+KERNELS = {"skew": "skewless", "negative": "negativeless", "both": "mercer"}
+"""Name → the kernel that lacks them."""
 
 
 def main() -> None:
@@ -64,11 +65,11 @@ def subjects(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, list[str]
     minilm = installed(quick=False).get("MiniLM")
     if minilm is not None:
         yield "MiniLM", minilm, [], texts.Cut(tokens=64, sequences=24, batch_size=4)
-    for name, head in [*((name, "Model") for name in FOLDERS), ("rxnmapper", "ForMaskedLM")]:
-        told = name if head == "Model" else f"{name}, masked loss"
-        place = chemistry_model(name, folder / told, head)
-        if place is not None:
-            yield told, place, files, lines
+    for name in FOLDERS:
+        for head, told in (("Model", name), ("ForMaskedLM", f"{name}, masked loss")):
+            place = chemistry_model(name, folder / told, head) if head == "Model" or name in MASKED else None
+            if place is not None:
+                yield told, place, files, lines
 
 
 def study(name: str, place: str, files: list[str], cut: texts.Cut) -> dict[str, Any]:
@@ -80,31 +81,20 @@ def study(name: str, place: str, files: list[str], cut: texts.Cut) -> dict[str, 
     names = [batch.parts[0] for batch in made]
     print(f"\n{name}: {made.sequences} windows of at most {made.tokens} tokens of {len(set(names))} texts", flush=True)
     result: dict[str, Any] = {"model": name, "windows": made.sequences, "tokens": made.tokens, "parts": {}}
-    for part, kernel in PARTS.items():
-        x = studies.in_blocks(report, made, f"tokens.share_{part}")
-        y, layers = studies.harms(loaded, made, kernel)
-        row = studies.correlation(x, y, names, layers) | {"log_r2": explained(x.mean(0), y.mean(0))}
-        row |= {"share": x.mean(0).tolist(), "harm": y.mean(0).tolist(), "layer": layers}
+    for part, kernel in KERNELS.items():
+        x = sum(studies.in_blocks(report, made, f"tokens.share_{share}") for share in PARTS[part])
+        y, layers, heads = studies.harms(loaded, made, kernel)
+        row = studies.correlation(x, y, names, layers, heads) | {"log_r2": explained(x.mean(0), y.mean(0))}
+        row |= {"share": x.mean(0).tolist(), "harm": y.mean(0).tolist(), "layer": layers, "heads": len(set(heads))}
         result["parts"][part] = row
         print(told(part, kernel, row), flush=True)
-    result["deleted"] = deleted(result["parts"])
-    both = result["deleted"]
-    print(
-        f"  share_skew + share_negative and mercer: ρ {both['rho']:.2f} {ends(both['heads95'])} over heads, "
-        f"{ends(both['layers95'])} over layers",
-        flush=True,
-    )
     result["seconds"] = round(time.perf_counter() - start)
     return result
 
 
-def deleted(parts: dict[str, Any]) -> dict[str, Any]:
-    """The share of all that mercer deletes, skew + negative, against its harm."""
-    skew, negative = (torch.tensor(parts[name]["share"], dtype=torch.float64) for name in PARTS)
-    harm = torch.tensor(parts["negative"]["harm"], dtype=torch.float64)
-    value = rank_correlation(skew + negative, harm)
-    layers = rank_correlation(skew + negative, harm, parts["skew"]["layer"])
-    return {"rho": value.value, "heads95": value[1:], "layers95": layers[1:]}
+def label(part: str) -> str:
+    """The names of the deleted shares."""
+    return " + ".join(f"share_{share}" for share in PARTS[part])
 
 
 def explained(share: torch.Tensor, harm: torch.Tensor) -> float:
@@ -118,8 +108,8 @@ def told(part: str, kernel: str, row: dict[str, Any]) -> str:
     """A row in words."""
     harm, share = torch.tensor(row["harm"]), torch.tensor(row["share"])
     return (
-        f"  share_{part} (median {share.median():.3f}) and {kernel} (median harm {harm.median():.2g}, largest "
-        f"{harm.max():.2g}, {len(harm)} heads): ρ {row['rho']:.2f} {ends(row['heads95'])} over heads, "
+        f"  {label(part)} (median {share.median():.3f}) and {kernel} (median harm {harm.median():.2g}, largest "
+        f"{harm.max():.2g}, {row['heads']} heads): ρ {row['rho']:.2f} {ends(row['heads95'])} over heads, "
         f"{ends(row['layers95'])} over layers, {ends(row['texts95'])} over texts\n"
         f"    ceiling {row['ceiling']:.2f} (ratio {row['ratio_to_ceiling']:.2f}), R² of ranks {row['rank_r2']:.2f}, "
         f"of logarithms {row['log_r2']:.2f}; by text "
@@ -135,33 +125,31 @@ def ends(interval: tuple[float, float]) -> str:
 def draw(found: list[dict[str, Any]], path: str) -> None:
     """The deleted share against the harm, a panel for each model and part; a point is a head, lighter where deeper."""
     with style.house_style():
-        figure = style.new_figure(1.75 * len(found) + 0.5, 4.4, dpi=200)
-        panels = figure.subplots(2, len(found), squeeze=False)
-        for column, one in enumerate(found):
-            skew, negative = one["parts"]["skew"], one["parts"]["negative"]
-            both = [first + second for first, second in zip(skew["share"], negative["share"], strict=True)]
-            scatter(panels[0][column], skew["share"], skew, skew, "share_skew")
-            scatter(panels[1][column], both, negative, one["deleted"], "share_skew + share_negative")
-            panels[0][column].set_title(f"{one['model']}\n{panels[0][column].get_title(loc='left')}", fontsize=6.5)
-        for row, kernel in zip(panels, PARTS.values(), strict=True):
-            row[0].set_ylabel(f"harm of {kernel}:\n1 − cosine of last hidden states", fontsize=7)
+        figure = style.new_figure(1.75 * len(found) + 0.5, 6.4, dpi=200)
+        panels = figure.subplots(len(PARTS), len(found), squeeze=False)
+        for axes, one in zip(panels.T, found, strict=True):
+            for axis, (part, row) in zip(axes, one["parts"].items(), strict=True):
+                scatter(axis, row, label(part))
+            axes[0].set_title(f"{one['model'].replace(', ', chr(10))}\n{axes[0].get_title(loc='left')}", fontsize=6.5)
+        for row, kernel in zip(panels, KERNELS.values(), strict=True):
+            row[0].set_ylabel(f"harm of {kernel}", fontsize=7)
         figure.tight_layout(pad=0.6, w_pad=0.8, h_pad=1.0)
         Path(path).write_bytes(style.encoded(figure, ".png"))
 
 
-def scatter(axes: Axes, share: list[float], row: dict[str, Any], rho: dict[str, Any], label: str) -> None:
+def scatter(axes: Axes, row: dict[str, Any], shares: str) -> None:
     """One panel."""
-    axes.scatter(share, row["harm"], c=row["layer"], cmap="viridis", s=8, linewidths=0)
+    axes.scatter(row["share"], row["harm"], c=row["layer"], cmap="viridis", s=8, linewidths=0)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_yscale("symlog", linthresh=1e-4) if min(row["harm"]) <= 0 else axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 3) if axis is axes.xaxis else (1,), numticks=9))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
         axis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(label, fontsize=6.5)
+    axes.set_xlabel(shares, fontsize=6.5)
     axes.tick_params(labelsize=5.5)
-    heads, layers = (ends(rho[name]).replace("-", "−") for name in ("heads95", "layers95"))
-    value = f"{rho['rho']:.2f}".replace("-", "−")
+    heads, layers = (ends(row[name]).replace("-", "−") for name in ("heads95", "layers95"))
+    value = f"{row['rho']:.2f}".replace("-", "−")
     axes.set_title(f"ρ = {value} {heads}\nover layers {layers}", fontsize=6)
 
 

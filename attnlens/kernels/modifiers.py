@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attnlens.kernels.parts import keyless, mercer, skewless
+from attnlens.kernels.parts import keyless, mercer, negativeless, skewless
 from attnlens.registry import Parameter
 
 if TYPE_CHECKING:
@@ -86,6 +86,14 @@ TIES = {
             "the asymmetry that no gate on queries or keys removes is gone, the gates stay; bidirectional heads",
             "Schoenberg 1938; Wright & Gonzalez 2021",
             part=skewless,
+            caution=WHOLE,
+        ),
+        Modifier(
+            "negativeless",
+            "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
+            "the symmetric but indefinite part is gone, skew part and gates stay; bidirectional heads",
+            "Schoenberg 1938; Wright & Gonzalez 2021",
+            part=negativeless,
             caution=WHOLE,
         ),
         Modifier(

@@ -1,4 +1,4 @@
-"""What is left of a sequence's log k without its skew part, its indefinite part, or its key term?"""
+"""What is left of a sequence's log k without its skew part, its negative part, both, or its key term?"""
 
 from __future__ import annotations
 
@@ -15,24 +15,35 @@ def skewless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     return (core + core.mT) / 2 + key
 
 
-def mercer(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Σ μ₊uuᵀ of JSJ, S the symmetric part of L, with the key term 1cᵀ: a positive definite kernel times a key gate.
-
-    NaN where L is not finite; no gradient, as eigenvalues meet at 0 where L has a small rank.
-    """
-    import torch
-
+def negativeless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """L − Σ μ₋uuᵀ up to query-only terms, μ and u of JSJ, S the symmetric part of L: skew part and key term stay."""
     core, key = _identified(log_k)
-    if not bool(core.isfinite().all()):
-        return core * torch.nan
-    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
-    found: Tensor = (vectors * values.clamp(min=0)[..., None, :]) @ vectors.mT + key
-    return found
+    return _positive(core) + (core - core.mT) / 2 + key
+
+
+def mercer(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """Σ μ₊uuᵀ of JSJ with the key term 1cᵀ: a positive definite kernel times a key gate."""
+    core, key = _identified(log_k)
+    return _positive(core) + key
 
 
 def keyless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     """JLJ, which is L − 1cᵀ up to query-only terms, c the centred column means of L: no key is liked by all queries."""
     return _identified(log_k)[0]
+
+
+def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """Σ μ₊uuᵀ of the symmetric part of JLJ.
+
+    NaN where it is not finite; no gradient, as eigenvalues meet at 0 where L has a small rank.
+    """
+    import torch
+
+    if not bool(core.isfinite().all()):
+        return core * torch.nan
+    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    found: Tensor = (vectors * values.clamp(min=0)[..., None, :]) @ vectors.mT
+    return found
 
 
 def _identified(log_k: Tensor) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch 1 n"]]:
