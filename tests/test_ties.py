@@ -337,13 +337,14 @@ def test_gradients_are_those_of_the_definition(tie):
         assert float(ours.abs().max()) > 1e-3
 
 
-def test_skewless_can_be_healed_and_mercer_is_refused():
+def test_skewless_can_be_healed_and_what_cuts_eigenvalues_is_refused():
     model = loaded(families.build("bert"), tiny.tokenizer("bert"))
     swap = swap_kernel(model, "skewless", heal=2, **SMALL).swap
     assert swap.healing.curve[-1].validation > 0
-    with pytest.raises(UsageError, match="mercer can't be healed") as refusal:
-        swap_kernel("no/such/model", "mercer", heal=2)
-    assert "--heal" in refusal.value.remedy
+    for tie in ("mercer", "negativeless"):
+        with pytest.raises(UsageError, match=f"{tie} can't be healed") as refusal:
+            swap_kernel("no/such/model", tie, heal=2)
+        assert "--heal" in refusal.value.remedy
 
 
 def test_a_matrix_that_is_not_finite_diverges_and_stops_nothing():

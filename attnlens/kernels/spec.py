@@ -67,8 +67,8 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether attention has a gradient: mercer's eigenvalues, of which many meet at 0, have none."""
-        return not self.info.hard and self.tie != "mercer"
+        """Whether attention has a gradient: eigenvalues of which many meet at 0 have none."""
+        return not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def with_fitted(self, fitted: Mapping[str, Tensor]) -> Kernel:
         """The same kernel with parameters chosen per head."""
