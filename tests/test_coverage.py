@@ -97,6 +97,38 @@ def test_a_paired_difference_covers(tails, of):
     assert share([covers(seed, "first") for seed in range(SAMPLES)]) < 0.85, "the control: windows in a row"
 
 
+@pytest.mark.parametrize("sizes", [(3, 3, 2), (2, 2, 2, 2), (16, 8, 8)])
+def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wider_than_students(sizes):
+    """A bootstrap sample that draws one of two windows twice has no error of its own, and its interval no end."""
+    design = Design.of([text for text, size in enumerate(sizes) for _ in range(size)], "windows")
+
+    def found(seed):
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+        interval = paired_difference(torch.zeros_like(values), values, design, draws=300, seed=seed)
+        error = float(standard_error(values[:, None], design)[0])
+        student = student_interval(interval.value, error, design.freedom)
+        return interval.low <= 0 <= interval.high, (interval.high - interval.low) / (student.high - student.low)
+
+    covered, wider = zip(*map(found, range(SAMPLES)), strict=True)
+    assert LOWEST <= share(covered) <= HIGHEST
+    assert max(wider) < 1.7
+
+
+def test_the_error_of_a_median_is_that_of_each_texts_windows():
+    """Of few windows that vary much and many that vary little: one factor for all would say too little."""
+    sizes, sds = (28, 2, 2), (1.0, 5.0, 5.0)
+    design = Design.of([text for text, size in enumerate(sizes) for _ in range(size)], "windows")
+    spread = torch.cat([torch.full((size,), sd, dtype=torch.float64) for size, sd in zip(sizes, sds, strict=True)])
+    errors = []
+    for seed in range(SAMPLES):
+        generator = torch.Generator().manual_seed(seed)
+        values = spread[:, None] * torch.randn(32, 1, generator=generator, dtype=torch.float64)
+        errors += median_error(values, design, [[0]], draws=200, seed=seed)
+    truth = math.sqrt(sum(size * sd**2 for size, sd in zip(sizes, sds, strict=True))) / 32
+    assert math.sqrt(sum(error**2 for error in errors) / SAMPLES) == pytest.approx(truth, rel=0.05)
+
+
 @pytest.mark.parametrize("count", [5, 9])
 def test_intervals_over_texts_cover_texts_like_them_and_those_over_windows_do_not(count):
     def covers(seed, over):
@@ -112,7 +144,7 @@ def test_intervals_over_texts_cover_texts_like_them_and_those_over_windows_do_no
 
 
 def test_spearmans_interval_covers():
-    """Of a normal pair ρ_S = (6/π)·asin(ρ/2) (Pearson 1907); heads of a layer alike need whole layers to be drawn."""
+    """Of a normal pair ρ_S = (6/π)·asin(ρ/2) (Pearson 1907)."""
     truth = 6 / math.pi * math.asin(0.5 / 2)
 
     def covers(seed, groups):
@@ -124,16 +156,22 @@ def test_spearmans_interval_covers():
 
     assert LOWEST <= share([covers(seed, None) for seed in range(SAMPLES)]) <= HIGHEST
 
-    def clustered(seed, groups):
+
+@pytest.mark.parametrize(("layers", "heads", "alike"), [(4, 8, 0.0), (6, 12, 0.5), (12, 8, 0.9)])
+def test_spearmans_interval_over_layers_covers(layers, heads, alike):
+    """Heads of a layer alike by any amount; of four layers too."""
+    groups = [number // heads for number in range(layers * heads)]
+
+    def covers(seed, groups):
         generator = torch.Generator().manual_seed(seed)
-        layers = torch.randn(2, 12, generator=generator, dtype=torch.float64).repeat_interleave(8, 1)
-        heads = 0.3 * torch.randn(2, 96, generator=generator, dtype=torch.float64)
-        found = rank_correlation(*(layers + heads), groups, draws=200, seed=seed)
+        common = torch.randn(2, layers, generator=generator, dtype=torch.float64).repeat_interleave(heads, 1)
+        own = torch.randn(2, layers * heads, generator=generator, dtype=torch.float64)
+        found = rank_correlation(*(math.sqrt(alike) * common + math.sqrt(1 - alike) * own), groups, 200, seed=seed)
         return found.low <= 0 <= found.high
 
-    layers = [number // 8 for number in range(96)]
-    assert share([clustered(seed, layers) for seed in range(SAMPLES)]) >= LOWEST - 0.03
-    assert share([clustered(seed, None) for seed in range(SAMPLES)]) < 0.8, "the control: heads drawn one by one"
+    assert share([covers(seed, groups) for seed in range(SAMPLES)]) >= LOWEST
+    if alike > 0.2:
+        assert share([covers(seed, None) for seed in range(SAMPLES)]) < 0.8, "the control: heads drawn one by one"
 
 
 def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs():

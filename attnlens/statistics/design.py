@@ -61,6 +61,11 @@ class Design:
         return len(set(self.texts)) if self.clustered else self.count
 
     @property
+    def fewest(self) -> int:
+        """The draws that are exchanged for each other: texts, or the windows of the text with the fewest."""
+        return self.units if self.clustered else min(Counter(self.strata).values(), default=0)
+
+    @property
     def freedom(self) -> int:
         """Degrees of freedom of a variance: texts − 1, or windows − strata."""
         groups = len(set(self.strata))
@@ -95,6 +100,16 @@ class Design:
             picks = torch.randint(len(own), (count, len(own)), generator=generator)
             drawn[:, own] = _tallied(picks, len(own))
         return drawn
+
+    @property
+    def widening(self) -> Float[Tensor, " windows"]:
+        """√(n/(n − 1)) of each window, n the draws that are exchanged for its own.
+
+        By it a bootstrap sample's deviations, whose variance is that of n draws about their mean, are widened.
+        """
+        sizes = Counter(self.strata)
+        counts = [self.units if self.clustered else sizes[stratum] for stratum in self.strata]
+        return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
     def variance(
         self,

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-FEWEST_UNITS = 8
-"""Draws (windows or texts) from which an interval is bootstrapped; below, Student's t says more of the tails."""
+FEWEST_DRAWS = 8
+"""Draws (windows of each text, or texts) from which an interval is bootstrapped; below, Student's t says more of the
+tails: a sample that draws one of two windows twice has next to no error of its own."""
 
 
 class Interval(NamedTuple):
@@ -39,6 +40,13 @@ def student_interval(value: float, error: float, freedom: int, level: float = 0.
     return Interval(value, value - reach, value + reach)
 
 
+def tail(level: float, freedom: int) -> float:
+    """Student's quantile over the normal one."""
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
+
+
 def paired_difference(
     before: Float[Tensor, " windows"],
     after: Float[Tensor, " windows"],
@@ -53,7 +61,8 @@ def paired_difference(
     """of(mean after) − of(mean before) over windows, with its interval.
 
     The studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and
-    the quantiles of (θ* − θ)/se* turn the sample's own error into an interval; with fewer than eight draws Student's t.
+    the quantiles of (θ* − θ)/se* turn the sample's own error into an interval; Student's t where a text has fewer than
+    eight windows, or where there are fewer than eight texts that are drawn.
     `weights` are the windows' numbers of tokens: means are then over tokens. `of` is the identity, or exp (perplexity)
     or log. Pairs with a NaN don't count; all three are NaN where none is left.
     """
@@ -64,7 +73,7 @@ def paired_difference(
     weight = torch.ones(len(there), dtype=torch.float64) if weights is None else weights.cpu()[there.cpu()].double()
     pair = torch.stack((before, after)).cpu()[:, there.cpu()].double()
     value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), sampled, of))
-    if sampled.units < FEWEST_UNITS or not error > 0:
+    if sampled.fewest < FEWEST_DRAWS or not error > 0:
         return student_interval(value, error, sampled.freedom, level)
     found, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
     scores = (found - value) / errors

@@ -39,12 +39,12 @@ def median_error(
     """The standard error of the median over each group of heads of their means over windows.
 
     The sd over bootstrap samples of windows, in each of which all heads are averaged over the same windows (a median's
-    heads are not independent: they read the same text), times √(n/(n − 1)), n the draws. NaN where there is only one.
+    heads are not independent: they read the same text), each text's deviations widened by √(n/(n − 1)), n its windows.
+    NaN where there is only one.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
-    times = design.draws(draws, seed)
+    times = 1 + (design.draws(draws, seed) - 1) * design.widening
     there = (~values.isnan()).double()
     means = (times @ values.double().nan_to_num(nan=0.0)) / (times @ there)
-    few = math.sqrt(design.units / (design.units - 1) if design.clustered else design.count / design.freedom)
-    return [float(means[:, list(group)].nanquantile(0.5, dim=1).std()) * few for group in groups]
+    return [float(means[:, list(group)].nanquantile(0.5, dim=1).std()) for group in groups]

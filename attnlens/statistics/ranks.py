@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.statistics.design import Design
-from attnlens.statistics.intervals import Interval
+from attnlens.statistics.intervals import Interval, tail
 
 NEAR_ONE = 1 - 1e-12
 """Largest |ρ| whose artanh is taken."""
@@ -30,7 +30,8 @@ def rank_correlation(
     """Spearman's ρ in [−1, 1], ties sharing their mean rank, and its interval; pairs with a NaN don't count.
 
     The ends are quantiles of artanh ρ over samples of heads, or of whole `groups` (layers), centred on the sample's own
-    and widened by √(n/(n − 1)), n the draws. NaN where fewer than four pairs are left or one side is constant.
+    and widened by √(n/(n − 1)) and, as of few layers they fall short, by Student's t over the normal quantile, n the
+    draws and t with n − 1 degrees of freedom. NaN where fewer than four pairs are left or one side is constant.
     """
     there = ~(x + y).isnan()
     x, y = x[there].double(), y[there].double()
@@ -47,7 +48,7 @@ def rank_correlation(
     drawn = _correlations(x, y, design.draws(draws, seed))
     drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    wider = math.sqrt(design.units / (design.units - 1))
+    wider = math.sqrt(design.units / (design.units - 1)) * tail(level, design.units - 1)
     ends = drawn.quantile(drawn.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
     low, high = (math.tanh(centre + wider * (end - centre)) for end in ends)
     return Interval(value, low, high)
