@@ -27,6 +27,7 @@ from attnlens.statistics import (
     Design,
     false_discovery,
     median_error,
+    p_values,
     paired_difference,
     standard_error,
     student_interval,
@@ -96,7 +97,9 @@ def coverage(read: dict[str, Tensor], losses: tuple[Tensor, Tensor], samples: in
         whole = values[:, ~values.isnan().any(0)]
         rows[f"mean of a head, {name}"] = lambda own, seed, values=whole: means(values, own)
         rows[f"median over heads, {name}"] = lambda own, seed, values=whole: medians(values, own, seed)
-        rows[f"a sweep without effects names a head, {name}"] = lambda own, seed, values=whole: sweeps(values, own)
+        rows[f"a sweep without effects names a head, {name}"] = lambda own, seed, values=whole: sweeps(
+            values, own, seed
+        )
     rows["paired Δ of the loss, rbf"] = lambda own, seed: paired(losses, own, seed)
     count = len(losses[0])
     return {
@@ -137,12 +140,11 @@ def paired(losses: tuple[Tensor, Tensor], own: Sequence[int], seed: int) -> floa
     return float(found.low <= float((after - before).mean()) <= found.high)
 
 
-def sweeps(values: Tensor, own: Sequence[int]) -> float:
+def sweeps(values: Tensor, own: Sequence[int], seed: int) -> float:
     """Whether any head is named although none differs from the population."""
-    sample = (values - values.mean(0))[own]
-    scores = (sample.mean(0) / standard_error(sample, Design.plain(SAMPLE))).nan_to_num(0.0)
-    p_values = torch.from_numpy(2 * stats.t.sf(scores.abs().numpy(), SAMPLE - 1))
-    return float(bool(false_discovery(p_values).any()))
+    differences = (values - values.mean(0))[own].T
+    found = p_values(differences, Design.plain(SAMPLE), torch.ones(SAMPLE), seed)
+    return float(bool(false_discovery(found).any()))
 
 
 if __name__ == "__main__":

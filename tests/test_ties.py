@@ -1,4 +1,4 @@
-"""Do skewless, negativeless, mercer and keyless delete their part of log k and nothing else, and only where it is the model's own?"""
+"""Do skewless, negativeless, mercer and keyless delete their part of log k alone, and refuse where it is open?"""
 
 import math
 from dataclasses import replace

@@ -112,7 +112,7 @@ class Effect(Record):
     ci95: tuple[Number, Number] | None = None
     """Its 95 % interval."""
     p_value: Number | None = None
-    """Two-sided, of no change, from a paired t-test over windows (or texts); None for a distance, never negative."""
+    """Two-sided, of no change, by a studentised bootstrap over windows (or texts); None for a distance."""
     significant: bool = False
     """Whether it stands at a false discovery rate of 5 % (Benjamini & Hochberg 1995)."""
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from attnlens import hooks
@@ -15,7 +14,7 @@ from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
 from attnlens.run.compare import divergence, predictions, sequence_losses, sequence_means
 from attnlens.run.tasks import NOTHING, Fed, asking, states_of
-from attnlens.statistics import Design, false_discovery, paired_difference
+from attnlens.statistics import Design, false_discovery, p_values, paired_difference
 
 Unit = tuple[Site, int | None]
 """A site, and one of its heads or all."""
@@ -62,17 +61,22 @@ def sweep(
             progress(1)
     every = torch.cat([_sizes(fed, task) for fed in batches])
     sizes, sampled = every[every > 0], design.select((every > 0).nonzero()[:, 0].tolist())
-    tested = task != "hidden" and not batches[0].noise
-    own = torch.cat(before)
-    return _ranked([_effect(unit, own, torch.cat(after[unit]), sizes, sampled, seed, tested) for unit in chosen])
+    own, changed = torch.cat(before), [torch.cat(after[unit]) for unit in chosen]
+    effects = [_effect(unit, own, new, sizes, sampled, seed) for unit, new in zip(chosen, changed, strict=True)]
+    if task != "hidden" and not batches[0].noise:
+        effects = _tested(effects, torch.stack(changed) - own, sizes, sampled, seed)
+    return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
 
 
-def _ranked(effects: Sequence[Effect]) -> list[Effect]:
-    """The most harmful first, those marked that stand at the false discovery rate."""
-    p_values = torch.tensor([torch.nan if e.p_value is None else e.p_value for e in effects], dtype=torch.float64)
-    found = false_discovery(p_values).tolist()
-    marked = [e.model_copy(update={"significant": yes}) for e, yes in zip(effects, found, strict=True)]
-    return sorted(marked, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
+def _tested(effects: Sequence[Effect], differences: Tensor, sizes: Tensor, design: Design, seed: int) -> list[Effect]:
+    """With the p-value of each, and those marked that stand at the false discovery rate; one that diverged has none."""
+    finite = differences.isfinite().all(1)
+    found = torch.full((len(effects),), torch.nan, dtype=torch.float64)
+    found[finite] = p_values(differences[finite], design, sizes, seed)
+    return [
+        effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
+        for effect, p, named in zip(effects, found.tolist(), false_discovery(found).tolist(), strict=True)
+    ]
 
 
 def _alone(swap: hooks.Swap, head: int | None) -> hooks.Swap:
@@ -114,28 +118,9 @@ def _sizes(fed: Fed, task: Task) -> Tensor:
     return (fed.targets != NOTHING).sum(1).double().cpu()
 
 
-def _effect(
-    unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int, tested: bool
-) -> Effect:
+def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int) -> Effect:
     site, head = unit
     if not bool(after.isfinite().all()):
         return Effect(layer=site.layer, head=head, part=site.part, delta=None)
     delta, low, high = paired_difference(before, after, design, weights=sizes, seed=seed)
-    return Effect(
-        layer=site.layer,
-        head=head,
-        part=site.part,
-        delta=delta,
-        ci95=(low, high) if low == low else None,
-        p_value=_p_value(after - before, sizes, design) if tested else None,
-    )
-
-
-def _p_value(differences: Tensor, sizes: Tensor, design: Design) -> float | None:
-    """Two-sided, of a mean of 0 over tokens: Student's t of the mean over its standard error, sequences weighted by
-    their sizes (Cochran 1977, ratio estimate); None where there are too few differences, or all are the same.
-    """
-    mean = (differences * sizes).sum() / sizes.sum()
-    residuals = sizes * (differences - mean) / sizes.sum()
-    error = float(design.variance(residuals, torch.ones_like(sizes)).sqrt())
-    return float(2 * stats.t.sf(float(mean.abs()) / error, design.freedom)) if error > 0 else None
+    return Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=(low, high) if low == low else None)

@@ -1,7 +1,7 @@
 """Standard errors, intervals, nulls and false discoveries: how sure a number is."""
 
 from attnlens.statistics.design import Design
-from attnlens.statistics.discoveries import false_discovery
+from attnlens.statistics.discoveries import false_discovery, p_values
 from attnlens.statistics.intervals import Interval, paired_difference, student_interval
 from attnlens.statistics.means import median_error, standard_error
 from attnlens.statistics.nulls import gaussian_null, null_of_median, robust_z, z_scores
@@ -16,6 +16,7 @@ __all__ = [
     "gaussian_null",
     "median_error",
     "null_of_median",
+    "p_values",
     "paired_difference",
     "rank_correlation",
     "robust_z",
