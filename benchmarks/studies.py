@@ -19,6 +19,7 @@ from attnlens.run.fit import fit
 from attnlens.run.sweep import sweep, units
 from attnlens.run.tasks import feed, task_of
 from attnlens.statistics import Design, rank_correlation
+from attnlens.statistics.design import FEWEST_TEXTS
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -148,9 +149,9 @@ def correlation(
 
 
 def over_texts(found: Sequence[float]) -> tuple[float, float]:
-    """The interval of a text's mean ρ, by Student's t of artanh ρ over texts; NaN for fewer than three."""
+    """The interval of a text's mean ρ, by Student's t of artanh ρ over texts; NaN for fewer than FEWEST_TEXTS."""
     drawn = torch.tensor([rho for rho in found if rho == rho], dtype=torch.float64).clamp(-0.999999, 0.999999).atanh()
-    if len(drawn) < 3:
+    if len(drawn) < FEWEST_TEXTS:
         return math.nan, math.nan
     reach = float(stats.t.ppf(0.975, len(drawn) - 1)) * float(drawn.std()) / math.sqrt(len(drawn))
     return math.tanh(float(drawn.mean()) - reach), math.tanh(float(drawn.mean()) + reach)

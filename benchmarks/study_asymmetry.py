@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 PARTS = {"skew": ("skew",), "negative": ("negative",), "both": ("skew", "negative")}
 """Name → the shares that are deleted."""
+MASKED_LOSS = ", masked loss"
+CAPTION = (
+    "A point is a head in its layer, dark in the first layer, yellow in the last. Harm: 1 − cosine of the last hidden "
+    "states when this part of one head's log k is deleted.\nρ: Spearman's, with 95 % intervals over heads (layers that "
+    "share weights: over their heads) and over layers."
+)
 KERNELS = {"skew": "skewless", "negative": "negativeless", "both": "mercer"}
 """Name → the kernel that lacks them."""
 
@@ -52,7 +58,7 @@ def main() -> None:
             if given.json:
                 studies.write(given.json, {"machine": machine(), "models": found})
     if given.png:
-        draw(found, given.png)
+        draw([one for one in found if not one["model"].endswith(MASKED_LOSS)], given.png)
 
 
 def subjects(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, list[str], texts.Cut]]:
@@ -66,7 +72,7 @@ def subjects(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, list[str]
     if minilm is not None:
         yield "MiniLM", minilm, [], texts.Cut(tokens=64, sequences=24, batch_size=4)
     for name in FOLDERS:
-        for head, told in (("Model", name), ("ForMaskedLM", f"{name}, masked loss")):
+        for head, told in (("Model", name), ("ForMaskedLM", name + MASKED_LOSS)):
             place = chemistry_model(name, folder / told, head) if head == "Model" or name in MASKED else None
             if place is not None:
                 yield told, place, files, lines
@@ -130,10 +136,11 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
         for axes, one in zip(panels.T, found, strict=True):
             for axis, (part, row) in zip(axes, one["parts"].items(), strict=True):
                 scatter(axis, row, label(part))
-            axes[0].set_title(f"{one['model'].replace(', ', chr(10))}\n{axes[0].get_title(loc='left')}", fontsize=6.5)
+            axes[0].set_title(f"{one['model']}\n{axes[0].get_title(loc='left')}", fontsize=6.5)
         for row, kernel in zip(panels, KERNELS.values(), strict=True):
             row[0].set_ylabel(f"harm of {kernel}", fontsize=7)
-        figure.tight_layout(pad=0.6, w_pad=0.8, h_pad=1.0)
+        figure.text(0.01, 0.008, CAPTION, fontsize=6.5, va="bottom")
+        figure.tight_layout(pad=0.6, w_pad=0.8, h_pad=1.0, rect=(0, 0.045, 1, 1))
         Path(path).write_bytes(style.encoded(figure, ".png"))
 
 
@@ -141,9 +148,11 @@ def scatter(axes: Axes, row: dict[str, Any], shares: str) -> None:
     """One panel."""
     axes.scatter(row["share"], row["harm"], c=row["layer"], cmap="viridis", s=8, linewidths=0)
     axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=1e-4) if min(row["harm"]) <= 0 else axes.set_yscale("log")
+    axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 3) if axis is axes.xaxis else (1,), numticks=9))
+        low, high = axis.get_view_interval()
+        fine = axis is axes.xaxis and high < 200 * low
+        axis.set_major_locator(LogLocator(subs=(1, 3) if fine else (1,), numticks=9))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
         axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(shares, fontsize=6.5)
