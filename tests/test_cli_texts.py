@@ -122,5 +122,25 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
     assert (stopped.returncode, stopped.stdout) == (2, "")
     assert "does not know 88% of the tokens of foreign.txt" in stopped.stderr
     assert "--allow-foreign-text" in stopped.stderr
-    allowed = attnlens(*words, "--allow-foreign-text")
+    outputs = [str(tmp_path / f"report.{kind}") for kind in ("json", "html", "md")]
+    asked = zip(("--json", "--html", "--markdown"), outputs, strict=True)
+    allowed = attnlens(*words, "--allow-foreign-text", *(word for pair in asked for word in pair))
     assert allowed.returncode == 0, allowed.stderr
+    for said in (allowed.stdout, *(Path(path).read_text() for path in outputs)):
+        assert "does not know 88% of the tokens of foreign" in " ".join(said.split())
+
+
+def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
+    done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4")
+    assert done.returncode == 0, done.stderr
+    assert "Left out: piece-4.txt, since 4 of --sequences are fewer than the 5 texts." in " ".join(done.stdout.split())
+    over = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4", "--intervals", "texts")
+    assert (over.returncode, over.stdout) == (2, "")
+    assert "Intervals over texts need 5 texts, and 4 sequences are of 4." in over.stderr
+    assert "Give more --sequences" in over.stderr
+
+
+def test_the_caption_follows_the_placement() -> None:
+    said = " ".join(attnlens("inspect", "demo", *SMALL, "--sequences", "4", "--windows", "first").stdout.split())
+    assert "hold for windows like these, not for all of King James passages" in said
+    assert "windows of King James passages" not in said

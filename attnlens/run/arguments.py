@@ -180,9 +180,15 @@ def design_of(asked: Settings, found: texts.Batches) -> Design:
     names = found.parts or ("",) * found.sequences
     count = len(set(names))
     if asked.intervals == "texts" and count < FEWEST_TEXTS:
+        enough = count + len(found.left_out) >= FEWEST_TEXTS
+        there = (
+            f"{found.sequences} sequences are of {count}"
+            if enough
+            else f"there {'is' if count == 1 else 'are'} {count}"
+        )
         raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and there {'is' if count == 1 else 'are'} {count}.",
-            "Give more --text, or leave out --intervals texts.",
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and {there}.",
+            f"Give more {'--sequences' if enough else '--text'}, or leave out --intervals texts.",
         )
     return Design.of(names, asked.intervals)
 
@@ -206,6 +212,12 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
 
 def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
     """What a reader must know of the windows, a sentence each."""
+    yield from texts.foreign_notes(found.unknown)
+    if found.left_out:
+        yield (
+            f"Left out: {', '.join(found.left_out)}, since {found.sequences} of --sequences are fewer than the "
+            f"{len(found.texts) + len(found.left_out)} texts."
+        )
     what = "lines" if asked.pack is False else "windows"
     if found.sequences < (asked.sequences or 0):
         yield f"The text has {found.sequences} {what} of the {asked.sequences} asked for."

@@ -95,7 +95,6 @@ class Inspection:
     identity_error: float | None = None
     sites: tuple[Site, ...] = ()
     tokenless: str | None = None
-    unknown_share: float = 0.0
     fed: texts.Batches | None = None
     finished: int = 0
     shown: bool = False
@@ -154,7 +153,6 @@ class Inspection:
         self.settings = arguments.fed(asked, found, self.loaded)
         self.collector.design = arguments.design_of(asked, found)
         self.fed = found
-        self.unknown_share = found.unknown_share
         return found.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
@@ -210,7 +208,7 @@ class Inspection:
                 self._analyse_weights(factors, analyzers, nulls)
         self.progress("weights", len(self.reached), len(self.reached))
         if analyzers:
-            self.conventions = conventions(self.reached, read, self.unknown_share)
+            self.conventions = conventions(self.reached, read)
 
     def _keep_form(self, site: Site, factors: weights.Factors | NotBilinearError) -> None:
         """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""

@@ -106,7 +106,10 @@ def _prepared(
         shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = calibration.joined(read)
         _refuse_shared(shared, named, same=not others)
-        asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named})
+        told = texts.foreign_notes(
+            {name: share for part in read for name, share in part.unknown.items()} if others else {}
+        )
+        asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named, "notes": told})
     fed = feed(loaded, evaluated, task, asked.seed)
     design = arguments.design_of(asked, evaluated)
     settings = arguments.fed(asked, evaluated, loaded)
