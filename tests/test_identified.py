@@ -88,7 +88,7 @@ def test_what_is_not_identified_says_so_and_leads_nowhere():
     assert {"extended.share_skew", "ksvd.rank90", "ksvd.value_alignment", "ksvd.asymmetry"} <= set(found)
     assert not any(name.startswith("tokens.") for name in found)
     for info in found.values():
-        assert (info.headline, info.more, info.less) == (False, "", ""), info.name
+        assert (info.headline, info.ends) == (False, ""), info.name
         assert info.caution.startswith("Not identified")
     for name, reason in (("tokens.definite", "mask hides"), ("tokens.share_skew", "mask hides")):
         info = registry.measure_infos()[name]

@@ -511,27 +511,33 @@ def heads_of(values, calls, name):
 def test_shared_weights_are_ranked_once():
     values = [0.01 * number for number in range(20)] + [9.0]
     for name, lines in (("weights.norm", 1), ("tokens.entropy", 3)):
-        info = {name: MeasureInfo(name, "", "", more="large")}
+        info = {name: MeasureInfo(name, "", "", ends="largest")}
         found = [one for one in extremes(heads_of(values, 3, name), info) if one.value == 9]
         assert len(found) == lines
         assert {(one.rank, one.of) for one in found} == {(1, 21) if lines == 1 else (one.rank, 63) for one in found}
         assert ("(all 3 calls)" in found[0].text) == (lines == 1)
         assert {one.head for one in found} == {20}
     few = heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm")
-    assert extremes(few, {"weights.norm": MeasureInfo("weights.norm", "", "", more="large")}) == []
+    assert extremes(few, {"weights.norm": MeasureInfo("weights.norm", "", "", ends="largest")}) == []
 
 
 def test_extremes_are_ranks_with_value_and_percentile_one_line_a_head():
     values = [0.01 * number for number in range(20)]
-    info = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", more="even", less="sharp")}
-    found = extremes(heads_of(values, 1, "tokens.entropy"), info)
+    info = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", ends="both")}
+    heads = heads_of(values, 1, "tokens.entropy")
+    found = extremes(heads, info)
     assert {(one.head, one.rank, one.percentile) for one in found} == {
         (19, 1, 97.5), (18, 2, 92.5), (17, 3, 87.5), (0, 1, 2.5), (1, 2, 7.5), (2, 3, 12.5)
     }  # fmt: skip
     assert {one.text for one in found if one.rank == 2} == {
-        "even: tokens.entropy 0.18, 2nd largest of 20, median 0.095",
-        "sharp: tokens.entropy 0.01, 2nd smallest of 20, median 0.095",
+        "2nd largest tokens.entropy of 20: 0.18, median 0.095",
+        "2nd smallest tokens.entropy of 20: 0.01, median 0.095",
     }
+    beside = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", ends="largest", beside="tokens.even")}
+    known = [
+        head.model_copy(update={"measures": head.measures | {"tokens.even": Measure(value=0.074)}}) for head in heads
+    ]
+    assert extremes(known, beside)[0].text.endswith("median 0.095, even attention 0.074")
     alike = heads_of([0.5] * 20, 1, "tokens.entropy")
     assert extremes(alike, info) == []
 

@@ -125,9 +125,9 @@ def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
     assert "COMPLETE: 12 of 12 heads" in printed(tables.summary(synthetic_report(3, 4)))
 
 
-def test_extremes_are_words_and_skipped_parts_have_reasons() -> None:
+def test_extremes_are_ranks_and_skipped_parts_have_reasons() -> None:
     text = printed(tables.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)])), 150)
-    assert "layer 0 head 0  more symmetric than the other heads: largest of them" in text
+    assert "layer 0 head 0  largest weights.symmetry of them: 0.9" in text
     assert "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)" in text
     assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
 

@@ -56,7 +56,7 @@ class Extreme(Record):
     percentile: Number
     """100 · (heads below it + ½)/heads."""
     text: str
-    """What it does more or less than the others, in plain words."""
+    """Its rank, its value and the median: `largest tokens.share_distance of 32: 0.0489, median 0.00635`."""
 
 
 class TextSummary(Record):
