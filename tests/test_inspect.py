@@ -1,18 +1,21 @@
 """Are the numbers of a report those of the model, on real trained weights and against naive computations?"""
 
 import importlib.util
+import io
 import json
 import math
 import statistics
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import families
 import pytest
 import torch
+from rich.console import Console
 
 import attnlens
-from attnlens import hooks, models, texts
+from attnlens import hooks, html, models, tables, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
@@ -407,12 +410,35 @@ def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
         assert statistics.stdev(own) / math.sqrt(5) == pytest.approx(head.measures["tokens.entropy"].se, rel=1e-9)
 
 
+def printed(report):
+    console = Console(width=120, file=io.StringIO(), highlight=False)
+    console.print(tables.summary(report))
+    return console.file.getvalue()
+
+
 def test_one_window_has_no_error_and_says_why(demo):
     report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], sequences=1, tokens=32)
     measure = report.heads[0].measures["tokens.entropy"]
     assert measure.value is not None
     assert (measure.se, measure.se_reason) == (None, "one window has no spread")
     assert report.summary.median_errors == {}
+    assert report.summary.reasons == {"median_errors": "one window has no spread"}
+    for said in (printed(report), tables.markdown(report), html.page(report)):
+        assert "one window has no spread: no errors" in unescape(" ".join(said.split()))
+
+
+def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_path):
+    book = texts.sample("demo")[0].text
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_text(book[8_000 * number : 8_000 * (number + 1)])
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=4, tokens=32)
+    said = " ".join(printed(report).split())
+    assert "every window counts once, and the texts gave 2, 1, 1 windows" in said
+    assert "0.txt (2)" in said
+    assert "2.txt (1)" in said
+    assert "one window of a text has no spread: no errors in its row" in said
+    assert [text.reasons for text in report.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
 
 
 def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(tmp_path):

@@ -10,7 +10,7 @@ from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.tables.nulls import null_words
-from attnlens.tables.population import population
+from attnlens.tables.population import no_errors, population
 from attnlens.wording import big, clean, counted, listed, model_name, short
 
 
@@ -81,9 +81,15 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
         sentence += "; ± is the standard error of that median"
         known = population(shapes.report)
         sentence += f" ({known})" if known else ""
+    elif no_errors(shapes.report):
+        sentence += f"; {no_errors(shapes.report)}"
+    if any(text.reasons for text in summary.texts):
+        sentence += "; one window of a text has no spread: no errors in its row"
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
         sentence += f"; null is {chance}, as the median of so many heads, mean ± sd"
+    if summary.texts:
+        sentence += "; beside a text stands how many windows are its"
     if summary.between_texts:
         sentence += "; “between texts” is the sd of the texts' medians"
     spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)

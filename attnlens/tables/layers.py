@@ -11,7 +11,7 @@ import numpy as np
 
 from attnlens.shapes import Reading, Shapes, by_turns, group_of, middle
 from attnlens.tables.terminal import Column
-from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, title_of, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, spread, title_of, written
 
 MOST_ROWS = 48
 """Layers up to which each has its row."""
@@ -56,7 +56,7 @@ def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
 def _foot_names(shapes: Shapes) -> tuple[str, ...]:
     """All heads; each text where there are several, and their sd; the null of the median, where a measure has one."""
     summary = shapes.report.summary
-    texts = [text.name for text in summary.texts[:MOST_TEXTS]]
+    texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
     between = ["between texts"] if summary.between_texts else []
     null = ["null", "± sd"] if summary.median_nulls else []
     return ("all", *(clean(name) for name in texts), *between, *null)
@@ -96,10 +96,10 @@ def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
         median = text.medians.get(reading.name)
         foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
     if summary.between_texts:
-        spread = summary.between_texts.get(reading.name)
-        foot.append("" if spread is None else written(spread, decimals))
+        between = summary.between_texts.get(reading.name)
+        foot.append("" if between is None else spread(between, decimals))
     if null is not None:
-        foot += [written(null.mean, decimals), f"±{written(null.sd, decimals)}"]
+        foot += [written(null.mean, decimals), f"±{spread(null.sd, decimals)}"]
     return Column(over, title, cells, (*foot, *[""] * (height - len(foot))))
 
 
@@ -112,7 +112,7 @@ def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
     number = written(median, decimals)
-    return number if error is None or np.isnan(median) else f"{number}±{written(error, decimals)}"
+    return number if error is None or np.isnan(median) else f"{number}±{spread(error, decimals)}"
 
 
 def _commonest(reading: Reading, group: tuple[int, ...]) -> str:
