@@ -144,3 +144,18 @@ def test_the_caption_follows_the_placement() -> None:
     said = " ".join(attnlens("inspect", "demo", *SMALL, "--sequences", "4", "--windows", "first").stdout.split())
     assert "hold for windows like these, not for all of King James passages" in said
     assert "windows of King James passages" not in said
+
+
+def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_told(pieces: list[str], tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.txt"
+    foreign.write_text("".join(chr(0x4E00 + 7919 * number % 2000) for number in range(900)))
+    for words in (
+        ("inspect", "demo", *SMALL),
+        ("swap-kernel", "demo", "--layers", "0", "--tokens", "32", "--no-progress"),
+    ):
+        done = attnlens(*words, "--text", str(foreign), *given(pieces[:1]), "--sequences", "8")
+        assert done.returncode == 0, done.stderr
+        said = " ".join(done.stdout.split())
+        assert "The model's loss on foreign.txt is" in said
+        assert "worse than an even guess (ln 1024 = 6.93)" in said
+        assert "loss on piece-0.txt" not in said, "the control"

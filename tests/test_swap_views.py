@@ -516,7 +516,7 @@ def test_a_cell_beyond_the_colours_has_its_number() -> None:
     (panel,) = [found for found in pictures(swap_report(swap)) if found.stem == "sweep"]
     assert "A number: an effect beyond the last colour." in panel.caption
     level = swap.model_copy(update={"sweep": effects[1:]})
-    assert drawn(draw_sweep, level).axes[0].texts == []
+    assert not list(drawn(draw_sweep, level).axes[0].texts)
 
 
 def test_no_head_could_be_shown_to_matter_is_not_that_none_matters() -> None:

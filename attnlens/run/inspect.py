@@ -21,6 +21,7 @@ from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
 from attnlens.run.gather import Gathered, form_on_inputs
+from attnlens.run.guesses import Guesses
 from attnlens.run.pieces import finite_heads, pieces
 from attnlens.run.sentences import told
 from attnlens.run.summary import summarised, windows_of
@@ -257,6 +258,7 @@ class Inspection:
         analyzers = self._of_source("tokens")
         chosen = {found.site for found in self.reached}
         total = self.settings.sequences or 0
+        guesses = Guesses.of(self.loaded, self.fed) if self.fed is not None else Guesses([])
         with self.gathered.watching(self.reached) as gather:
 
             def visit(site: Site, call: Call) -> None:
@@ -266,11 +268,14 @@ class Inspection:
 
             try:
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
-                    for batch in batches:
+                    for number, batch in enumerate(batches):
                         self.progress("tokens", self.finished, total)
-                        hooks.forward(self.loaded.model, batch.inputs)
+                        guesses.add(number, hooks.forward(self.loaded.model, batch.inputs))
                         self.finished += batch.size
                 self.progress("tokens", total, total)
+                vocabulary = self.loaded.model.config.get_text_config().vocab_size
+                told = guesses.notes(self.fed.parts if self.fed is not None else (), vocabulary)
+                self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
             finally:
                 self.collector.close_tokens(analyzers, self.finished)
 

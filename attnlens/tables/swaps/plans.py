@@ -22,8 +22,8 @@ PROMISED = (
     "in 95 % of such runs, and above it in 2.5 %."
 )
 MEASURED = (
-    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: each has its own "
-    "interval, and near 0 one may hold 0 where the other does not."
+    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: each has an "
+    "interval of its own, and near 0 one may hold 0 where the other does not."
 )
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """What an interval is about, by what it is over."""
