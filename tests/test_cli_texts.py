@@ -74,8 +74,10 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("--windows", "sprad"), "There is no windows 'sprad'.", "Did you mean 'spread'?"),
-        (("--intervals", "txts"), "There is no intervals 'txts'.", "Did you mean 'texts'?"),
+        (("--windows", "middle"), "--windows middle is none of spread, first, random.", "Choose one of them."),
+        (("--windows", "sprad"), "--windows sprad is none of spread, first, random.", "Did you mean spread?"),
+        (("--intervals", "txts"), "--intervals txts is none of windows, texts.", "Did you mean texts?"),
+        (("--text", "."), "--text names no file: it is empty, or a folder.", "Give the path of a text file"),
         (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
         (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
     ],
@@ -142,6 +144,7 @@ def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
 
 def test_the_caption_follows_the_placement() -> None:
     said = " ".join(attnlens("inspect", "demo", *SMALL, "--sequences", "4", "--windows", "first").stdout.split())
+    assert "4 × 32 tokens from the beginning of King James passages" in said
     assert "hold for windows like these, not for all of King James passages" in said
     assert "windows of King James passages" not in said
 

@@ -216,7 +216,7 @@ def test_the_sentence_stands_wherever_the_numbers_do(demo):
     assert any("not identified" in note for note in shapes.report.model.conventions.notes)
     alone = Shapes(attnlens.inspect(demo, source="tokens", sequences=1, tokens=16, analyzers="extended"))
     panel = page_rows(alone)[0][0]
-    assert (panel.name, panel.note) == ("extended.kernel_shares", "not identified")
+    assert (panel.name, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
     for info in registry.measure_infos().values():
         assert ("(not identified)" in info.meaning) == (info.identified == "nowhere"), info.name
 

@@ -132,6 +132,17 @@ def test_extremes_are_ranks_and_skipped_parts_have_reasons() -> None:
     assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
 
 
+def test_what_one_row_says_is_not_said_twice() -> None:
+    one_layer, one_head = (printed(tables.summary(synthetic_report(1, heads)), 150) for heads in (3, 1))
+    for text in (one_layer, one_head):
+        assert not re.search(r"^ +all ", text, re.MULTILINE)
+        assert re.search(r"^ +null ", text, re.MULTILINE)
+    assert "Rows are medians over heads" in one_layer
+    assert "medians" not in one_head
+    assert "± is the standard error (" in one_head or "± is the standard error;" in one_head
+    assert re.search(r"^ +all ", printed(tables.summary(synthetic_report(2, 3)), 150), re.MULTILINE), "the control"
+
+
 def test_measures_that_do_not_exist_read_as_a_dash_with_the_reason() -> None:
     text = printed(tables.summary(synthetic_report(4, 2, parts=["encoder", "encoder", "decoder", "cross"])), 120)
     assert rows_of(text)["3"][:2] == ["cross", "–"]

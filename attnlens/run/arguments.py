@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -136,8 +137,8 @@ def settings(
         sequences=whole("sequences", given.get("sequences", 32), 1),
         tokens=None if tokens is None else whole("tokens", tokens, 2),
         pack=pack,
-        windows=checked_name("windows", given.get("windows", "spread"), texts.PLACEMENTS),
-        intervals=None if intervals is None else checked_name("intervals", intervals, INTERVALS),
+        windows=_one_of("windows", given.get("windows", "spread"), texts.PLACEMENTS),
+        intervals=None if intervals is None else _one_of("intervals", intervals, INTERVALS),
         layers=numbers("layers", layers),
         heads=numbers("heads", heads),
     )
@@ -286,6 +287,17 @@ def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) 
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
         "Leave out --text and --tokens.",
+    )
+
+
+def _one_of(option: str, word: Any, known: Sequence[str]) -> Any:
+    """`word`, if it is one of those known; else UsageError."""
+    if word in known:
+        return word
+    near = difflib.get_close_matches(str(word), known, n=1)
+    raise UsageError(
+        f"--{option} {word} is none of {', '.join(known)}.",
+        f"Did you mean {near[0]}?" if near else "Choose one of them.",
     )
 
 

@@ -102,7 +102,7 @@ OF_SPACE = (
         curve=True,
         self_only=False,
         has_null=False,
-        steps="posed query",
+        steps="posed query; one may exceed 1",
     ),
 )
 """What the SVM of one space says of the head."""
