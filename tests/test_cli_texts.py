@@ -135,7 +135,7 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
 def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
     done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4")
     assert done.returncode == 0, done.stderr
-    assert "Left out: piece-4.txt, since 4 of --sequences are fewer than the 5 texts." in " ".join(done.stdout.split())
+    assert "Left out: piece-4.txt, since 4 sequences are fewer than the 5 texts." in " ".join(done.stdout.split())
     over = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4", "--intervals", "texts")
     assert (over.returncode, over.stdout) == (2, "")
     assert "Intervals over texts need 5 texts, and 4 sequences are of 4." in over.stderr

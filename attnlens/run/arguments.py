@@ -216,7 +216,7 @@ def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> It
     yield from texts.foreign_notes(found.unknown)
     if found.left_out:
         yield (
-            f"Left out: {', '.join(found.left_out)}, since {found.sequences} of --sequences are fewer than the "
+            f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
             f"{len(found.texts) + len(found.left_out)} texts."
         )
     what = "lines" if asked.pack is False else "windows"

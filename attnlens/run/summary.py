@@ -43,7 +43,7 @@ def summarised(collector: Collector, names: Sequence[str], identity_error: float
         between_texts=_between(texts),
         extremes=extremes(records, measure_infos()),
         identity_error=identity_error,
-        reasons=_lone(windows, errors[0]),
+        reasons=_lone(collector.design) if windows else {},
     )
 
 
@@ -99,9 +99,9 @@ def _errors(
     return found
 
 
-def _lone(windows: Mapping[str, Tensor], errors: Mapping[str, float]) -> dict[str, str]:
-    """Why medians of what windows read have no errors, where they have none."""
-    return {"median_errors": ONE_WINDOW} if windows and not errors else {}
+def _lone(design: Design) -> dict[str, str]:
+    """Why medians of what windows read have no errors, where one window was all."""
+    return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
 
 
 def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
@@ -128,7 +128,8 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
         own = [place for place, name in enumerate(names) if name == text]
         values = {name: part[own] for name, part in windows.items()}
         heads: list[Group] = [range(next(iter(values.values())).shape[1])]
-        (errors,) = _errors(values, Design.plain(len(own)), heads, seed)
+        design = Design.plain(len(own))
+        (errors,) = _errors(values, design, heads, seed)
         found.append(
             TextSummary(
                 name=text,
@@ -139,7 +140,7 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
                     if math.isfinite(middle := _median(part.nanmean(0).tolist()))
                 },
                 median_errors=errors,
-                reasons=_lone(values, errors),
+                reasons=_lone(design),
             )
         )
     return found
