@@ -20,6 +20,7 @@ from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.records import Report
 from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
 from attnlens.tables.markdown import escaped
+from attnlens.wording import spread
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
 
@@ -78,7 +79,7 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
     sd = report.summary.median_nulls["weights.symmetry"].sd
-    assert re.search(rf"± sd +±{sd:.3f}", text), "the null of the median, and not of one head"
+    assert re.search(rf"± sd +±{spread(sd, 3)}", text), "the null of the median, and not of one head"
     error = report.summary.layer_errors[2]["tokens.share_positive"]
     value = medians(report, "tokens.share_positive")[2]
     assert f"{value:.3f}±{error:.3f}" in rows["2"]
