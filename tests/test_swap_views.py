@@ -323,6 +323,8 @@ def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
     assert "Estimated: on the calibration text that chose the ranks" in flowing(planned())  # the control
     assert "Promised: on calibration text that neither fitted nor chose" in flowing(planned())
     assert "all windows of these texts" in flowing(planned())
+    assert "A rise is a ratio of two losses and Δ their difference in nats" in flowing(planned())
+    assert "their difference" not in flowing(planned(measured=None))
 
 
 class Tags(HTMLParser):
