@@ -79,7 +79,10 @@ def _draw_map(axes: Axes, effects: list[Effect], *, named: bool) -> None:
     axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
     for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
         number = typeset(values[row, column], decimals_for([values[row, column]], 2))
-        axes.text(column, row, number, ha="center", va="center", fontsize=5, color="white", zorder=3)
+        ink = "white" if signed else "black"
+        axes.annotate(
+            number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
+        )
     ticks = tick_positions(len(heads), max(2, int(wide / 16)))
     axes.set_xticks(ticks, [str(heads[column]) for column in ticks])
     axes.set_xlabel("head", labelpad=1.5)

@@ -111,7 +111,8 @@ def _reading_help(swap: Swap, report: Report) -> str:
     if swap.judged_by == "kl":
         states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
         return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}"
-    return f"loss and KL in {unit}; Δ{ends.replace('a boot', 'a paired boot')}; KL(original ‖ changed); {top}."
+    delta = none or f"Δ{ends.replace('a boot', 'a paired boot')}"
+    return f"loss and KL in {unit}; {delta}; KL(original ‖ changed); {top}."
 
 
 def _sweep(swap: Swap, report: Report) -> Section:
