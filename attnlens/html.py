@@ -14,6 +14,7 @@ from attnlens import plots
 from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.tables import facts
 from attnlens.tables.experiments import experiment_sections
+from attnlens.tables.population import no_errors, population
 from attnlens.tables.sections import Rows, Section
 from attnlens.tables.series import told_of
 from attnlens.tables.swaps import sections, site_sections
@@ -152,7 +153,10 @@ def _heads(shapes: Shapes) -> str:
     rows = "".join(_row(head, columns, starts, parts) for head in shapes.report.heads)
     head = f"<thead><tr>{first}</tr><tr>{second}</tr></thead>"
     body = f"<tbody>{_null_row(columns, starts)}{rows}</tbody>"
-    return f'<h2>Every head</h2><div class="scroll"><table class="heads">{head}{body}</table></div>'
+    about = population(shapes.report)
+    said = no_errors(shapes.report) or (about and f"±: standard error; {about}")
+    below = f'<p class="quiet">{_text(said)}.</p>' if said else ""
+    return f'<h2>Every head</h2><div class="scroll"><table class="heads">{head}{body}</table></div>{below}'
 
 
 def _cell(tag: str, content: str, first: bool) -> str:

@@ -59,10 +59,10 @@ class MeasureInfo:
     """The wholes of which it is a part: measures of one source that name the same whole sum to 1 in every head."""
     by_depth: bool = False
     """Whether a curve is to be seen in the first, middle and last third of the layers, side by side."""
-    more: str = ""
-    """In plain words, what a head with an outstandingly large value does; empty where that says nothing."""
-    less: str = ""
-    """The same for an outstandingly small value."""
+    ends: Literal["", "largest", "both"] = ""
+    """Which of its ends are worth a place among the most extreme heads; empty where neither is."""
+    beside: str = ""
+    """The measure that says what even attention would read, for one whose size says little without it."""
     space: str = ""
     """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
     different questions, and stand apart from each other in tables and pictures."""

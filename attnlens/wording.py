@@ -68,6 +68,14 @@ def written(number: float | None, decimals: int) -> str:
     return f"{rounded if rounded else 0.0:.{decimals}f}"
 
 
+def spread(number: float, decimals: int) -> str:
+    """An error with that many decimals; `<0.0005` where these would say 0 of one that is not, 0 of one that is."""
+    shown = written(number, decimals)
+    if decimals == SCIENTIFIC or math.isnan(number) or float(shown) != 0:
+        return shown
+    return f"<{0.5 * 10**-decimals:.{decimals + 1}f}" if number > 0 else "0"
+
+
 def short(number: float) -> str:
     """One number by itself, with two figures, as an error is given."""
     return written(number, decimals_for([number], figures=2))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import studies
 import torch
+from matplotlib.patches import Rectangle
 from subjects import machine
 from subjects import models as installed
 
@@ -149,8 +150,8 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
                 for name, row in rows["measures"].items():
                     place = names.index(name)
                     table[place, column] = row["rho"]
-                    white = "white" if abs(row["rho"]) > 0.6 else style.INK
-                    shown = {"weight": "bold", "color": white} if row["holds"] else {"color": style.MUTED, "size": 5.5}
+                    shown = {"weight": "bold"} if row["holds"] else {"size": 5.5}
+                    shown["color"] = "white" if abs(row["rho"]) > 0.5 else style.INK
                     axes.text(
                         column,
                         place,
@@ -159,6 +160,11 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
                         va="center",
                         **{"size": 6.5} | shown,
                     )
+            for column, place in ((c, p) for p, c in np.argwhere(np.isnan(table))):
+                corner = (column - 0.5, place - 0.5)
+                axes.add_patch(
+                    Rectangle(corner, 1, 1, facecolor=style.MISSING, edgecolor=style.MUTED, hatch="/////", lw=0)
+                )
             image = axes.imshow(table, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
             under = [f"{words}\n({math.sqrt(rows['reliability']):.2f})" for words, rows in one["kernels"].items()]
             axes.set_xticks(range(len(under)), under, fontsize=6.5)
@@ -166,7 +172,8 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
             axes.set_title(f"{one['model']}, {one['heads']} heads, {one['windows']} windows")
         figure.supxlabel(
             "Spearman's ρ of a measure with the harm of a kernel, over heads. Bold: holds after Holm's correction and "
-            "over layers. In brackets: the largest ρ that the harm's noise allows.",
+            "over layers. In brackets: the largest ρ that the harm's noise allows.\nHatched: causal heads have no such "
+            "share, since their mask hides pairs, which leaves it open.",
             fontsize=6,
             color=style.MUTED,
         )

@@ -254,7 +254,7 @@ def _summary(heads: list[Head], layers: int) -> Summary:
             rank=1,
             of=len(heads),
             percentile=99,
-            text="more symmetric than the other heads: largest of them",
+            text="largest weights.symmetry of them: 0.9",
         ),
         Extreme(
             layer=last.layer,
@@ -264,7 +264,7 @@ def _summary(heads: list[Head], layers: int) -> Summary:
             rank=1,
             of=len(heads),
             percentile=1,
-            text="needs fewer dimensions than the other heads: smallest of them",
+            text="smallest weights.effective_rank of them: 2",
         ),
     ]
     return Summary(

@@ -27,7 +27,8 @@ from attnlens.records import (
 
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 HEADLESS = "the model has no head that predicts tokens or classes"
-PREDICTING = ("loss", "perplexity", "kl", "top1_agreement")
+PREDICTING = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
+STATES = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
 NOISE = "the model's input is noise that attnlens made up"
 BEFORE = 2.43
 
@@ -37,11 +38,13 @@ def outcome(
 ) -> dict[str, Any]:
     """The fields of an Outcome whose loss rises by that much; None: it diverged."""
     if delta is None:
-        return {"reasons": dict.fromkeys((*PREDICTING, "hidden_cosine", "hidden_cka"), DIVERGED)}
-    found: dict[str, Any] = {"hidden_cosine": 1 / (1 + abs(delta)), "hidden_cka": 1 / (1 + 0.7 * abs(delta))}
+        return {"reasons": dict.fromkeys((*PREDICTING, *STATES), DIVERGED)}
+    cosine, kl = 1 / (1 + abs(delta)), 1.1 * abs(delta)
+    found: dict[str, Any] = {"hidden_cosine": cosine, "hidden_cka": 1 / (1 + 0.7 * abs(delta))}
+    found["hidden_cosine_ci95"] = (max(-1.0, cosine - 0.0412), min(1.0, cosine + 0.0412))
     if headless:
         return found | {"reasons": dict.fromkeys(PREDICTING, HEADLESS)}
-    alike: dict[str, Any] = {"kl": 1.1 * abs(delta), "top1_agreement": 1 / (1 + 0.8 * abs(delta))}
+    alike: dict[str, Any] = {"kl": kl, "kl_ci95": (0.9 * kl, 1.12 * kl), "top1_agreement": 1 / (1 + 0.8 * abs(delta))}
     if noise:
         return found | alike | {"reasons": dict.fromkeys(("loss", "perplexity"), NOISE)}
     half = 0.0202 + 0.05 * abs(delta)  # so that no interval ends on a half of a shown digit

@@ -23,6 +23,26 @@ def test_every_benchmark_runs_and_prints_its_rows(script):
     assert "ratio" in done.stdout
 
 
+def test_the_map_of_predictors_can_be_read_where_it_is_saturated_and_where_it_is_empty(monkeypatch, tmp_path):
+    """Numbers are white on dark cells whether they hold or not; what no head has is hatched, and the reason stands."""
+    monkeypatch.syspath_prepend(str(FILES[0].parent))
+    import study_predictors
+
+    drawn = []
+    monkeypatch.setattr(study_predictors.style, "encoded", lambda figure, _: drawn.append(figure) or b"")
+    rows = {"a": {"rho": -0.8, "holds": False}, "b": {"rho": 0.1, "holds": True}}
+    few = {"a": rows["a"]}
+    found = [
+        {"model": name, "heads": 8, "windows": 4, "kernels": {"rbf": {"reliability": 1.0, "measures": measures}}}
+        for name, measures in (("x", rows), ("y", few))
+    ]
+    study_predictors.draw(found, str(tmp_path / "a.png"))
+    whole, part = drawn[0].axes[:2]
+    assert [text.get_color() for text in whole.texts] == ["white", study_predictors.style.INK]
+    assert [len([patch for patch in axes.patches if patch.get_hatch()]) for axes in (whole, part)] == [0, 1]
+    assert "Hatched: " in drawn[0].get_supxlabel()
+
+
 def test_there_are_benchmarks_and_none_hides_a_standard_module():
     """A script's folder comes first on the path: benchmarks/inspect.py would be imported for the standard inspect."""
     assert len(SCRIPTS) >= 3

@@ -84,7 +84,18 @@ def test_pictures_are_counted(tmp_path):
     pictures = len(list((tmp_path / "all").iterdir()))
     assert pictures > 1
     assert f"Wrote {pictures} pictures to all, one.html" in result.stderr
+    assert "older" not in result.stderr
+    (tmp_path / "all" / "another.png").touch()
+    again = attnlens(*ONE, "--png", "all", cwd=tmp_path).stderr
+    assert "all holds 1 older picture that this run did not write." in again
     assert "Wrote one.png" in attnlens(*ONE, "--png", "one.png", cwd=tmp_path).stderr
+
+
+def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
+    refused(attnlens(*ONE, "--png", "one.xyz", cwd=tmp_path), ".xyz is not offered", ".png, .svg or .pdf")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run.2").mkdir()
+    assert attnlens(*ONE, "--png", "run.2", cwd=tmp_path).returncode == 0, "a folder that is there is one"
 
 
 @pytest.mark.parametrize("words", ["list", "list schema", "--help", "--version", LINE, f"{LINE} --json -"])

@@ -74,8 +74,10 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("--windows", "sprad"), "There is no windows 'sprad'.", "Did you mean 'spread'?"),
-        (("--intervals", "txts"), "There is no intervals 'txts'.", "Did you mean 'texts'?"),
+        (("--windows", "middle"), "--windows middle is none of spread, first, random.", "Choose one of them."),
+        (("--windows", "sprad"), "--windows sprad is none of spread, first, random.", "Did you mean spread?"),
+        (("--intervals", "txts"), "--intervals txts is none of windows, texts.", "Did you mean texts?"),
+        (("--text", "."), "--text names no file: it is empty, or a folder.", "Give the path of a text file"),
         (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
         (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
     ],
@@ -122,5 +124,41 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
     assert (stopped.returncode, stopped.stdout) == (2, "")
     assert "does not know 88% of the tokens of foreign.txt" in stopped.stderr
     assert "--allow-foreign-text" in stopped.stderr
-    allowed = attnlens(*words, "--allow-foreign-text")
+    outputs = [str(tmp_path / f"report.{kind}") for kind in ("json", "html", "md")]
+    asked = zip(("--json", "--html", "--markdown"), outputs, strict=True)
+    allowed = attnlens(*words, "--allow-foreign-text", *(word for pair in asked for word in pair))
     assert allowed.returncode == 0, allowed.stderr
+    for said in (allowed.stdout, *(Path(path).read_text() for path in outputs)):
+        assert "does not know 88% of the tokens of foreign" in " ".join(said.split())
+
+
+def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
+    done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4")
+    assert done.returncode == 0, done.stderr
+    assert "Left out: piece-4.txt, since 4 sequences are fewer than the 5 texts." in " ".join(done.stdout.split())
+    over = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4", "--intervals", "texts")
+    assert (over.returncode, over.stdout) == (2, "")
+    assert "Intervals over texts need 5 texts, and 4 sequences are of 4." in over.stderr
+    assert "Give more --sequences" in over.stderr
+
+
+def test_the_caption_follows_the_placement() -> None:
+    said = " ".join(attnlens("inspect", "demo", *SMALL, "--sequences", "4", "--windows", "first").stdout.split())
+    assert "4 × 32 tokens from the beginning of King James passages" in said
+    assert "hold for windows like these, not for all of King James passages" in said
+    assert "windows of King James passages" not in said
+
+
+def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_told(pieces: list[str], tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.txt"
+    foreign.write_text("".join(chr(0x4E00 + 7919 * number % 2000) for number in range(900)))
+    for words in (
+        ("inspect", "demo", *SMALL),
+        ("swap-kernel", "demo", "--layers", "0", "--tokens", "32", "--no-progress"),
+    ):
+        done = attnlens(*words, "--text", str(foreign), *given(pieces[:1]), "--sequences", "8")
+        assert done.returncode == 0, done.stderr
+        said = " ".join(done.stdout.split())
+        assert "The model's loss on foreign.txt is" in said
+        assert "worse than an even guess (ln 1024 = 6.93)" in said
+        assert "loss on piece-0.txt" not in said, "the control"

@@ -88,7 +88,7 @@ def test_what_is_not_identified_says_so_and_leads_nowhere():
     assert {"extended.share_skew", "ksvd.rank90", "ksvd.value_alignment", "ksvd.asymmetry"} <= set(found)
     assert not any(name.startswith("tokens.") for name in found)
     for info in found.values():
-        assert (info.headline, info.more, info.less) == (False, "", ""), info.name
+        assert (info.headline, info.ends) == (False, ""), info.name
         assert info.caution.startswith("Not identified")
     for name, reason in (("tokens.definite", "mask hides"), ("tokens.share_skew", "mask hides")):
         info = registry.measure_infos()[name]
@@ -216,7 +216,7 @@ def test_the_sentence_stands_wherever_the_numbers_do(demo):
     assert any("not identified" in note for note in shapes.report.model.conventions.notes)
     alone = Shapes(attnlens.inspect(demo, source="tokens", sequences=1, tokens=16, analyzers="extended"))
     panel = page_rows(alone)[0][0]
-    assert (panel.name, panel.note) == ("extended.kernel_shares", "not identified")
+    assert (panel.name, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
     for info in registry.measure_infos().values():
         assert ("(not identified)" in info.meaning) == (info.identified == "nowhere"), info.name
 

@@ -1,18 +1,21 @@
 """Are the numbers of a report those of the model, on real trained weights and against naive computations?"""
 
 import importlib.util
+import io
 import json
 import math
 import statistics
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import families
 import pytest
 import torch
+from rich.console import Console
 
 import attnlens
-from attnlens import hooks, models, texts
+from attnlens import hooks, html, models, tables, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
@@ -407,12 +410,35 @@ def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
         assert statistics.stdev(own) / math.sqrt(5) == pytest.approx(head.measures["tokens.entropy"].se, rel=1e-9)
 
 
+def printed(report):
+    console = Console(width=120, file=io.StringIO(), highlight=False)
+    console.print(tables.summary(report))
+    return console.file.getvalue()
+
+
 def test_one_window_has_no_error_and_says_why(demo):
     report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], sequences=1, tokens=32)
     measure = report.heads[0].measures["tokens.entropy"]
     assert measure.value is not None
     assert (measure.se, measure.se_reason) == (None, "one window has no spread")
     assert report.summary.median_errors == {}
+    assert report.summary.reasons == {"median_errors": "one window has no spread"}
+    for said in (printed(report), tables.markdown(report), html.page(report)):
+        assert "one window has no spread: no errors" in unescape(" ".join(said.split()))
+
+
+def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_path):
+    book = texts.sample("demo")[0].text
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_text(book[8_000 * number : 8_000 * (number + 1)])
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=4, tokens=32)
+    said = " ".join(printed(report).split())
+    assert "every window counts once, and the texts gave 2, 1, 1 windows" in said
+    assert "0.txt (2)" in said
+    assert "2.txt (1)" in said
+    assert "one window of a text has no spread: no errors in its row" in said
+    assert [text.reasons for text in report.summary.texts[:2]] == [{}, {"median_errors": "one window has no spread"}]
 
 
 def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(tmp_path):
@@ -511,27 +537,33 @@ def heads_of(values, calls, name):
 def test_shared_weights_are_ranked_once():
     values = [0.01 * number for number in range(20)] + [9.0]
     for name, lines in (("weights.norm", 1), ("tokens.entropy", 3)):
-        info = {name: MeasureInfo(name, "", "", more="large")}
+        info = {name: MeasureInfo(name, "", "", ends="largest")}
         found = [one for one in extremes(heads_of(values, 3, name), info) if one.value == 9]
         assert len(found) == lines
         assert {(one.rank, one.of) for one in found} == {(1, 21) if lines == 1 else (one.rank, 63) for one in found}
         assert ("(all 3 calls)" in found[0].text) == (lines == 1)
         assert {one.head for one in found} == {20}
     few = heads_of([0.01, 0.02, 0.03, 9.0], 6, "weights.norm")
-    assert extremes(few, {"weights.norm": MeasureInfo("weights.norm", "", "", more="large")}) == []
+    assert extremes(few, {"weights.norm": MeasureInfo("weights.norm", "", "", ends="largest")}) == []
 
 
 def test_extremes_are_ranks_with_value_and_percentile_one_line_a_head():
     values = [0.01 * number for number in range(20)]
-    info = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", more="even", less="sharp")}
-    found = extremes(heads_of(values, 1, "tokens.entropy"), info)
+    info = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", ends="both")}
+    heads = heads_of(values, 1, "tokens.entropy")
+    found = extremes(heads, info)
     assert {(one.head, one.rank, one.percentile) for one in found} == {
         (19, 1, 97.5), (18, 2, 92.5), (17, 3, 87.5), (0, 1, 2.5), (1, 2, 7.5), (2, 3, 12.5)
     }  # fmt: skip
     assert {one.text for one in found if one.rank == 2} == {
-        "even: tokens.entropy 0.18, 2nd largest of 20, median 0.095",
-        "sharp: tokens.entropy 0.01, 2nd smallest of 20, median 0.095",
+        "2nd largest tokens.entropy of 20: 0.18, median 0.095",
+        "2nd smallest tokens.entropy of 20: 0.01, median 0.095",
     }
+    beside = {"tokens.entropy": MeasureInfo("tokens.entropy", "", "", ends="largest", beside="tokens.even")}
+    known = [
+        head.model_copy(update={"measures": head.measures | {"tokens.even": Measure(value=0.074)}}) for head in heads
+    ]
+    assert extremes(known, beside)[0].text.endswith("median 0.095, even attention 0.074")
     alike = heads_of([0.5] * 20, 1, "tokens.entropy")
     assert extremes(alike, info) == []
 

@@ -57,6 +57,32 @@ def test_layer_0_is_at_the_top_and_axes_carry_the_models_numbers() -> None:
     assert np.asarray(axes.images[0].get_array())[1, 1] == kept[-1].measures["weights.symmetry"].value
 
 
+def test_one_layer_needs_no_bar_of_layers_and_every_curve_has_a_name() -> None:
+    for layers, bars in ((1, 0), (2, 1)):
+        shapes = Shapes(synthetic_report(layers, 8))
+        with house_style():
+            figure = fan_figure(shapes, "weights.singular_values")
+            page = overview_figure(shapes)
+        assert len(figure.axes[0].child_axes) == bars
+        titles = [axes.get_title(loc="left") for axes in page.axes]
+        assert any(title.endswith("singular values of M") for title in titles)
+        fans = [axes for axes in page.axes if "singular" in axes.get_title(loc="left")]
+        assert all(" over " in axes.get_xlabel() for axes in fans)
+
+
+def test_where_few_measures_are_the_parts_of_the_shares_fill_the_page() -> None:
+    report = synthetic_report(3, 4)
+    names = [f"tokens.share_{part}" for part in ("positive", "negative", "skew", "key")]
+    heads = [
+        head.model_copy(update={"measures": {n: head.measures[n] for n in names}, "curves": {}}) for head in report
+    ]
+    with house_style():
+        figure = overview_figure(Shapes(report.model_copy(update={"heads": heads})))
+    assert [axes.get_title(loc="left")[3:] for axes in figure.axes] == [
+        "kernel shares", "share positive", "share negative", "share skew", "share key"
+    ]  # fmt: skip
+
+
 def test_heads_without_a_value_are_masked_hatched_and_explained() -> None:
     missing = [(0, 1), (0, 2), (2, 0)]
     shapes = Shapes(synthetic_report(3, 4, missing=missing))
@@ -147,15 +173,12 @@ def test_the_caption_gives_null_error_count_model_and_coverage() -> None:
     assert "Null 0.0013 ± 0.0018 (mean ± sd)" in weights
     assert "bert-base-uncased (BertForMaskedLM, 110 M parameters, 4 layers × 4 heads)" in weights
     assert "COMPLETE: 16 of 16 heads" in weights
-    assert "Mean of 7 sequences, se 0.0" in tokens
+    assert "7 sequences; heads' median se 0.0" in tokens
 
 
-def test_share_bars_are_the_layers_means() -> None:
-    shapes = Shapes(synthetic_report(3, 5, source="tokens"))
+def test_shares_name_their_parts() -> None:
     with house_style():
-        axes = overview_figure(shapes).axes[0]
-    first = [bar.get_width() for bar in axes.containers[0]]
-    np.testing.assert_allclose(first, shapes.readings["tokens.share_positive"].values.mean(axis=1))
+        axes = overview_figure(Shapes(synthetic_report(3, 5, source="tokens"))).axes[0]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["positive", "negative", "skew", "key"]
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+from matplotlib.colors import to_hex
 from reports import planted, synthetic_report
 
-from attnlens.plots.shares import layer_means
+from attnlens.plots import house_style
+from attnlens.plots.shares import draw_shares, has_all
+from attnlens.plots.style import PART_COLOURS, new_figure
 from attnlens.records import Null
 from attnlens.shapes import Shapes, by_turns
 
@@ -18,7 +21,27 @@ def test_shares_are_found_by_their_sum_and_not_by_their_name() -> None:
     scores = [f"tokens.share_{part}" for part in ("key", "distance", "interaction")]
     # weights.inertia_± have a stem too, and sum to 128
     assert list(shapes.shares.items()) == [("tokens.kernel_shares", names), ("tokens.score_shares", scores)]
-    np.testing.assert_allclose(sum(layer_means(shapes, names)), np.ones(4), atol=1e-12)
+    assert has_all(shapes, names)
+
+
+def test_every_head_is_a_line_of_parts_in_their_own_colours() -> None:
+    report = synthetic_report(3, 4, missing=[(1, 0)])
+    lost = [head.model_copy(update={"measures": {}}) if head.layer == 2 else head for head in report]
+    shapes = Shapes(report.model_copy(update={"heads": lost}))
+    colours: dict[str, set[str]] = {}
+    for whole, names in shapes.shares.items():
+        assert not has_all(shapes, names)
+        with house_style():
+            axes = new_figure(4, 3).add_axes((0.1, 0.1, 0.8, 0.8))
+            draw_shares(axes, shapes, whole)
+        right = np.array([[path.vertices[:, 0].max() for path in part.get_paths()] for part in axes.collections])
+        assert right.shape[1] == 2, "a block a layer, and none for the layer without a value"
+        np.testing.assert_allclose(right[-1], 1, atol=1e-6)
+        np.testing.assert_allclose(right[0], [max(shapes.readings[names[0]].values[row]) for row in (0, 1)])
+        assert len([patch for patch in axes.patches if patch.get_hatch()]) == 1
+        for part in axes.collections:
+            colours.setdefault(str(part.get_label()), set()).add(to_hex(part.get_facecolor()[0]).upper())
+    assert colours == {part: {colour.upper()} for part, colour in PART_COLOURS.items()}
 
 
 def test_the_shares_that_most_heads_have_come_first() -> None:

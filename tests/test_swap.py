@@ -26,6 +26,7 @@ from attnlens.registry import KERNELS, kernel
 from attnlens.run import compare, costs, gates
 from attnlens.run.swap import swap_kernel
 from attnlens.run.tasks import NOTHING, feed, task_of
+from attnlens.statistics import Design, paired_difference
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 2}
 
@@ -205,6 +206,8 @@ def test_every_number_is_that_of_plain_loops(name, pack, words, lines):
     assert swap.kl > 1e-3
     assert swap.top1_agreement == pytest.approx(agree)
     assert swap.hidden_cosine == pytest.approx(cosine, abs=1e-5)
+    assert swap.kl_ci95[0] <= swap.kl <= swap.kl_ci95[1]
+    assert swap.hidden_cosine_ci95[0] <= swap.hidden_cosine <= swap.hidden_cosine_ci95[1]
     assert swap.hidden_cka == pytest.approx(cka, abs=1e-5)
     assert swap.perplexity.before == pytest.approx(math.exp(before), rel=1e-4)
     assert swap.perplexity.after == pytest.approx(math.exp(after), rel=1e-4)
@@ -328,6 +331,37 @@ def test_a_headless_model_is_measured_by_its_hidden_states_alone():
     assert 0 < swap.hidden_cosine < 0.999
     assert 0 < swap.hidden_cka < 0.999
     assert any("no head" in note for note in swap.notes)
+
+
+def test_distances_have_intervals_that_each_windows_numbers_give(tmp_path):
+    """Of a headless model the hidden cosine, text by text too; of a masked one KL beside it."""
+    paths = [tmp_path / f"{number}.txt" for number in range(2)]
+    for number, path in enumerate(paths):
+        path.write_text("\n".join(f"{word} and {word} again" for word in LINES[number:]) * 6)
+    torch.manual_seed(0)
+    whole = family("bert")
+    for model in (loaded(whole.model.bert), whole):
+        report = swap_kernel(model, "rbf", text=paths, sequences=10, tokens=12)
+        swap, rows = report.swap, list(report.windows.rows())
+        for name, tokens in {"hidden_cosine": "hidden_tokens", "kl": "tokens"}.items():
+            if name == "kl" and swap.task == "hidden":
+                continue
+            values, weights = (
+                torch.tensor([row[what] for row in rows], dtype=torch.float64) for what in (name, tokens)
+            )
+            design = Design.of([row["text"] for row in rows])
+            found = paired_difference(torch.zeros_like(values), values, design, weights=weights)
+            assert getattr(swap, name) == pytest.approx(found.value, abs=1e-9)
+            assert getattr(swap, f"{name}_ci95") == pytest.approx((found.low, min(found.high, 1.0)), abs=1e-7)
+        assert [text.sequences for text in swap.hidden_cosine_by_text] == [5, 5]
+        for text in swap.hidden_cosine_by_text:
+            own = [row["hidden_cosine"] for row in rows if row["text"] == text.name]
+            assert text.cosine == pytest.approx(sum(own) / 5, abs=1e-9)
+            assert text.ci95[0] < text.cosine < text.ci95[1]
+    alone = swap_kernel(whole, "rbf", text=paths[:1], sequences=1, tokens=12).swap
+    for name in ("kl_ci95", "hidden_cosine_ci95"):
+        assert getattr(alone, name) is None
+        assert alone.reasons[name] == "one window has no spread"
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------

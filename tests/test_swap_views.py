@@ -24,8 +24,9 @@ from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
-from attnlens.records import Coverage, Effect, Pair, Part, Plan, Report, Rise
+from attnlens.records import Coverage, Effect, Pair, Part, Plan, Report, Rise, Text, TextCosine
 from attnlens.tables.swaps import facts
+from attnlens.tables.swaps.judged import distance
 from attnlens.tables.swaps.plans import plan_lines
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
@@ -103,9 +104,31 @@ def test_diverged_is_a_finding_and_no_number() -> None:
 
 def test_a_model_without_a_head_is_told_by_its_hidden_states() -> None:
     said = flowing(swap_report(swapped(headless=True)))
-    assert f"mean cosine of {1 / 4.28:.3f}" in said
+    assert f"mean cosine of {1 / 4.28:.3f} (95 % interval 0.192 to 0.275)" in said
+    assert row(printed(tables.summary(swap_report(swapped(headless=True)))), "swapped")[1:5] == [
+        "0.234", "0.192", "to", "0.275"
+    ]  # fmt: skip
     assert f"loss, perplexity, KL, top-1: {HEADLESS}" in said
     assert "perplexity KL" not in said.split("No value")[0]
+
+
+def test_hidden_cosines_are_told_text_by_text_where_there_is_no_loss() -> None:
+    texts = [
+        TextCosine(name=f"{n}.txt", sequences=n, cosine=0.8 + n / 10, ci95=(0.7, 0.95) if n else None) for n in (0, 1)
+    ]
+    for swap in (swapped(headless=True, hidden_cosine_by_text=texts), swapped(hidden_cosine_by_text=texts)):
+        said = flowing(swap_report(swap))
+        assert ("1.txt 1 0.900 0.700 to 0.950" in said) == (swap.task == "hidden")
+        assert ("One window has no spread: no interval." in said) == (swap.task == "hidden")
+
+
+def test_one_window_promises_no_interval() -> None:
+    settings = swap_report().settings
+    lone = settings.model_copy(update={"sequences": 1, "texts": [Text(name="a", sha256="b", windows=[3], available=9)]})
+    for swap in (swapped(), swapped(headless=True)):
+        assert "one window has no spread: no errors" in flowing(swap_report(swap, **dict(lone)))
+        assert "bootstrap interval" not in flowing(swap_report(swap, **dict(lone))).replace("no errors", "")
+        assert "bootstrap interval" in flowing(swap_report(swap))
 
 
 def test_off_simplex_mass_is_told_where_there_is_some() -> None:
@@ -117,7 +140,8 @@ def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
     swap = swapped(noise=True, sweep="heads")
     said = flowing(swap_report(swap))
     assert (
-        "The predictions are 3.61 nats per token (KL) from the original's, and 27.6 % of the first choices are" in said
+        "The predictions are 3.61 nats per token (KL, 95 % interval 3.25 to 4.04) from the original's, and 27.6 % of "
+        "the first choices are" in said
     )
     assert f"loss, perplexity: {NOISE}" in said
     assert (
@@ -126,6 +150,9 @@ def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
     assert "FDR" not in said
     assert row(printed(tables.summary(swap_report(swap)), 110), "swapped")[1:] == [
         "3.61",
+        "3.25",
+        "to",
+        "4.04",
         "27.6",
         "%",
         "0.234",
@@ -138,9 +165,9 @@ def test_kernels_on_noise_are_compared_by_their_predictions() -> None:
     deltas = {"rbf": 1.0, "l2": None, "cosine": 2.0}
     report = swap_report(*(swapped(noise=True, kernel=name, deltas=(delta,)) for name, delta in deltas.items()))
     text = printed(tables.summary(report), 110)
-    assert row(text, "kernel") == ["kernel", "KL", "top-1", "cosine", "CKA", "speed"]
-    assert row(text, "rbf")[1:6] == ["1.10", "55.6", "%", "0.500", "0.588"]
-    assert row(text, "l2")[1:] == ["diverged", "–", "–", "–", "×", "0.80"]
+    assert row(text, "kernel") == ["kernel", "KL", "interval", "top-1", "cosine", "CKA", "speed"]
+    assert row(text, "rbf")[1:9] == ["1.10", "0.99", "to", "1.23", "55.6", "%", "0.500", "0.588"]
+    assert row(text, "l2")[1:] == ["diverged", "–", "–", "–", "–", "×", "0.80"]
     assert "The KL to the original is least under rbf (1.10), largest under cosine (2.20). Diverged: l2." in flowing(
         report
     )
@@ -296,6 +323,8 @@ def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
     assert "Estimated: on the calibration text that chose the ranks" in flowing(planned())  # the control
     assert "Promised: on calibration text that neither fitted nor chose" in flowing(planned())
     assert "all windows of these texts" in flowing(planned())
+    assert "A rise is a ratio of two losses and Δ their difference in nats" in flowing(planned())
+    assert "their difference" not in flowing(planned(measured=None))
 
 
 class Tags(HTMLParser):
@@ -446,6 +475,12 @@ def drawn(draw: object, *words: object) -> Figure:
 
 
 def test_stages_stand_at_their_losses() -> None:
+    for lossless in (swapped(headless=True), swapped(noise=True)):
+        whiskers = [line for line in drawn(draw_stages, lossless).axes[0].lines if len(line.get_xdata()) == 2]
+        low, high = sorted(whiskers[-1].get_xdata())
+        assert low < distance(lossless, lossless) < high
+        (bar,) = [line for line in drawn(draw_kernels, [lossless]).axes[0].lines if line.get_linewidth() == 1.4]
+        assert sorted(bar.get_xdata()) == pytest.approx([low, high])
     axes = drawn(draw_stages, swapped(deltas=(3.28, 1.12))).axes[0]
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"]
     assert dots == [(2.43, 0), (pytest.approx(5.71), 1), (pytest.approx(3.55), 2)]
@@ -472,6 +507,25 @@ def test_one_giant_head_does_not_bleach_the_others() -> None:
     assert limit(values) == (0.1, "neither")
     values[1, 1] = 50.0
     assert limit(values) == (0.1, "max")
+
+
+def test_a_cell_beyond_the_colours_has_its_number() -> None:
+    effects = [
+        Effect(layer=n // 40, head=n % 40, part="decoder", delta=0.041 if n else 0.143, p_value=0.5) for n in range(80)
+    ]
+    swap = swapped(2, 40, sweep="heads").model_copy(update={"sweep": effects})
+    assert [text.get_text() for text in drawn(draw_sweep, swap).axes[0].texts] == ["0.14"]
+    (panel,) = [found for found in pictures(swap_report(swap)) if found.stem == "sweep"]
+    assert "A number: an effect beyond the last colour." in panel.caption
+    level = swap.model_copy(update={"sweep": effects[1:]})
+    assert not list(drawn(draw_sweep, level).axes[0].texts)
+
+
+def test_no_head_could_be_shown_to_matter_is_not_that_none_matters() -> None:
+    effects = [Effect(layer=0, head=n, part="decoder", delta=0.1, ci95=(-0.1, 0.3), p_value=0.3) for n in range(4)]
+    said = flowing(swap_report(swapped(sweep="heads").model_copy(update={"sweep": effects}), sequences=4))
+    assert "no head could be shown to matter with 4 windows (false discovery rate 5 %)" in said
+    assert "0 of 4 heads" not in said
 
 
 def test_effects_of_different_size_are_drawn_on_a_logarithmic_axis() -> None:

@@ -54,7 +54,9 @@ def test_in_cross_attention_no_measure_takes_queries_for_keys():
     assert list(of_weights(heads)) == ["weights.norm"] == [info.name for info in WEIGHTS if not info.self_only]
     torch.testing.assert_close(of_weights(heads)["weights.norm"], torch.linalg.matrix_norm(dense(heads)))
     tokens = of_tokens(query_key(heads.query, heads.key, "tokens", part="cross"))
-    assert list(tokens) == ["tokens.share_key", "tokens.share_interaction", "tokens.share_first"]
+    assert list(tokens) == [
+        f"tokens.{name}" for name in ("share_key", "share_interaction", "share_first", "first_if_even")
+    ]
     assert list(tokens) == [info.name for info in TOKENS if not info.self_only]
     assert all(reading.isfinite().all() for reading in tokens.values())
 

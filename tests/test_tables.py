@@ -20,6 +20,7 @@ from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.records import Report
 from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
 from attnlens.tables.markdown import escaped
+from attnlens.wording import spread
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
 
@@ -78,7 +79,7 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
     sd = report.summary.median_nulls["weights.symmetry"].sd
-    assert re.search(rf"± sd +±{sd:.3f}", text), "the null of the median, and not of one head"
+    assert re.search(rf"± sd +±{spread(sd, 3)}", text), "the null of the median, and not of one head"
     error = report.summary.layer_errors[2]["tokens.share_positive"]
     value = medians(report, "tokens.share_positive")[2]
     assert f"{value:.3f}±{error:.3f}" in rows["2"]
@@ -125,11 +126,22 @@ def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
     assert "COMPLETE: 12 of 12 heads" in printed(tables.summary(synthetic_report(3, 4)))
 
 
-def test_extremes_are_words_and_skipped_parts_have_reasons() -> None:
+def test_extremes_are_ranks_and_skipped_parts_have_reasons() -> None:
     text = printed(tables.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)])), 150)
-    assert "layer 0 head 0  more symmetric than the other heads: largest of them" in text
+    assert "layer 0 head 0  largest weights.symmetry of them: 0.9" in text
     assert "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)" in text
     assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
+
+
+def test_what_one_row_says_is_not_said_twice() -> None:
+    one_layer, one_head = (printed(tables.summary(synthetic_report(1, heads)), 150) for heads in (3, 1))
+    for text in (one_layer, one_head):
+        assert not re.search(r"^ +all ", text, re.MULTILINE)
+        assert re.search(r"^ +null ", text, re.MULTILINE)
+    assert "Rows are medians over heads" in one_layer
+    assert "medians" not in one_head
+    assert "± is the standard error (" in one_head or "± is the standard error;" in one_head
+    assert re.search(r"^ +all ", printed(tables.summary(synthetic_report(2, 3)), 150), re.MULTILINE), "the control"
 
 
 def test_measures_that_do_not_exist_read_as_a_dash_with_the_reason() -> None:

@@ -206,10 +206,30 @@ def test_a_foreign_text_is_refused_unless_it_is_allowed() -> None:
     error = rejected(TextError, fed, model, foreign, tokens=16)
     assert "does not know 88% of the tokens of a text" in error.problem
     assert "--allow-foreign-text" in error.remedy
-    assert fed(model, foreign, tokens=16, allow_foreign=True).unknown_share == pytest.approx(14 / 16)
+    assert fed(model, foreign, tokens=16, allow_foreign=True).unknown == {"a text": pytest.approx(14 / 16)}
     half = content("the ж cat щ " * 40)
-    assert fed(model, half, tokens=10, allow_foreign=True).unknown_share < 0.5, "the control is below the limit"
+    assert fed(model, half, tokens=10, allow_foreign=True).unknown["a text"] < 0.5, "the control is below the limit"
     assert fed(model, half, tokens=10).sequences
+
+
+def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
+    model, foreign = reading("bert"), texts.Content("ж ш щ " * 40, "foreign.txt")
+    several = [texts.Content(PROSE, "one.txt"), foreign, texts.Content(PROSE * 2, "two.txt")]
+    error = rejected(TextError, fed, model, several, tokens=16, sequences=6)
+    assert "does not know 88% of the tokens of foreign.txt" in error.problem
+    allowed = fed(model, several, tokens=16, sequences=6, allow_foreign=True)
+    (note,) = texts.foreign_notes(allowed.unknown)
+    assert note == (
+        "The tokenizer does not know 88% of the tokens of foreign.txt: "
+        "the text may be of another language or kind than the model's."
+    )
+    assert sum(allowed.unknown.values()) / 3 < 0.5, "pooled, it would pass"
+
+
+def test_texts_beyond_the_sequences_are_named() -> None:
+    several = [texts.Content(PROSE * number, f"{number}.txt") for number in (1, 2, 3)]
+    assert fed(reading("gpt2"), several, tokens=16, sequences=2).left_out == ("3.txt",)
+    assert fed(reading("gpt2"), several, tokens=16, sequences=3).left_out == ()
 
 
 @pytest.mark.parametrize("name", WRAPPED)

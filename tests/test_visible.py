@@ -1,5 +1,7 @@
 """Are the shares of visible scores those of a dense least-squares fit, whatever the mask?"""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -173,4 +175,6 @@ def test_the_weight_on_the_first_key_that_a_query_sees(allowed):
     rows = [row for row in range(N) if visible[row].sum() > 1]
     expected = found.attention[:, rows, [int(visible[row].nonzero()[0]) for row in rows]].mean(-1)
     torch.testing.assert_close(linalg.first_weight(found), expected)
+    even = replace(found, query=torch.zeros_like(found.query))
+    torch.testing.assert_close(linalg.even_weight(found), linalg.first_weight(even))
     assert (linalg.first_weight(found) - found.attention[..., 0].mean(-1)).abs().max() > 1e-3 or allowed is None

@@ -61,8 +61,7 @@ TOKENS = (
         high=1,
         identified="everywhere",
         headline=True,
-        more="its attention is nearer to rank one than the other heads'",
-        less="its attention is farther from any low rank than the other heads'",
+        ends="both",
     ),
     _scalar(
         "rank90",

@@ -22,8 +22,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
-        more="its spectrum falls far more slowly than the other heads'",
-        less="its spectrum falls far faster than the other heads': a low rank may do",
+        ends="both",
     ),
     MeasureInfo(
         "weights.rank90",
@@ -63,8 +62,7 @@ TOKENS = (
         missing="no query may choose between keys",
         has_null=False,
         headline=True,
-        more="attends far more evenly than the other heads",
-        less="attends far more sharply than the other heads",
+        ends="both",
     ),
     MeasureInfo(
         "tokens.max_weight",
@@ -85,8 +83,7 @@ TOKENS = (
         missing=ZERO,
         has_null=False,
         headline=True,
-        more="its attention needs a far higher rank than the other heads'",
-        less="its attention needs a far lower rank than the other heads'",
+        ends="both",
     ),
     MeasureInfo(
         "tokens.rank90",

@@ -24,8 +24,7 @@ WEIGHTS = (
         high=1,
         missing="the matrix is zero",
         headline=True,
-        more="far more symmetric than the other heads",
-        less="far more skew than the other heads",
+        ends="both",
     ),
     MeasureInfo(
         "weights.directionality",
@@ -41,8 +40,7 @@ WEIGHTS = (
         low=-1,
         high=1,
         missing="every eigenvalue is zero",
-        more="far more positive eigenvalues than the other heads",
-        less="far more negative eigenvalues than the other heads",
+        ends="both",
     ),
     MeasureInfo(
         "weights.definiteness",
@@ -52,8 +50,7 @@ WEIGHTS = (
         high=1,
         missing="the symmetric part is zero",
         headline=True,
-        more="far nearer to positive definite than the other heads",
-        less="far nearer to negative definite than the other heads",
+        ends="both",
     ),
     MeasureInfo(
         "weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}", low=0
@@ -84,10 +81,10 @@ def _share(name: str, meaning: str, formula: str, **rest: Any) -> MeasureInfo:
     return MeasureInfo(f"tokens.share_{name}", meaning, formula, **settings | rest)
 
 
-def _kernel_share(name: str, meaning: str, formula: str, more: str) -> MeasureInfo:
+def _kernel_share(name: str, meaning: str, formula: str) -> MeasureInfo:
     """A share that only heads have that see all pairs."""
     missing = f"{HIDDEN}, or {NOTHING_SEEN}"
-    return _share(name, meaning, formula, more=more, missing=missing, identified="all pairs", wholes=(KERNEL,))
+    return _share(name, meaning, formula, ends="largest", missing=missing, identified="all pairs", wholes=(KERNEL,))
 
 
 TOKENS = (
@@ -95,19 +92,16 @@ TOKENS = (
         "positive",
         "share of what softmax sees that is a positive definite kernel, where all pairs are seen",
         "Σμ₊²/‖LJ‖², μ the eigenvalues of JSJ",
-        more="far more of its scores is a positive definite kernel",
     ),
     _kernel_share(
         "negative",
         "share that is symmetric but indefinite, where all pairs are seen",
         "Σμ₋²/‖LJ‖², μ the eigenvalues of JSJ",
-        more="far more of its scores is symmetric but indefinite",
     ),
     _kernel_share(
         "skew",
         "share that is asymmetric and that no query or key gate removes, where all pairs are seen",
         "‖JAJ‖²/‖LJ‖²",
-        more="far more of its scores is asymmetric",
     ),
     MeasureInfo(
         "tokens.definite",
@@ -125,7 +119,7 @@ TOKENS = (
         "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         self_only=False,
         wholes=(KERNEL, SCORES),
-        more="attends to the same keys whatever the query",
+        ends="largest",
     ),
     _share(
         "distance",
@@ -133,7 +127,7 @@ TOKENS = (
         "the distance is one of the key, up to row constants)",
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
-        more="attends by distance, whatever the tokens",
+        ends="largest",
     ),
     _share(
         "interaction",
@@ -141,7 +135,7 @@ TOKENS = (
         "R_abc/R_a; cross-attention: R_ab/R_a",
         self_only=False,
         wholes=(SCORES,),
-        more="attends by which query meets which key",
+        ends="largest",
     ),
     _share(
         "first",
@@ -149,7 +143,18 @@ TOKENS = (
         "mean of p_ij over queries that see two keys or more, j the first of them",
         self_only=False,
         missing="no query may choose between keys",
-        more="its attention rests on the first token",
+        ends="largest",
+        beside="tokens.first_if_even",
+    ),
+    MeasureInfo(
+        "tokens.first_if_even",
+        "what share_first would read if every query attended to all its keys alike",
+        "mean of 1/(keys that the query sees) over the same queries",
+        low=0,
+        high=1,
+        self_only=False,
+        missing="no query may choose between keys",
+        has_null=False,
     ),
 )
 
@@ -188,6 +193,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
         "tokens.share_distance": shares.distance,
         "tokens.share_interaction": shares.interaction,
         "tokens.share_first": linalg.first_weight(query_key),
+        "tokens.first_if_even": linalg.even_weight(query_key),
     }
     if query_key.site.part == "cross":
         return {name: reading for name, reading in readings.items() if name != "tokens.share_distance"}

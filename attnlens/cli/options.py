@@ -307,7 +307,9 @@ def texts(what: str, paths: Sequence[Path]) -> list[str]:
     """The text files of an option. Raises UsageError for an empty path, TextError for `-` without a stdin."""
     names = [str(path) for path in paths]
     if "." in names:
-        raise UsageError(f"--{what} names no file.", "Give the path of a text file, or - for stdin.")
+        raise UsageError(
+            f"--{what} names no file: it is empty, or a folder.", "Give the path of a text file, or - for stdin."
+        )
     if "-" in names and sys.stdin is None:
         raise TextError(
             f"stdin is closed, so that --{what} - has nothing to read.", "Pipe a text into it, or name a file."

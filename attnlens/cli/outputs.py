@@ -125,6 +125,8 @@ class Outputs:
                     console(stderr=self.json == STDOUT).print(table)
         if contents and not self.quiet:
             console(stderr=True).print(f"Wrote {self._told(len(contents))}", soft_wrap=True, markup=False)
+            if older := self._older(contents):
+                console(stderr=True).print(older, soft_wrap=True, markup=False)
 
     def _contents(self, report: Report) -> dict[Path, bytes]:
         """What will stand in every file; nothing is written yet."""
@@ -141,6 +143,15 @@ class Outputs:
             f"{pictures} pictures to {path}" if option == "png" and pictures > 1 else str(path)
             for option, path in self._files.items()
         )
+
+    def _older(self, contents: Mapping[Path, bytes]) -> str:
+        """How many pictures of other runs stay in the folder that got this one's; empty where none do."""
+        folder = Path(self.png) if self.png is not None else None
+        if folder is None or not folder.is_dir():
+            return ""
+        count = sum(path not in contents for path in folder.glob("*.png"))
+        several = "older picture" + "s" * (count != 1)
+        return f"{folder} holds {count} {several} that this run did not write." if count else ""
 
     def _tables(self, report: Report) -> Iterator[RenderableType]:
         from attnlens import tables

@@ -1,7 +1,7 @@
 """What can be said about factored matrices A Bᵀ without forming them? Pure maths on tensors, in float64."""
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
-from attnlens.linalg.attention import attention_singular_values, centred, entropy, first_weight, max_weight
+from attnlens.linalg.attention import attention_singular_values, centred, entropy, even_weight, first_weight, max_weight
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import in_pool, over_heads
@@ -33,6 +33,7 @@ __all__ = [
     "directionality",
     "effective_rank",
     "entropy",
+    "even_weight",
     "first_weight",
     "in_pool",
     "layer_symmetry",

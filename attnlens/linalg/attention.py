@@ -22,10 +22,9 @@ def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     allowed key, with the probability that it takes.
     """
     attention = query_key.attention
-    choices = _allowed_keys(query_key)
+    choices = _choices(query_key)
     spread = torch.special.entr(attention).sum(-1)
     if query_key.sinks is not None:
-        choices = choices + 1
         spread = spread + torch.special.entr((1 - attention.sum(-1)).clamp(min=0))
     chooses = choices >= 2
     return _mean(spread / torch.where(chooses, choices, 2.0).log(), chooses)
@@ -45,6 +44,13 @@ def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
         place = query_key.allowed.byte().argmax(-1, keepdim=True)
         first = attention.gather(-1, place.expand(*attention.shape[:-1], 1))[..., 0]
     return _mean(first, _allowed_keys(query_key) >= 2)
+
+
+def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+    """Mean of 1/m over queries that see two keys or more, m the keys that a query sees: what `first_weight` is where
+    attention is even. A sink logit counts as one more key; NaN where no query sees two.
+    """
+    return _mean(1 / _choices(query_key).clamp(min=1), _allowed_keys(query_key) >= 2)
 
 
 def attention_singular_values(
@@ -72,6 +78,11 @@ def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
     if query_key.allowed is None:
         return torch.full_like(rows, query_key.key.shape[-2])
     return query_key.allowed.sum(-1).to(rows).expand_as(rows)
+
+
+def _choices(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
+    """Among how many keys each query's weight is spread, a sink logit counted as one."""
+    return _allowed_keys(query_key) + (query_key.sinks is not None)
 
 
 def _mean(values: Float[Tensor, "*batch n"], where: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import make_folder, write_atomically
 from attnlens.plots.experiment_pages import experiment_overview
@@ -63,12 +61,15 @@ def save_all(report: Report, target: Path) -> list[Path]:
 
 
 def is_file(target: Path) -> bool:
-    """Whether the target means one picture and not a folder of them. Raises OutputError for other picture formats."""
+    """Whether the target means one picture and not a folder of them. Raises OutputError for another ending."""
     suffix = target.suffix.lower()
-    if target.is_dir() or suffix not in {f".{name}" for name in FigureCanvasAgg.get_supported_filetypes()}:
+    if target.is_dir() or not suffix:
         return False
     if suffix not in FORMATS:
-        raise OutputError(f"{target} can't be drawn: {suffix} is not offered.", "End it in .png, .svg or .pdf.")
+        raise OutputError(
+            f"{target} can't be drawn: {suffix} is not offered.",
+            "End it in .png, .svg or .pdf, or name a folder without a dot.",
+        )
     return True
 
 

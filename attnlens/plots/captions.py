@@ -19,6 +19,13 @@ from attnlens.wording import (
     written,
 )
 
+MATRICES = {
+    "weights.singular_values": " of M",
+    "tokens.singular_values": " of P",
+    "tokens.singular_values_energy": " of P",
+}
+"""Of which matrix curves of the same name are."""
+
 
 def full_caption(shapes: Shapes, reading: Reading, width: int, mark: str = "") -> str:
     """The lines under a map: meaning, formula, null and where its `mark` is, error, what is missing, which model."""
@@ -60,7 +67,7 @@ def short_caption(reading: Reading) -> str:
         return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
     said = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
-        said.append(f"mean of {_counts(reading)} sequences, se {short(reading.error)}")
+        said.append(f"{_counts(reading)} sequences; heads' median se {short(reading.error)}")
     return "; ".join(said)
 
 
@@ -89,8 +96,8 @@ def settings_line(shapes: Shapes) -> str:
 
 
 def heading(name: str) -> str:
-    """A measure's name as a title: `effective rank`."""
-    return fitted(title_of(name), 60)
+    """A measure's name as a title: `effective rank`, `singular values of M`."""
+    return fitted(title_of(name) + MATRICES.get(name, ""), 60)
 
 
 def source_heading(shapes: Shapes, name: str) -> str:

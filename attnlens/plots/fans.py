@@ -168,7 +168,9 @@ def limit_values(
 
 
 def show_depths(axes: Axes, shapes: Shapes, norm: Normalize) -> None:
-    """Which colour is which layer, in a bar beside the axes."""
+    """Which colour is which layer, in a bar beside the axes; one layer needs none."""
+    if len(shapes.layers) == 1:
+        return
     figure = figure_of(axes)
     wide, high = size_in_points(axes)
     place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))

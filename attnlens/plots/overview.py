@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 from matplotlib.lines import Line2D
 
 from attnlens.plots.captions import (
@@ -23,7 +22,7 @@ from attnlens.plots.captions import (
 from attnlens.plots.depths import depths, draw_depth
 from attnlens.plots.fans import FORMULA, draw_fan
 from attnlens.plots.maps import draw_map
-from attnlens.plots.shares import draw_shares, layer_means
+from attnlens.plots.shares import draw_shares, has_all
 from attnlens.plots.style import INK, MUTED, new_figure
 from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.wording import big, clean, model_name, source_of
@@ -105,16 +104,18 @@ def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
 
 
 def _panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place."""
+    """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place.
+
+    Where there is room for more maps than there are, the parts of the shares get theirs.
+    """
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
     curves = [name for name in names if name in shapes.curves][: max(1, room // ACROSS)]
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
     # but for headlines, a measure that cannot be told from chance gives its place to one that can
-    maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)[
-        : room - len(wholes) - len(curves)
-    ]
+    maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
+    maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
     return [
         *(_shares_panel(shapes, whole) for whole in wholes),
         *(_map_panel(shapes, of_source[name]) for name in maps),
@@ -145,9 +146,9 @@ def _maps(shapes: Shapes) -> list[Panel]:
 
 def _shares_panel(shapes: Shapes, whole: str) -> Panel:
     names = shapes.shares[whole]
-    empty = bool(np.isnan(layer_means(shapes, names)[0]).any())
     open_ = any(shapes.info(name).identified == "nowhere" for name in names)
-    return Panel(whole, "not identified" if open_ else "", partial(draw_shares, shapes=shapes, whole=whole), empty)
+    title = f"{heading(whole)} (not identified)" if open_ else ""
+    return Panel(whole, "", partial(draw_shares, shapes=shapes, whole=whole), not has_all(shapes, names), title)
 
 
 def _map_panel(shapes: Shapes, reading: Reading) -> Panel:
@@ -171,8 +172,11 @@ def _fan(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
 
 def _name_formula(axes: Axes, shapes: Shapes, name: str) -> None:
     # not along the side, where the colour bar of the picture beside it stands
-    if len(formula := clean(shapes.info(name).formula)) <= FORMULA:
-        axes.set_xlabel(f"{formula} over {axes.get_xlabel()}", labelpad=1.5)
+    info = shapes.info(name)
+    value = (
+        formula if 0 < len(formula := clean(info.formula)) <= FORMULA else heading(name).removeprefix(f"{info.space} ")
+    )
+    axes.set_xlabel(f"{value} over {axes.get_xlabel()}", labelpad=1.5)
 
 
 def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:

@@ -1,4 +1,4 @@
-"""What does a whole consist of, layer by layer? Stacked bars of measures that sum to 1."""
+"""What does a whole consist of, head by head? Stacked lines of measures that sum to 1."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from attnlens.plots.style import CATEGORIES, MISSING, MUTED, label_layers, legend_above
+from attnlens.plots.style import CATEGORIES, MISSING, MUTED, PART_COLOURS, label_layers, legend_above
 from attnlens.shapes import Shapes
 from attnlens.wording import title_of
 
@@ -18,39 +18,54 @@ if TYPE_CHECKING:
 
 
 CROWDED = 24
-"""Layers beyond which the bars touch: the gaps between thinner ones would be all that one sees."""
+"""Layers beyond which they touch: the gaps between thinner ones would be all that one sees."""
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
-    """A bar a layer, its parts the means over the layer's heads; layers without a value are hatched."""
+    """A line a head, of its parts, which sum to 1; a layer's heads by their first part. Without a value: hatched."""
     names = shapes.shares[whole]
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
-    means = layer_means(shapes, names)
-    rows = np.arange(len(shapes.layers))
-    height, crisp = (1.0, False) if len(rows) > CROWDED else (0.86, True)
-    left = np.zeros(len(rows))
-    for number, (name, mean) in enumerate(zip(names, means, strict=True)):
-        colour = CATEGORIES[number % len(CATEGORIES)]
+    height = 1.0 if len(shapes.layers) > CROWDED else 0.86
+    ends, parts, empty = _stacked(shapes, names, height)
+    left = np.zeros(len(ends))
+    for number, (name, part) in enumerate(zip(names, parts, strict=True)):
         label = title_of(name)[shared.rfind(" ") + 1 :]
-        width = np.nan_to_num(mean)
-        axes.barh(rows, width, left=left, height=height, color=colour, label=label, linewidth=0, antialiased=crisp)
-        left += width
-    for row in rows[np.isnan(means[0])]:
-        axes.add_patch(
-            Rectangle((0, row - 0.43), 1, 0.86, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0)
-        )
+        colour = PART_COLOURS.get(label, CATEGORIES[number % len(CATEGORIES)])
+        axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
+        left = left + part
+    for row in empty:
+        place = ((0, row - height / 2), 1, height)
+        axes.add_patch(Rectangle(*place, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0))
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
-    axes.set_xlabel("share, mean over heads", labelpad=1.5)
+    axes.set_xlabel("share; a line a head", labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     label_layers(axes, shapes.layers, shapes.parts, named=named)
     legend_above(axes, min(4, len(names)))
 
 
-def layer_means(shapes: Shapes, names: list[str]) -> list[Float[np.ndarray, " layers"]]:
-    """Mean over the heads of each layer that have every part; the parts' means sum to 1 as each head's parts do."""
+def _stacked(
+    shapes: Shapes, names: list[str], height: float
+) -> tuple[Float[np.ndarray, " ends"], Float[np.ndarray, "parts ends"], list[int]]:
+    """Where down the side each head's line begins, what its parts are, and which layers have no head with all parts.
+
+    After a layer's last line stands its lower end, and then NaN, which separates it from the next layer.
+    """
     stack = np.stack([shapes.readings[name].values for name in names])
-    whole = ~np.isnan(stack.sum(axis=0))
-    count = whole.sum(axis=1)
-    totals = np.where(whole, stack, 0.0).sum(axis=2)
-    return list(np.where(count > 0, totals / np.maximum(count, 1), np.nan))
+    ends: list[float] = []
+    parts: list[Float[np.ndarray, " parts"]] = []
+    empty = []
+    for row in range(stack.shape[1]):
+        heads = stack[:, row, ~np.isnan(stack[:, row].sum(axis=0))]
+        heads = heads[:, np.argsort(-heads[0], kind="stable")]
+        if not heads.shape[1]:
+            empty.append(row)
+            continue
+        ends += [*np.linspace(row - height / 2, row + height / 2, heads.shape[1] + 1), np.nan]
+        parts += [*heads.T, heads[:, -1], np.full(len(names), np.nan)]
+    return np.array(ends), np.array(parts).T, empty
+
+
+def has_all(shapes: Shapes, names: list[str]) -> bool:
+    """Whether every layer has a head with all of these parts."""
+    return not _stacked(shapes, names, 1.0)[2]

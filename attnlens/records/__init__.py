@@ -34,6 +34,7 @@ from attnlens.records.swaps import (
     Swap,
     Task,
     TextChange,
+    TextCosine,
 )
 from attnlens.records.tensors import Part, QueryKey, Site, Source
 from attnlens.records.windows import Windows
@@ -90,6 +91,7 @@ __all__ = [
     "Task",
     "Text",
     "TextChange",
+    "TextCosine",
     "TextSummary",
     "Tool",
     "Trajectory",

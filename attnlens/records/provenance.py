@@ -140,7 +140,9 @@ class Settings(Record):
             return f"{self.noise.name}, {count} {kind}{plural} of {self.tokens} tokens each"
         if self.text is None:
             return ""
-        where = {"spread": "spread over", "first": "first of", "random": "drawn from", None: "of"}[self.windows]
+        where = {"spread": "spread over", "first": "from the beginning of", "random": "drawn from", None: "of"}[
+            self.windows
+        ]
         if self.pack is False:
             return f"{count} line{plural} of at most {self.tokens} tokens {where} {self.text.name}"
         return f"{count} × {self.tokens} tokens {where} {self.text.name}"

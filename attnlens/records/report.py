@@ -56,7 +56,7 @@ class Extreme(Record):
     percentile: Number
     """100 · (heads below it + ½)/heads."""
     text: str
-    """What it does more or less than the others, in plain words."""
+    """Its rank, its value and the median: `largest tokens.share_distance of 32: 0.0489, median 0.00635`."""
 
 
 class TextSummary(Record):
@@ -70,6 +70,8 @@ class TextSummary(Record):
     """Median over heads of each tokens.* measure."""
     median_errors: dict[str, Number] = {}
     """Standard errors of those medians, over this text's windows."""
+    reasons: dict[str, str] = {}
+    """Why a field of this record is empty, by its name."""
 
 
 class Summary(Record):
@@ -101,6 +103,8 @@ class Summary(Record):
     """Heads at the ends of the measures, the furthest from the median first."""
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
+    reasons: dict[str, str] = {}
+    """Why a field of this record is empty, by its name."""
 
 
 class SiteCheck(Record):

@@ -70,6 +70,19 @@ class TextChange(Record):
     """The loss, with its interval over this text's sequences."""
 
 
+class TextCosine(Record):
+    """How alike the last hidden states are on one text alone."""
+
+    name: str
+    """The text's name."""
+    sequences: int
+    """How many of the sequences are its."""
+    cosine: Number
+    """Mean over its tokens."""
+    ci95: tuple[Number, Number] | None = None
+    """Its 95 % interval over this text's sequences."""
+
+
 class Outcome(Record):
     """How a changed model's predictions and hidden states differ from the original's."""
 
@@ -81,10 +94,16 @@ class Outcome(Record):
     """exp(loss)."""
     kl: Number | None = None
     """KL(original ‖ changed) of the predictions, nats per predicted token."""
+    kl_ci95: tuple[Number, Number] | None = None
+    """Its 95 % interval: studentised bootstrap over windows, or from five texts on over texts, as that of the loss."""
     top1_agreement: Number | None = None
     """Share of predicted tokens on which both have the same first choice."""
     hidden_cosine: Number | None = None
     """Mean cosine of the last hidden states, token by token."""
+    hidden_cosine_ci95: tuple[Number, Number] | None = None
+    """Its 95 % interval, as that of KL."""
+    hidden_cosine_by_text: list[TextCosine] = []
+    """The same for each text, where there are several."""
     hidden_cka: Number | None = None
     """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
     reasons: dict[str, str] = {}

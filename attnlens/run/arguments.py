@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -136,8 +137,8 @@ def settings(
         sequences=whole("sequences", given.get("sequences", 32), 1),
         tokens=None if tokens is None else whole("tokens", tokens, 2),
         pack=pack,
-        windows=checked_name("windows", given.get("windows", "spread"), texts.PLACEMENTS),
-        intervals=None if intervals is None else checked_name("intervals", intervals, INTERVALS),
+        windows=_one_of("windows", given.get("windows", "spread"), texts.PLACEMENTS),
+        intervals=None if intervals is None else _one_of("intervals", intervals, INTERVALS),
         layers=numbers("layers", layers),
         heads=numbers("heads", heads),
     )
@@ -180,9 +181,15 @@ def design_of(asked: Settings, found: texts.Batches) -> Design:
     names = found.parts or ("",) * found.sequences
     count = len(set(names))
     if asked.intervals == "texts" and count < FEWEST_TEXTS:
+        enough = count + len(found.left_out) >= FEWEST_TEXTS
+        there = (
+            f"{found.sequences} sequences are of {count}"
+            if enough
+            else f"there {'is' if count == 1 else 'are'} {count}"
+        )
         raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and there {'is' if count == 1 else 'are'} {count}.",
-            "Give more --text, or leave out --intervals texts.",
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and {there}.",
+            f"Give more {'--sequences' if enough else '--text'}, or leave out --intervals texts.",
         )
     return Design.of(names, asked.intervals)
 
@@ -206,6 +213,12 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
 
 def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
     """What a reader must know of the windows, a sentence each."""
+    yield from texts.foreign_notes(found.unknown)
+    if found.left_out:
+        yield (
+            f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
+            f"{len(found.texts) + len(found.left_out)} texts."
+        )
     what = "lines" if asked.pack is False else "windows"
     if found.sequences < (asked.sequences or 0):
         yield f"The text has {found.sequences} {what} of the {asked.sequences} asked for."
@@ -274,6 +287,17 @@ def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) 
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
         "Leave out --text and --tokens.",
+    )
+
+
+def _one_of(option: str, word: Any, known: Sequence[str]) -> Any:
+    """`word`, if it is one of those known; else UsageError."""
+    if word in known:
+        return word
+    near = difflib.get_close_matches(str(word), known, n=1)
+    raise UsageError(
+        f"--{option} {word} is none of {', '.join(known)}.",
+        f"Did you mean {near[0]}?" if near else "Choose one of them.",
     )
 
 

@@ -17,9 +17,6 @@ CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
     "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
 )
-UNKNOWN_NOTE = "The tokenizer does not know {:.0%} of the text's tokens: the model was made for another language."
-MANY_UNKNOWN = 0.1
-"""Share of unknown tokens from which the text is called foreign to the model."""
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
 
@@ -93,7 +90,7 @@ def refuse_initialised(loaded: models.Loaded, reached: Sequence[Reached]) -> Non
         )
 
 
-def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors], unknown_share: float) -> Conventions:
+def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:
     """What a reader must know about the model's attention to understand the numbers."""
     rotary = any(factors.rotation is not None for factors in read)
     added = any(found.call.query_key(found.site).bias is not None for found in reached)
@@ -103,7 +100,5 @@ def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors], unk
         position="rotary" if rotary else "bias" if added else "absolute",
         qk_norm=any(factors.qk_norm for factors in read),
         bias="excluded" if biased else "none",
-        notes=[SIGN_NOTE]
-        + [CAUSAL_NOTE] * causal
-        + [UNKNOWN_NOTE.format(unknown_share)] * (unknown_share > MANY_UNKNOWN),
+        notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal,
     )

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks
-from attnlens.records import Change, Task, TextChange
+from attnlens.records import Change, Task, TextChange, TextCosine
 from attnlens.run.tasks import NO_LOSS, NOTHING, Fed, last_states, logits_of
 from attnlens.statistics import Design, paired_difference
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
     from transformers import PreTrainedModel
 
 Name = TypeVar("Name")
@@ -37,6 +37,8 @@ class Outputs:
     """At the predicted positions only."""
     hidden: Float[Tensor, "tokens d_model"] | None
     """Last hidden states of real tokens."""
+    owners: Int[Tensor, " tokens"] | None
+    """The sequence of the batch that each of these tokens is of."""
     seconds: float
     """How long it took."""
 
@@ -59,11 +61,13 @@ class Comparison:
     """How many tokens of each sequence are predicted."""
     kept: list[Tensor] = field(default_factory=list)
     """Whether each sequence has anything to predict; those that have none are in none of the three above."""
-    kl: float = 0.0
+    divergences: list[Tensor] = field(default_factory=list)
+    """Mean KL(original ‖ variant) of each of them."""
     agreeing: float = 0.0
-    cosine: float = 0.0
-    tokens: int = 0
-    """Real tokens whose hidden states were compared."""
+    cosines: list[Tensor] = field(default_factory=list)
+    """Mean cosine of each sequence's hidden states."""
+    real: list[Tensor] = field(default_factory=list)
+    """How many real tokens of each sequence were compared by these."""
     likeness: Likeness | None = None
     seconds: list[float] = field(default_factory=list)
     """Of each of the variant's forward passes."""
@@ -79,8 +83,8 @@ class Comparison:
         self.sizes.append(sizes)
         if own.logits is not None and new.logits is not None:
             self._add_predictions(own.logits, new.logits, targets)
-        if own.hidden is not None and new.hidden is not None:
-            self._add_hidden(own.hidden, new.hidden)
+        if own.hidden is not None and own.owners is not None and new.hidden is not None:
+            self._add_hidden(own.hidden, new.hidden, own.owners)
 
     def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None) -> None:
         if targets is None:
@@ -90,37 +94,68 @@ class Comparison:
             means, counts = sequence_losses(logits, targets)
             losses.append(means)
         self.counts.append(counts)
-        self.kl += float(divergence(own, new).double().sum())
+        self.divergences.append(sequence_means(divergence(own, new), targets != NOTHING)[0])
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
-    def _add_hidden(self, own: Tensor, new: Tensor) -> None:
+    def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
         own, new = own.double(), new.double()
-        self.cosine += float(torch.nn.functional.cosine_similarity(own, new, dim=-1).sum())
-        self.tokens += len(own)
+        means, counts = _means(torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1)
+        self.cosines.append(means)
+        self.real.append(counts)
         self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
         self.likeness.add(own, new)
 
     def outcome(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
         """The fields of an Outcome; `texts` are the names of the texts that the sequences are of."""
-        found: dict[str, Any] = {"reasons": {}}
-        predicting = ("loss", "perplexity", "kl", "top1_agreement")
+        predicted, states = self._predicted(seed, texts), self._states(seed, texts)
+        return predicted | states | {"reasons": predicted["reasons"] | states["reasons"]}
+
+    def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """Those of the predictions."""
+        names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
         if not self.before:
-            found["reasons"] |= dict.fromkeys(predicting, "the model has no head that predicts tokens or classes")
-        elif not math.isfinite(self.kl) or not torch.cat(self.after).isfinite().all():
-            found["reasons"] |= dict.fromkeys(predicting, DIVERGED)
-        else:
-            predicted = float(torch.cat(self.counts).sum())
-            found |= {"kl": self.kl / predicted, "top1_agreement": self.agreeing / predicted}
-            losses, reasons = self._losses(seed, texts)
-            found |= losses
-            found["reasons"] |= reasons
+            return {"reasons": dict.fromkeys(names, "the model has no head that predicts tokens or classes")}
+        if not torch.cat((*self.divergences, *self.after)).isfinite().all():
+            return {"reasons": dict.fromkeys(names, DIVERGED)}
+        kl, ends = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
+        losses, reasons = self._losses(seed, texts)
+        top = self.agreeing / float(torch.cat(self.counts).sum())
+        lone = {} if ends else {"kl_ci95": self._lone}
+        return losses | {"kl": kl, "kl_ci95": ends, "top1_agreement": top, "reasons": reasons | lone}
+
+    def _states(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """Those of the hidden states."""
+        names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
         if self.likeness is None:
-            found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), "the model hands out no hidden states")
-        elif not math.isfinite(self.cosine):
-            found["reasons"] |= dict.fromkeys(("hidden_cosine", "hidden_cka"), DIVERGED)
-        else:
-            found |= {"hidden_cosine": self.cosine / self.tokens, "hidden_cka": self.likeness.value}
-        return found
+            return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
+        if not torch.cat(self.cosines).isfinite().all():
+            return {"reasons": dict.fromkeys(names, DIVERGED)}
+        cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
+        by_text = []
+        for name, own in _by_text(self.design, texts):
+            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(own)), (-1.0, 1.0), seed, own)
+            by_text.append(TextCosine(name=name, sequences=len(own), cosine=mean, ci95=bounds))
+        return {
+            "hidden_cosine": cosine,
+            "hidden_cosine_ci95": ends,
+            "hidden_cosine_by_text": by_text,
+            "hidden_cka": self.likeness.value,
+            "reasons": {} if ends else {"hidden_cosine_ci95": self._lone},
+        }
+
+    def _mean(
+        self,
+        parts: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        design: Design,
+        bounds: tuple[float, float],
+        seed: int,
+        some: Tensor | slice = slice(None),
+    ) -> tuple[float, tuple[float, float] | None]:
+        """The mean over the tokens of `some` sequences, and its 95 % interval within what such a number can be."""
+        means, weights = torch.cat(list(parts))[some], torch.cat(list(counts))[some]
+        value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
+        return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
     def _losses(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Loss and perplexity, as far as they mean something, the loss of each text, and why not."""
@@ -146,18 +181,14 @@ class Comparison:
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
         """The loss on each text alone with its interval over that text's windows, where there are several texts."""
-        numbers = torch.tensor(self.sampled.texts)
-        every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
-        found = [
+        return [
             TextChange(
                 name=name,
                 sequences=len(own),
                 change=self._change(seed, lambda mean: mean, own, Design.plain(len(own))),
             )
-            for name, own in every
-            if len(own)
+            for name, own in _by_text(self.sampled, texts)
         ]
-        return found if len(found) > 1 else []
 
     @property
     def sampled(self) -> Design:
@@ -167,7 +198,7 @@ class Comparison:
     @property
     def _lone(self) -> str:
         """Why there is no interval."""
-        return "one text has no spread" if self.design.clustered else "one sequence has no spread"
+        return "one text has no spread" if self.design.clustered else "one window has no spread"
 
     def _change(
         self,
@@ -181,6 +212,14 @@ class Comparison:
         delta, low, high = paired_difference(before, after, design or self.sampled, weights=counts, of=of, seed=seed)
         first, second = (float(of((part * counts).sum() / counts.sum())) for part in (before, after))
         return Change(before=first, after=second, delta=delta, ci95=(low, high) if low == low else None)
+
+
+def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Each text with the numbers of its sequences, where there are several."""
+    numbers = torch.tensor(design.texts)
+    every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
+    found = [(name, own) for name, own in every if len(own)]
+    return found if len(found) > 1 else []
 
 
 class Likeness:
@@ -253,8 +292,16 @@ def sequence_means(
     each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
     """The mean over each sequence that predicts something, `each` standing for the positions `there`, and how many."""
-    counts = there.sum(1).double().cpu()
-    sums = torch.zeros_like(counts).index_add(0, there.nonzero()[:, 0].cpu(), each.double().cpu())
+    return _means(each, there.nonzero()[:, 0], len(there))
+
+
+def _means(
+    each: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
+) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean of each of `count` sequences that owns any of these values, and how many it owns."""
+    owners, each = owners.cpu(), each.double().cpu()
+    counts = torch.bincount(owners, minlength=count).double()
+    sums = torch.zeros_like(counts).index_add(0, owners, each)
     return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
 
 
@@ -266,7 +313,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
     _wait(model)
     seconds = time.perf_counter() - start
-    return Outputs(predictions(result, fed, task), _hidden(result, fed.inputs), seconds)
+    return Outputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
 
 
 def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
@@ -279,10 +326,14 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """The last hidden states at real tokens."""
+def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """The last hidden states at real tokens, and the sequence that each of these is of."""
     found = last_states(result)
-    return None if found is None else hooks.at_real_tokens(found, inputs).flatten(0, -2)
+    if found is None:
+        return None, None
+    rows = torch.arange(len(found), device=found.device).view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
+    states, owners = (hooks.at_real_tokens(tensor, inputs) for tensor in (found, rows))
+    return states.flatten(0, -2), owners.flatten()
 
 
 def tokens_in(fed: Fed) -> int:

@@ -1,4 +1,4 @@
-"""What each window of a swap's evaluation text read: losses before and after, by kernel and stage."""
+"""What each window of a swap's evaluation text read: losses, KL and hidden cosines, by kernel and stage."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from attnlens.run.compare import Comparison
 
 
 def windows_of(found: Mapping[tuple[str, str], Comparison], settings: Settings) -> Windows:
-    """The paired losses by (kernel, stage), and how many tokens of each window are predicted."""
+    """The paired losses, KL and hidden cosines by (kernel, stage), and over how many tokens of a window each is."""
     placed = [(text.name, number) for text in settings.texts for number in text.windows]
     units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
-    predicting = [comparison for comparison in found.values() if comparison.before]
-    if len(predicting) < len(units) or not placed:
+    every = list(found.values())
+    columns: dict[str, list[Tensor]] = {}
+    if all(one.before for one in every):
+        columns = {
+            "loss.before": [_whole(one, one.before) for one in every],
+            "loss.after": [_whole(one, one.after) for one in every],
+            "kl": [_whole(one, one.divergences) for one in every],
+            "tokens": [_whole(one, one.counts) for one in every],
+        }
+    if all(one.cosines for one in every):
+        columns["hidden_cosine"] = [torch.cat(one.cosines) for one in every]
+        columns["hidden_tokens"] = [torch.cat(one.real) for one in every]
+    if not columns or not placed:
         return Windows([], units, {})
-    columns = {
-        "loss.before": [_whole(one, one.before) for one in predicting],
-        "loss.after": [_whole(one, one.after) for one in predicting],
-        "tokens": [_whole(one, one.counts) for one in predicting],
-    }
     return Windows(placed, units, {name: torch.stack(parts, 1) for name, parts in columns.items()})
 
 

@@ -23,7 +23,7 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
     """Up to eight heads at the ends of the measures, the furthest from the median in units of the spread first.
 
     Heads are ranked within their part (encoder, decoder, cross), one line a head. A rank is no test: of any heads one
-    is the largest. Only measures that say in words what a large or a small value means are looked at. Calls of one
+    is the largest. Only measures that name an end are looked at. Calls of one
     module share its weights, so that weights.* count and name them once.
     """
     candidates: list[tuple[float, Extreme]] = []
@@ -34,7 +34,7 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
                 calls[record.site.partition("#")[0], record.head].append(record)
         every, shared = [[record] for group in calls.values() for record in group], list(calls.values())
         for info in infos.values():
-            if info.more or info.less:
+            if info.ends:
                 candidates += _ends(info, shared if info.name.startswith("weights.") else every)
     best: dict[tuple[int, int], Extreme] = {}
     for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
@@ -54,19 +54,21 @@ def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[floa
     scores, median = robust_z(values).abs().tolist(), float(values.quantile(0.5))
     ended = []
     for rank in range(1, DEEP + 1):
-        for place, words, end in ((len(present) - rank, info.more, "largest"), (rank - 1, info.less, "smallest")):
+        for place, end in ((len(present) - rank, "largest"), (rank - 1, "smallest")):
             value, calls = present[place]
-            if words and scores[place] == scores[place] and value != median:
-                ended.append((scores[place], _extreme(info, calls, value, (rank, len(present), end), words, median)))
+            if info.ends in (end, "both") and scores[place] == scores[place] and value != median:
+                ended.append((scores[place], _extreme(info, calls, value, (rank, len(present), end), median)))
     return ended
 
 
 def _extreme(
-    info: MeasureInfo, calls: Sequence[Head], value: float, place: tuple[int, int, str], words: str, median: float
+    info: MeasureInfo, calls: Sequence[Head], value: float, place: tuple[int, int, str], median: float
 ) -> Extreme:
     rank, count, end = place
     above = count - rank if end == "largest" else rank - 1
     number = "" if rank == 1 else {2: "2nd ", 3: "3rd "}[rank]
+    even = calls[0].measures.get(info.beside)
+    beside = "" if even is None or even.value is None else f", even attention {even.value:.3g}"
     shared = f" (all {len(calls)} calls)" if len(calls) > 1 else ""
     return Extreme(
         layer=calls[0].layer,
@@ -76,5 +78,5 @@ def _extreme(
         rank=rank,
         of=count,
         percentile=100 * (above + 0.5) / count,
-        text=f"{words}: {info.name} {value:.3g}, {number}{end} of {count}, median {median:.3g}{shared}",
+        text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{beside}{shared}",
     )

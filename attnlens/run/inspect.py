@@ -21,6 +21,7 @@ from attnlens.run import arguments, checks
 from attnlens.run.checks import conventions, refuse_initialised
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
 from attnlens.run.gather import Gathered, form_on_inputs
+from attnlens.run.guesses import Guesses
 from attnlens.run.pieces import finite_heads, pieces
 from attnlens.run.sentences import told
 from attnlens.run.summary import summarised, windows_of
@@ -95,7 +96,6 @@ class Inspection:
     identity_error: float | None = None
     sites: tuple[Site, ...] = ()
     tokenless: str | None = None
-    unknown_share: float = 0.0
     fed: texts.Batches | None = None
     finished: int = 0
     shown: bool = False
@@ -154,7 +154,6 @@ class Inspection:
         self.settings = arguments.fed(asked, found, self.loaded)
         self.collector.design = arguments.design_of(asked, found)
         self.fed = found
-        self.unknown_share = found.unknown_share
         return found.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
@@ -210,7 +209,7 @@ class Inspection:
                 self._analyse_weights(factors, analyzers, nulls)
         self.progress("weights", len(self.reached), len(self.reached))
         if analyzers:
-            self.conventions = conventions(self.reached, read, self.unknown_share)
+            self.conventions = conventions(self.reached, read)
 
     def _keep_form(self, site: Site, factors: weights.Factors | NotBilinearError) -> None:
         """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
@@ -259,6 +258,7 @@ class Inspection:
         analyzers = self._of_source("tokens")
         chosen = {found.site for found in self.reached}
         total = self.settings.sequences or 0
+        guesses = Guesses.of(self.loaded, self.fed) if self.fed is not None else Guesses([])
         with self.gathered.watching(self.reached) as gather:
 
             def visit(site: Site, call: Call) -> None:
@@ -268,11 +268,14 @@ class Inspection:
 
             try:
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
-                    for batch in batches:
+                    for number, batch in enumerate(batches):
                         self.progress("tokens", self.finished, total)
-                        hooks.forward(self.loaded.model, batch.inputs)
+                        guesses.add(number, hooks.forward(self.loaded.model, batch.inputs))
                         self.finished += batch.size
                 self.progress("tokens", total, total)
+                vocabulary = self.loaded.model.config.get_text_config().vocab_size
+                told = guesses.notes(self.fed.parts if self.fed is not None else (), vocabulary)
+                self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
             finally:
                 self.collector.close_tokens(analyzers, self.finished)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlens.records import Head, HeadId, Null, Settings, Summary, TextSummary, Windows
 from attnlens.registry import measure_infos
-from attnlens.run.collect import Collector
+from attnlens.run.collect import ONE_WINDOW, Collector
 from attnlens.run.extremes import extremes
 from attnlens.statistics import Design, median_error, null_of_median
 
@@ -26,7 +26,8 @@ def summarised(collector: Collector, names: Sequence[str], identity_error: float
     for place, record in enumerate(records):
         by_layer[record.layer].append(place)
     groups: list[Group] = [range(len(records)), *by_layer.values()]
-    errors = _errors(_windows(collector), collector.design, groups, seed)
+    windows = _windows(collector)
+    errors = _errors(windows, collector.design, groups, seed)
     nulls = [_nulls(records, group, seed) for group in groups]
     texts = _texts(collector, names, seed)
     return Summary(
@@ -42,6 +43,7 @@ def summarised(collector: Collector, names: Sequence[str], identity_error: float
         between_texts=_between(texts),
         extremes=extremes(records, measure_infos()),
         identity_error=identity_error,
+        reasons=_lone(collector.design) if windows else {},
     )
 
 
@@ -97,6 +99,11 @@ def _errors(
     return found
 
 
+def _lone(design: Design) -> dict[str, str]:
+    """Why medians of what windows read have no errors, where one window was all."""
+    return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
+
+
 def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
     """What the median of so many heads reads by chance."""
     each: dict[str, list[Null]] = defaultdict(list)
@@ -121,6 +128,8 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
         own = [place for place, name in enumerate(names) if name == text]
         values = {name: part[own] for name, part in windows.items()}
         heads: list[Group] = [range(next(iter(values.values())).shape[1])]
+        design = Design.plain(len(own))
+        (errors,) = _errors(values, design, heads, seed)
         found.append(
             TextSummary(
                 name=text,
@@ -130,7 +139,8 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
                     for name, part in values.items()
                     if math.isfinite(middle := _median(part.nanmean(0).tolist()))
                 },
-                median_errors=_errors(values, Design.plain(len(own)), heads, seed)[0],
+                median_errors=errors,
+                reasons=_lone(design),
             )
         )
     return found

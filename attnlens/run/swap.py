@@ -106,7 +106,9 @@ def _prepared(
         shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = calibration.joined(read)
         _refuse_shared(shared, named, same=not others)
-        asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named})
+        unknown = {name: share for part in read for name, share in part.unknown.items()} if others else {}
+        notes = texts.foreign_notes(unknown)
+        asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named, "notes": notes})
     fed = feed(loaded, evaluated, task, asked.seed)
     design = arguments.design_of(asked, evaluated)
     settings = arguments.fed(asked, evaluated, loaded)

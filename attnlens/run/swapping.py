@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts
@@ -24,6 +25,7 @@ from attnlens.run.evaluated import windows_of
 from attnlens.run.fit import fit
 from attnlens.run.gates import leaks
 from attnlens.run.given import check_fits, given, origin
+from attnlens.run.guesses import guess_notes
 from attnlens.run.heal import Healer, changed_weights, heal
 from attnlens.run.inspect import Progress
 from attnlens.run.local import Local, locally, mean_of
@@ -231,6 +233,16 @@ class Swapping:
             self.loaded.model, self.fed, variants, self.task, tell, self.design
         ).items():
             candidates[index].found[stage] = found
+        if self.task in ("causal", "masked"):
+            self._tell_of_guesses(next(iter(candidates[0].found.values())))
+
+    def _tell_of_guesses(self, found: Comparison) -> None:
+        """A note for each text that the original guesses worse than evenly."""
+        texts_of, sampled = [text.name for text in self.settings.texts], found.sampled
+        means, counts = torch.cat(found.before), torch.cat(found.counts)
+        vocabulary = self.loaded.model.config.get_text_config().vocab_size
+        told = guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary)
+        self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
 
     def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
         model = self.loaded.model

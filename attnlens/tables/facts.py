@@ -10,7 +10,7 @@ from attnlens.shapes import Shapes
 from attnlens.tables.experiments import passed, verdict
 from attnlens.tables.layers import LayerRows
 from attnlens.tables.nulls import null_words
-from attnlens.tables.population import population
+from attnlens.tables.population import no_errors, population
 from attnlens.wording import big, clean, counted, listed, model_name, short
 
 
@@ -75,22 +75,29 @@ def identity(report: Report) -> str:
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     """What a row of the layers' table is."""
     over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
-    summary = shapes.report.summary
-    sentence = f"Rows are medians {over}"
+    summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
+    said = [] if alone else [f"rows are medians {over}"]
     if summary.median_errors:
-        sentence += "; ± is the standard error of that median"
         known = population(shapes.report)
-        sentence += f" ({known})" if known else ""
+        said.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({known})' if known else ''}")
+    elif no_errors(shapes.report):
+        said.append(no_errors(shapes.report))
+    if any(text.reasons for text in summary.texts):
+        said.append("one window of a text has no spread: no errors in its row")
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
-        sentence += f"; null is {chance}, as the median of so many heads, mean ± sd"
+        said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
+    if summary.texts:
+        said.append("beside a text stands how many windows are its")
     if summary.between_texts:
-        sentence += "; “between texts” is the sd of the texts' medians"
+        said.append("“between texts” is the sd of the texts' medians")
+    sentence = "; ".join(said)
+    sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
     spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
     apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
     open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
     loose = f" {listed(open_)}: {NOT_IDENTIFIED}" if open_ else ""
-    return f"{sentence}.{apart}{loose}"
+    return f"{sentence}{apart}{loose}".strip()
 
 
 def constants(shapes: Shapes) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from attnlens.shapes import Reading, Shapes, by_turns, group_of, middle
 from attnlens.tables.terminal import Column
-from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, title_of, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, spread, title_of, written
 
 MOST_ROWS = 48
 """Layers up to which each has its row."""
@@ -46,20 +46,23 @@ def layer_rows(shapes: Shapes) -> LayerRows:
 def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
     numbers = tuple(_span(shapes, group) for group in rows.groups)
-    foot = _foot_names(shapes)
+    foot = _foot_names(shapes, rows)
     layer = Column("", "layer", numbers, foot)
     if len(set(shapes.parts)) == 1:
         return (layer,)
     return layer, Column("", "part", tuple(shapes.parts[group[0]] for group in rows.groups), ("",) * len(foot), True)
 
 
-def _foot_names(shapes: Shapes) -> tuple[str, ...]:
-    """All heads; each text where there are several, and their sd; the null of the median, where a measure has one."""
+def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
+    """All heads, where there is more than one row of them; each text where there are several, and their sd; the null of
+    the median, where a measure has one.
+    """
     summary = shapes.report.summary
-    texts = [text.name for text in summary.texts[:MOST_TEXTS]]
+    texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
     between = ["between texts"] if summary.between_texts else []
     null = ["null", "± sd"] if summary.median_nulls else []
-    return ("all", *(clean(name) for name in texts), *between, *null)
+    every = ["all"] if len(rows.groups) > 1 else []
+    return (*every, *(clean(name) for name in texts), *between, *null)
 
 
 def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
@@ -79,10 +82,11 @@ def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
 def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
     title, over = title_of(reading.name), group_of(reading.info)
     everything = tuple(range(len(reading.values)))
-    height = len(_foot_names(shapes))
+    height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
-        return Column(over, title, cells, (_commonest(reading, everything), *[""] * (height - 1)))
+        whole = [_commonest(reading, everything)] if several else []
+        return Column(over, title, cells, (*whole, *[""] * (height - len(whole))))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total, summary = middle(reading.values), shapes.report.summary
     errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
@@ -91,15 +95,15 @@ def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
     shown = [number for number in (*medians, total, *bounds) if not np.isnan(number)]
     decimals = decimals_with_error(shown, error)
     cells = tuple(_with_error(*pair, decimals) for pair in zip(medians, errors, strict=True))
-    foot = [_with_error(total, error, decimals)]
+    foot = [_with_error(total, error, decimals)] if several else []
     for text in summary.texts[:MOST_TEXTS]:
         median = text.medians.get(reading.name)
         foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
     if summary.between_texts:
-        spread = summary.between_texts.get(reading.name)
-        foot.append("" if spread is None else written(spread, decimals))
+        between = summary.between_texts.get(reading.name)
+        foot.append("" if between is None else spread(between, decimals))
     if null is not None:
-        foot += [written(null.mean, decimals), f"±{written(null.sd, decimals)}"]
+        foot += [written(null.mean, decimals), f"±{spread(null.sd, decimals)}"]
     return Column(over, title, cells, (*foot, *[""] * (height - len(foot))))
 
 
@@ -112,7 +116,7 @@ def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
     number = written(median, decimals)
-    return number if error is None or np.isnan(median) else f"{number}±{written(error, decimals)}"
+    return number if error is None or np.isnan(median) else f"{number}±{spread(error, decimals)}"
 
 
 def _commonest(reading: Reading, group: tuple[int, ...]) -> str:
@@ -137,5 +141,6 @@ def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     medians = [middle(values[list(group)]) for group in rows.groups]
     decimals = decimals_for([*known.values()])
     cells = tuple(written(median, decimals) for median in medians)
-    foot = (written(middle(values), decimals), *[""] * (len(_foot_names(shapes)) - 1))
-    yield Column("weights", "layer symmetry", cells, foot)
+    foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
+    height = len(_foot_names(shapes, rows))
+    yield Column("weights", "layer symmetry", cells, (*foot, *[""] * (height - len(foot))))

@@ -1,4 +1,4 @@
-"""What errors and intervals are about, in words."""
+"""What errors and intervals are about, and why there may be none, in words."""
 
 from __future__ import annotations
 
@@ -6,13 +6,33 @@ from attnlens.records import Report
 from attnlens.wording import listed
 
 
+def no_errors(report: Report) -> str:
+    """Why there are no errors and intervals, where one window was all that was read; else empty."""
+    return f"one {_unit(report)} has no spread: no errors" if report.settings.sequences == 1 else ""
+
+
 def population(report: Report) -> str:
-    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed."""
-    texts = report.settings.texts
+    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed.
+
+    Windows in a row from the beginning stand for no others of their text. Several texts are weighted by their windows.
+    """
+    settings = report.settings
+    texts, what = settings.texts, f"{_unit(report)}s"
     if not texts:
         return ""
-    if report.settings.intervals == "texts":
-        return f"errors are over {len(texts)} texts and hold for texts like these"
-    what = "lines" if report.settings.pack is False else "windows"
-    total = sum(text.available or 0 for text in texts)
-    return f"errors are over {what} and hold for the {total} {what} of {listed([text.name for text in texts], 4)}"
+    first, names = settings.windows == "first", listed([text.name for text in texts], 4)
+    counts = [len(text.windows) for text in texts]
+    once = "token" if report.command == "swap-kernel" else _unit(report)
+    weights = f"; every {once} counts once, and the texts gave {listed(counts)} {what}" if len(texts) > 1 else ""
+    if settings.intervals == "texts":
+        return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
+    if first:
+        about = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
+    else:
+        about = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
+    return f"errors are {about}{weights}"
+
+
+def _unit(report: Report) -> str:
+    """A window, a line, or where no text was fed an input."""
+    return "input" if not report.settings.texts else "line" if report.settings.pack is False else "window"

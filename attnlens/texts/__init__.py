@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
+from attnlens.texts.foreign import foreign_notes, refuse_foreign, unknown_shares
 from attnlens.texts.inputs import noise, text_inputs, token_tensors
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sampling import PLACEMENTS, Placement, chosen, shares
@@ -33,6 +34,7 @@ __all__ = [
     "Cut",
     "Placement",
     "batches",
+    "foreign_notes",
     "passages",
     "placeholder",
     "position_limit",
@@ -44,8 +46,6 @@ __all__ = [
     "window_length",
 ]
 
-FOREIGN = 0.5
-"""Share of unknown tokens from which a text is foreign to a model: it reads little more than that there is a word."""
 NOISE = {"pixels": "pixel_values", "pixels+text": "pixel_values", "audio": None}
 """For each kind of model that reads noise, which input it is; None means the model's main input."""
 NOISE_NAMES = {"pixel_values": "random pixels", "input_features": "random sound", "input_values": "random sound"}
@@ -80,10 +80,12 @@ class Batches:
     """Ids of the longest sequence, special tokens included; 0 where no tokens are fed."""
     texts: tuple[Text, ...]
     """The texts fed, with the numbers of their windows; the noise after them, if there is any."""
-    unknown_share: float
-    """Share of ids that are the tokenizer's unknown token; near 1, the model reads another language than the text's."""
+    unknown: Mapping[str, float]
+    """Share of each text's ids that are the tokenizer's unknown token; near 1, the model can't read that text."""
     pack: bool = True
     """Whether the sequences are windows of running text, and not lines."""
+    left_out: tuple[str, ...] = ()
+    """Texts of which nothing is fed, since there are fewer sequences than texts."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -172,13 +174,9 @@ def batches(
     """
     _check(loaded, cut.sequences, cut.batch_size)
     rows, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
-    unknown = _unknown_share(loaded, rows)
-    if unknown >= FOREIGN and not cut.allow_foreign:
-        raise TextError(
-            f"The tokenizer does not know {unknown:.0%} of the tokens of {', '.join(text.name for text in texts)}: "
-            f"the model was made for another language.",
-            "Bring a text of its kind with --text, or go on with --allow-foreign-text.",
-        )
+    unknown = unknown_shares(loaded.tokenizer, rows, names)
+    if not cut.allow_foreign:
+        refuse_foreign(unknown)
     count = len(rows) or cut.sequences
     made = _noise(loaded, count, cut.seed, skip_noise)
     parts = [slice(start, start + cut.batch_size) for start in range(0, count, cut.batch_size)]
@@ -190,8 +188,9 @@ def batches(
         sequences=count,
         tokens=max(map(len, rows), default=0),
         texts=(*texts, *_described(made)),
-        unknown_share=unknown,
+        unknown=unknown,
         pack=cut.pack,
+        left_out=tuple(content.name for content in contents if rows and content.name not in names),
     )
 
 
@@ -223,7 +222,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
         rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
     made = _noise(loaded, sequences, seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    return Batches((_batch(loaded, rows, made, ()),), sequences, tokens * bool(rows), (*named, *_described(made)), 0.0)
+    return Batches((_batch(loaded, rows, made, ()),), sequences, tokens * bool(rows), (*named, *_described(made)), {})
 
 
 def _fed(
@@ -302,9 +301,3 @@ def _described(made: Mapping[str, Tensor]) -> list[Text]:
         Text(name=NOISE_NAMES[name], sha256=sha256(tensor.numpy().tobytes()).hexdigest())
         for name, tensor in made.items()
     ]
-
-
-def _unknown_share(loaded: Loaded, rows: list[list[int]]) -> float:
-    unknown = getattr(loaded.tokenizer, "unk_token_id", None)
-    ids = [id_ for row in rows for id_ in row]
-    return ids.count(unknown) / len(ids) if ids and unknown is not None else 0.0

@@ -26,7 +26,7 @@ DECIDED = MeasureInfo(
     self_only=False,
     missing="no query may see a key",
     has_null=False,
-    more="decides for one token far more often than the other heads",
+    ends="largest",
 )
 POSED = (
     MeasureInfo(
@@ -73,7 +73,7 @@ OF_SPACE = (
         self_only=False,
         has_null=False,
         headline=True,
-        more="keeps its selected tokens far clearer of the others {where} than the other heads do",
+        ends="largest",
     ),
     MeasureInfo(
         "svm_cosine",
@@ -84,8 +84,7 @@ OF_SPACE = (
         self_only=False,
         has_null=False,
         headline=True,
-        more="is far nearer to its SVM {where} than the other heads",
-        less="is far from its SVM {where} beside the other heads",
+        ends="both",
     ),
     MeasureInfo(
         "support",
@@ -103,7 +102,7 @@ OF_SPACE = (
         curve=True,
         self_only=False,
         has_null=False,
-        steps="posed query",
+        steps="posed query; one may exceed 1",
     ),
 )
 """What the SVM of one space says of the head."""
@@ -116,7 +115,7 @@ def qualified(what: str, space: Space) -> str:
 
 def _placed(info: MeasureInfo, space: Space) -> MeasureInfo:
     words = WORDS[space]
-    texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula", "more", "less")}
+    texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
     return replace(info, name=qualified(info.name, space), space=space, **texts)
 
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
 from attnlens.tables.swaps.facts import diverged
-from attnlens.tables.swaps.judged import distance, effect_name
+from attnlens.tables.swaps.judged import distance, distance_ci95, effect_name
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ NAME = 40
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
-    """Δ of the loss with its 95 % interval, or a distance where there is no loss; diverged ones are named."""
+    """Δ of the loss, or a distance where there is no loss, with its 95 % interval; diverged ones are named."""
     axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     for row, swap in enumerate(swaps):
         _draw(axes, swap, row)
@@ -50,6 +50,13 @@ def effect_of(swap: Swap) -> float | None:
     return None if swap.loss is None else swap.loss.delta
 
 
+def ends_of(swap: Swap) -> tuple[float, float] | None:
+    """Its 95 % interval."""
+    if swap.judged_by != "loss":
+        return distance_ci95(swap, swap)
+    return None if swap.loss is None else swap.loss.ci95
+
+
 def _draw(axes: Axes, swap: Swap, row: int) -> None:
     effect = effect_of(swap)
     if effect is None:
@@ -64,8 +71,9 @@ def _draw(axes: Axes, swap: Swap, row: int) -> None:
             style="italic",
         )
         return
-    if swap.loss is not None and swap.loss.ci95 is not None:
-        axes.plot(swap.loss.ci95, [row, row], color=COLOUR, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
+    ends = ends_of(swap)
+    if ends is not None:
+        axes.plot(ends, [row, row], color=COLOUR, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
     axes.plot([effect], [row], "o", color=COLOUR, markersize=4.5, linestyle="none")
 
 

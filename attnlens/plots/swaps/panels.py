@@ -14,7 +14,7 @@ from attnlens.plots.swaps.kernels import NAME, draw_kernels, effect_of
 from attnlens.plots.swaps.ranks import draw_ranks
 from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages
-from attnlens.plots.swaps.sweeps import draw_sweep, of_heads
+from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
 from attnlens.tables.swaps.facts import cautions
 from attnlens.tables.swaps.judged import EFFECTS, UNITS, effect_name
@@ -71,7 +71,7 @@ def pictures(report: Report) -> list[Panel]:
 def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
     lossy = swap.judged_by == "loss"
     name = "loss by stage" if lossy else "distance by stage"
-    note = "bars: 95 % interval of the difference; dashed: the original" if lossy else "dashed: the original"
+    note = f"bars: 95 % interval{' of the difference' if lossy else ''}; dashed: the original"
     yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), left=0.62)
     note = "on the original's queries, keys and values"
     yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
@@ -87,7 +87,9 @@ def _several(report: Report) -> Iterator[Panel]:
     swaps, lossy = report.swaps, report.swaps[0].judged_by == "loss"
     what = RISES[swaps[0].judged_by]
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head."
-    caption += " Bars: paired bootstrap 95 % intervals over sequences." if lossy else ""
+    caption += (
+        f" Bars: {'paired ' if lossy else ''}bootstrap 95 % intervals over {report.settings.intervals or 'inputs'}."
+    )
     caption = " ".join([caption, *cautions(swaps)])
     lines = legend_lines([swap.kernel for swap in swaps])
     left = 0.25 + 0.062 * min(NAME, max(len(swap.kernel) for swap in swaps))
@@ -106,6 +108,8 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     note = f"Δ of the {EFFECTS[swap.judged_by]}"
     note += f"; {quiet}: not significant at FDR 5 %" * tested
     lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
+    beyond = heads and limit(np.array([np.nan if e.delta is None else e.delta for e in swap.sweep]))[1] != "neither"
+    lost += " A number: an effect beyond the last colour." * beyond
     unit = "head" if heads else "layer"
     caption = (
         f"{clean(swap.kernel)}. Δ of the {effect_name(swap)}, where that {unit} alone has the kernel. "

@@ -63,7 +63,7 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers
         axes.plot(values, color=colour, marker=mark, markersize=3, linewidth=1, label=labels[number])
     axes.set_xlabel("layer", labelpad=1.5)
     axes.set_ylabel(label, labelpad=2)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(PlainNumbers())
     axes.spines[["top", "right"]].set_visible(False)
     legend_above(axes, _across(labels), handlelength=1.6)

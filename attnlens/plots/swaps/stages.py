@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from attnlens.plots.captions import typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
 from attnlens.tables.swaps.facts import diverged, loss_decimals
-from attnlens.tables.swaps.judged import distance, effect_name
+from attnlens.tables.swaps.judged import distance, distance_ci95, effect_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,9 +58,9 @@ def _draw(axes: Axes, swap: Swap, stage: Stage, row: int) -> None:
         text = "diverged" if diverged(stage) else "no value"
         axes.annotate(text, (0.03, row), xycoords=("axes fraction", "data"), va="center", color=ORANGE, style="italic")
         return
-    if stage.loss is not None and stage.loss.ci95 is not None:
-        low, high = (stage.loss.before + bound for bound in stage.loss.ci95)
-        axes.plot([low, high], [row, row], color=BLUE, linewidth=1.6, alpha=0.55, solid_capstyle="butt")
+    ends = _ends(swap, stage)
+    if ends is not None:
+        axes.plot(ends, [row, row], color=BLUE, linewidth=1.6, alpha=0.55, solid_capstyle="butt")
     axes.plot([place], [row], "o", color=BLUE, markersize=5)
     _label(axes, place, row, place, _decimals(swap))
 
@@ -69,6 +69,16 @@ def _place(swap: Swap, stage: Stage) -> float | None:
     if draws_loss(swap):
         return None if stage.loss is None else stage.loss.after
     return distance(swap, stage)
+
+
+def _ends(swap: Swap, stage: Stage) -> tuple[float, float] | None:
+    """The 95 % interval: of the difference, where there is a loss, from the original on."""
+    if not draws_loss(swap):
+        return distance_ci95(swap, stage)
+    if stage.loss is None or stage.loss.ci95 is None:
+        return None
+    low, high = stage.loss.ci95
+    return stage.loss.before + low, stage.loss.before + high
 
 
 def _label(axes: Axes, place: float, row: int, number: float, decimals: int) -> None:

@@ -9,6 +9,7 @@ from matplotlib import colormaps
 from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.patches import Rectangle
 
+from attnlens.plots.captions import typeset
 from attnlens.plots.style import (
     CATEGORIES,
     INK,
@@ -22,6 +23,7 @@ from attnlens.plots.style import (
 )
 from attnlens.records import PARTS
 from attnlens.tables.swaps.judged import EFFECTS
+from attnlens.wording import decimals_for
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -46,7 +48,7 @@ def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
         _draw_layers(axes, swap, named=named)
 
 
-def limit(values: Float[np.ndarray, "layers heads"]) -> tuple[float, str]:
+def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     """Where the colours end on both sides of 0, and which ends are cut, since one head must not bleach the others."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
@@ -75,6 +77,12 @@ def _draw_map(axes: Axes, effects: list[Effect], *, named: bool) -> None:
     rows, columns = np.nonzero(quiet)
     size = min(wide / len(heads), high / len(layers)) / 4
     axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
+    for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
+        number = typeset(values[row, column], decimals_for([values[row, column]], 2))
+        ink = "white" if signed else "black"
+        axes.annotate(
+            number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
+        )
     ticks = tick_positions(len(heads), max(2, int(wide / 16)))
     axes.set_xticks(ticks, [str(heads[column]) for column in ticks])
     axes.set_xlabel("head", labelpad=1.5)

@@ -12,6 +12,10 @@ from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, wri
 
 WORDS = {
     "kl": "KL",
+    "loss.ci95": "interval of the loss",
+    "perplexity.ci95": "interval of the perplexity",
+    "kl_ci95": "interval of KL",
+    "hidden_cosine_ci95": "interval of the hidden cosine",
     "top1_agreement": "top-1",
     "hidden_cosine": "hidden cosine",
     "hidden_cka": "CKA",
@@ -31,13 +35,19 @@ def verdict(swap: Swap) -> str:
         return _loss_sentence(swap.loss, UNITS[swap.task])
     if swap.kl is not None and swap.top1_agreement is not None:
         return (
-            f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL) from the original's, and "
+            f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL{_bounded(swap.kl_ci95, swap.kl)}) from the "
+            "original's, and "
             f"{percent(swap.top1_agreement, 1)} of the first choices are the same."
         )
     if swap.hidden_cosine is None:
         return "Nothing could be compared; the reasons stand below."
     cka = "" if swap.hidden_cka is None else f", their linear CKA is {swap.hidden_cka:.3f}"
-    return f"The last hidden states keep a mean cosine of {swap.hidden_cosine:.3f} to the original's{cka}."
+    bounds = "" if swap.hidden_cosine_ci95 is None else f" (95 % interval {interval(swap.hidden_cosine_ci95, 3)})"
+    return f"The last hidden states keep a mean cosine of {swap.hidden_cosine:.3f}{bounds} to the original's{cka}."
+
+
+def _bounded(ci95: tuple[float, float] | None, number: float) -> str:
+    return "" if ci95 is None else f", 95 % interval {interval(ci95, decimals_for([number], 3))}"
 
 
 def diverged(outcome: Outcome) -> bool:
@@ -200,6 +210,8 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
         for place, reasons in _reasons(swap):
             by_reason: dict[str, list[str]] = {}
             for name, reason in reasons.items():
+                if name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason:
+                    continue  # where there is no number, nobody looks for its interval
                 by_reason.setdefault(reason, []).append(WORDS.get(name, name.replace("_", " ")))
             label = " ".join([swap.kernel] * (len(swaps) > 1) + [place] * bool(place))
             for reason, names in by_reason.items():

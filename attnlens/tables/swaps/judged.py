@@ -29,3 +29,11 @@ def distance(swap: Swap, outcome: Outcome) -> float | None:
     if swap.judged_by == "kl":
         return outcome.kl
     return None if outcome.hidden_cosine is None else 1 - outcome.hidden_cosine
+
+
+def distance_ci95(swap: Swap, outcome: Outcome) -> tuple[float, float] | None:
+    """The 95 % interval of that distance; None where there is none."""
+    if swap.judged_by == "kl":
+        return outcome.kl_ci95
+    ends = outcome.hidden_cosine_ci95
+    return None if ends is None else (1 - ends[1], 1 - ends[0])

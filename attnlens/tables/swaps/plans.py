@@ -21,7 +21,10 @@ PROMISED = (
     "Promised: on calibration text that neither fitted nor chose; the rise over {population} lies within the interval "
     "in 95 % of such runs, and above it in 2.5 %."
 )
-MEASURED = "Measured: on the evaluation text."
+MEASURED = (
+    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: each has an "
+    "interval of its own, and near 0 one may hold 0 where the other does not."
+)
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """What an interval is about, by what it is over."""
 

@@ -29,10 +29,7 @@ def stage_rows(swap: Swap) -> Rows:
         ("Δ", "", lambda o: _delta(o.loss, decimals)),
         ("95 % interval", "", lambda o: _interval(o.loss, decimals)),
         ("perplexity", figures(powers[0].before) if powers else "", lambda o: _figures(o.perplexity)),
-        ("KL", "", lambda o: _number(o.kl)),
-        ("top-1", "", lambda o: _share(o.top1_agreement)),
-        ("hidden cosine", "", lambda o: written(o.hidden_cosine, 3)),
-        ("CKA", "", lambda o: written(o.hidden_cka, 3)),
+        *((title, "", tell) for title, tell in (*_predictions(swap), *_states(swap))),
     ]
     columns = []
     for title, original, tell in found:
@@ -66,6 +63,24 @@ def text_rows(swaps: Sequence[Swap]) -> Rows:
     return Rows(names, tuple(columns))
 
 
+def cosine_rows(swaps: Sequence[Swap]) -> Rows:
+    """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
+    texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
+    names = (
+        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
+        Column("", "windows", tuple(str(text.sequences) for text in texts)),
+    )
+    columns = []
+    for swap in swaps:
+        known = {text.name: text for text in swap.hidden_cosine_by_text}
+        found = [known.get(text.name) for text in texts]
+        group = clean(swap.kernel) if len(swaps) > 1 else ""
+        cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
+        ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
+        columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
+    return Rows(names, tuple(columns))
+
+
 def kernel_rows(swaps: Sequence[Swap]) -> Rows:
     """A row a kernel, the original first."""
     losses = [swap.loss for swap in swaps if swap.loss is not None]
@@ -75,10 +90,11 @@ def kernel_rows(swaps: Sequence[Swap]) -> Rows:
         ("Δ", lambda swap: _delta(swap.loss, decimals)),
         ("95 % interval", lambda swap: _interval(swap.loss, decimals)),
     )
+    predictions, states = _predictions(swaps[0]), _states(swaps[0])
     (first, tell), *others = {
-        "loss": (*loss, *PREDICTIONS),
-        "kl": (*PREDICTIONS, *STATES),
-        "hidden": STATES,
+        "loss": (*loss, *predictions),
+        "kl": (*predictions, *states),
+        "hidden": states,
     }[swaps[0].judged_by]
     original = written(losses[0].before, decimals) if losses else ""
     outcomes = (DIVERGED if diverged(swap) else tell(swap) for swap in swaps)
@@ -214,13 +230,28 @@ def _speed(swap: Swap) -> str:
     return NO_VALUE if times is None else f"× {written(times, 2)}"
 
 
-Cells = tuple[tuple[str, Callable[[Swap], str]], ...]
+Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
 """Titles of columns, and what stands in them."""
-PREDICTIONS: Cells = (("KL", lambda swap: _number(swap.kl)), ("top-1", lambda swap: _share(swap.top1_agreement)))
-STATES: Cells = (
-    ("hidden cosine", lambda swap: written(swap.hidden_cosine, 3)),
-    ("CKA", lambda swap: written(swap.hidden_cka, 3)),
-)
+
+
+def _predictions(swap: Swap) -> Cells:
+    """KL, with its interval where the swap is judged by it, and how many first choices are the same."""
+    ends: Cells = (("95 % interval", lambda found: _ends(found.kl, found.kl_ci95)),)
+    more = ends if swap.judged_by == "kl" else ()
+    return (("KL", lambda found: _number(found.kl)), *more, ("top-1", lambda found: _share(found.top1_agreement)))
+
+
+def _states(swap: Swap) -> Cells:
+    """The hidden states' cosine, with its interval where the swap is judged by it, and their CKA."""
+    ends: Cells = (("95 % interval", lambda found: interval(found.hidden_cosine_ci95, 3)),)
+    more = ends if swap.judged_by == "hidden" else ()
+    cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
+    return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
+
+
+def _ends(number: float | None, bounds: tuple[float, float] | None) -> str:
+    """An interval with as many decimals as three figures of its number take."""
+    return NO_VALUE if number is None else interval(bounds, decimals_for([number], 3))
 
 
 def _p_value(number: float | None) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attnlens.records import Effect, Report, Swap
-from attnlens.tables.population import population
+from attnlens.tables.population import no_errors, population
 from attnlens.tables.sections import Section
 from attnlens.tables.swaps import facts
 from attnlens.tables.swaps.judged import UNITS, effect_name
 from attnlens.tables.swaps.plans import explained, plan_lines, plan_rows
 from attnlens.tables.swaps.rows import (
     MARK,
+    cosine_rows,
     kernel_rows,
     place,
     site_rows,
@@ -34,7 +35,7 @@ def sections(report: Report) -> Iterator[Section]:
     yield from _several(report) if report.more_swaps else _one(report, report.swap)
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
-        yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0])
+        yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0], report)
     for title, lines in (
         ("Notes", facts.notes(report.swaps)),
         ("No value", facts.without_value(report.swaps)),
@@ -60,9 +61,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
     sentences = (facts.verdict(swap), facts.stages_sentence(swap))
     help_ = () if facts.diverged(swap) else (_reading_help(swap, report),)
     yield Section("What it does", tuple(line for line in sentences if line), stage_rows(swap), help_)
-    if swap.loss_by_text:
-        below = "Δ with a 95 % interval over that text's windows; one text is not another."
-        yield Section("Text by text", (), text_rows([swap]), (below,))
+    yield from _by_text([swap])
     if report.plan is not None:
         plan = report.plan
         yield Section("Ranks", tuple(plan_lines(plan)), plan_rows(plan), (explained(plan),), items=True)
@@ -77,10 +76,20 @@ def _several(report: Report) -> Iterator[Section]:
     yield Section("", (facts.reach(report), *filter(None, [_calibration(report)])))
     lines = filter(None, [facts.ranking(report.swaps) or facts.verdict(first)])
     yield Section("What they do", tuple(lines), kernel_rows(report.swaps), (_reading_help(first, report),))
-    if any(swap.loss_by_text for swap in report.swaps):
-        yield Section("Text by text", (), text_rows(report.swaps), ("Δ of the loss on each text's own windows.",))
+    yield from _by_text(report.swaps)
     yield Section("Kernels", tuple(map(facts.kernel, report.swaps)), items=True)
     yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
+
+
+def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
+    """The loss on each text alone, or the hidden cosine where there is no loss."""
+    counts = [text.sequences for swap in swaps for text in swap.loss_by_text or swap.hidden_cosine_by_text]
+    help_ = "{} with a 95 % interval over that text's windows; one text is not another."
+    help_ += " One window has no spread: no interval." * (1 in counts)
+    if any(swap.loss_by_text for swap in swaps):
+        yield Section("Text by text", (), text_rows(swaps), (help_.format("Δ of the loss"),))
+    elif swaps[0].judged_by == "hidden" and any(swap.hidden_cosine_by_text for swap in swaps):
+        yield Section("Text by text", (), cosine_rows(swaps), (help_.format("Cosine of the last hidden states"),))
 
 
 def _calibration(report: Report) -> str:
@@ -93,25 +102,28 @@ def _calibration(report: Report) -> str:
 
 
 def _reading_help(swap: Swap, report: Report) -> str:
-    states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
+    about, none = population(report), no_errors(report)
+    ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({about})" if about else "")
+    states = "CKA compares the last hidden states too; 1 is the original's own"
     if swap.judged_by == "hidden":
-        return states
+        return f"hidden cosine{ends}; {states}."
     unit, top = UNITS[swap.task], "top-1: share of the same first choice"
     if swap.judged_by == "kl":
-        return f"KL(original ‖ changed) in {unit}; {top}; {states}"
-    about = population(report)
-    interval = f"a paired bootstrap interval ({about})" if about else "a paired bootstrap interval"
-    return f"loss and KL in {unit}; Δ with {interval}; KL(original ‖ changed); {top}."
+        states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
+        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}"
+    delta = none or f"Δ{ends.replace('a boot', 'a paired boot')}"
+    return f"loss and KL in {unit}; {delta}; KL(original ‖ changed); {top}."
 
 
-def _sweep(swap: Swap) -> Section:
+def _sweep(swap: Swap, report: Report) -> Section:
     effects, noun = swap.sweep, _noun(swap)
     cut = f" Shown are the {MOST} most and the {MOST} least harmful." if len(effects) > 2 * MOST else ""
     if not tested(swap):
         below = f"{_effect_help(swap)}{cut}"
         return Section(f"Each {noun} alone", (), sweep_rows(swap, MOST), (below,))
     below = f"{_effect_help(swap)}; {MARK} significant at a false discovery rate of 5 %.{cut}"
-    return Section(f"Each {noun} alone", (_significant(effects, noun),), sweep_rows(swap, MOST), (below,))
+    said = _significant(effects, noun, report.settings.sequences or 0)
+    return Section(f"Each {noun} alone", (said,), sweep_rows(swap, MOST), (below,))
 
 
 def _sweeps(swaps: list[Swap]) -> Section:
@@ -129,15 +141,18 @@ def _effect_help(swap: Swap) -> str:
     return f"Δ of the {effect_name(swap)}{untested}"
 
 
-def _significant(effects: list[Effect], noun: str) -> str:
-    """How many matter, in which direction; which diverge."""
+def _significant(effects: list[Effect], noun: str, windows: int) -> str:
+    """How many matter, in which direction; which diverge. That none could be shown to matter does not say none does."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
-        return "One sequence has no spread: nothing is tested."
+        return "One window has no spread: nothing is tested."
     found = [effect for effect in effects if effect.significant and effect.delta is not None]
     harm = sum(effect.delta > 0 for effect in found if effect.delta is not None)
     help_ = len(found) - harm
     verb = "matters" if len(found) == 1 else "matter"
-    verdict = f"{len(found)} of {counted(len(effects), noun)} {verb} at a false discovery rate of 5 %"
+    none = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
+    verdict = (
+        none if not found else f"{len(found)} of {counted(len(effects), noun)} {verb} at a false discovery rate of 5 %"
+    )
     split = f": {harm} harm, {help_} help" if found else ""
     lost = [place(effect) for effect in effects if effect.delta is None]
     return f"{verdict}{split}.{f' Diverged: {listed(lost, 8)}.' if lost else ''}"

@@ -41,8 +41,10 @@ def _stage(swap: Swap, stage: Stage) -> dict[str, Cell]:
         **_change("loss", stage.loss),
         **_change("perplexity", stage.perplexity),
         "kl": stage.kl,
+        **_bounds("kl", stage.kl_ci95),
         "top1_agreement": stage.top1_agreement,
         "hidden_cosine": stage.hidden_cosine,
+        **_bounds("hidden_cosine", stage.hidden_cosine_ci95),
         "hidden_cka": stage.hidden_cka,
         "off_simplex": swap.off_simplex,
         "tokens_per_second.before": swap.tokens_per_second.before,
@@ -53,15 +55,13 @@ def _stage(swap: Swap, stage: Stage) -> dict[str, Cell]:
 
 
 def _effect(swap: Swap, effect: Effect) -> dict[str, Cell]:
-    low, high = effect.ci95 or (None, None)
     return {
         "kernel": swap.kernel,
         "layer": effect.layer,
         "head": effect.head,
         "part": effect.part,
         "delta": effect.delta,
-        "delta.low": low,
-        "delta.high": high,
+        **_bounds("delta", effect.ci95),
         "p_value": effect.p_value,
         "significant": effect.significant,
     }
@@ -70,9 +70,13 @@ def _effect(swap: Swap, effect: Effect) -> dict[str, Cell]:
 def _change(name: str, change: Change | None) -> dict[str, Cell]:
     found: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
     if name == "loss":
-        low, high = (change.ci95 if change else None) or (None, None)
-        found |= {f"{name}.delta.low": low, f"{name}.delta.high": high}
+        found |= _bounds(f"{name}.delta", change.ci95 if change else None)
     return found
+
+
+def _bounds(name: str, ci95: tuple[float, float] | None) -> dict[str, Cell]:
+    low, high = ci95 or (None, None)
+    return {f"{name}.low": low, f"{name}.high": high}
 
 
 def _written(cell: Cell, harmless: Callable[[str], str]) -> str:
