@@ -81,6 +81,16 @@ def test_files_are_read_each_by_itself(tmp_path: Path) -> None:
     assert texts.read_each([]) == ()
 
 
+def test_a_text_counts_once_under_whatever_names(tmp_path: Path) -> None:
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("In the beginning. " * 50)
+    one, two = str(tmp_path / "one.txt"), str(tmp_path / "two.txt")
+    for paths in ([one, two], [one, one]):
+        with pytest.raises(TextError, match="are the same text") as refusal:
+            texts.read_each(paths)
+        assert refusal.value.remedy == "Name each text once."
+
+
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
     assert texts.read_each(["-"]) == (("naïve\n", "stdin"),)

@@ -67,18 +67,14 @@ def _reported(work: Swapping, start: float) -> Report:
 
 
 def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Content]) -> None:
-    """Raise TextError where a calibration text is an evaluated one, under whatever name, or is named twice."""
-    evaluated = {content.text: content.name for content in contents}
-    first: dict[str, str] = {}
+    """Raise TextError where a calibration text is an evaluated one, under whatever name."""
+    evaluated = {content.text for content in contents}
     for other in others:
         if other.text in evaluated:
             raise TextError(
                 f"The calibration text ({other.name}) is the evaluation text.",
                 "Leave --calibration out, then windows that are not evaluated are used, or name another text.",
             )
-        if other.text in first:
-            raise TextError(f"{first[other.text]} and {other.name} are the same text.", "Name each text once.")
-        first[other.text] = other.name
 
 
 def _prepared(

@@ -35,7 +35,7 @@ def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
     """The texts of those files (`-` is standard input) under names of their own; none where no file is named.
 
     Raises TextError for a file that is missing, unreadable, binary or not in UTF-8, and where one holds nothing but
-    white space.
+    white space, or the same as another: read twice, a text is no sample of two.
     """
     names = [_name(path) for path in paths]
     found = tuple(
@@ -45,6 +45,11 @@ def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
     for content in found:
         if not content.text.strip():
             raise TextError(f"The text is empty: {content.name}.", "Give a text of at least a few hundred words.")
+    named: dict[str, str] = {}
+    for content in found:
+        if content.text in named:
+            raise TextError(f"{named[content.text]} and {content.name} are the same text.", "Name each text once.")
+        named[content.text] = content.name
     return found
 
 
