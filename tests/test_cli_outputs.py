@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from program import attnlens, environment_with, in_shell, refused, without_torch
 from reports import synthetic_report
+from swap_reports import swap_report
 
 from attnlens.cli.outputs import Outputs
-from attnlens.errors import AttnlensError
+from attnlens.errors import AttnlensError, OutputError
+from attnlens.plots import is_file
 from attnlens.records import read_report
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
@@ -84,18 +86,26 @@ def test_pictures_are_counted(tmp_path):
     pictures = len(list((tmp_path / "all").iterdir()))
     assert pictures > 1
     assert f"Wrote {pictures} pictures to all, one.html" in result.stderr
-    assert "older" not in result.stderr
-    (tmp_path / "all" / "another.png").touch()
-    again = attnlens(*ONE, "--png", "all", cwd=tmp_path).stderr
-    assert "all holds 1 older picture that this run did not write." in again
     assert "Wrote one.png" in attnlens(*ONE, "--png", "one.png", cwd=tmp_path).stderr
 
 
+def test_pictures_of_another_run_are_told(tmp_path, capsys):
+    folder = tmp_path / "all"
+    Outputs(png=str(folder)).deliver(swap_report())
+    assert "older" not in capsys.readouterr().err
+    (folder / "another.png").touch()
+    Outputs(png=str(folder)).deliver(swap_report())
+    assert "holds 1 older picture that this run did not write." in capsys.readouterr().err
+
+
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
-    refused(attnlens(*ONE, "--png", "one.xyz", cwd=tmp_path), ".xyz is not offered", ".png, .svg or .pdf")
+    with pytest.raises(OutputError, match=r"\.xyz is not offered") as refusal:
+        Outputs(png=str(tmp_path / "one.xyz")).check()
+    assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.2").mkdir()
-    assert attnlens(*ONE, "--png", "run.2", cwd=tmp_path).returncode == 0, "a folder that is there is one"
+    Outputs(png=str(tmp_path / "run.2")).check()
+    assert not is_file(tmp_path / "run.2"), "a folder that is there is one"
 
 
 @pytest.mark.parametrize("words", ["list", "list schema", "--help", "--version", LINE, f"{LINE} --json -"])
