@@ -105,7 +105,7 @@ class Hub:
         return ModelError(f"The hub does not hand out {self.id}: {first_line(error)}", "Try again later.")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's text that says something (and what a colon at its end announces), or its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # whose text is the key alone

@@ -1,4 +1,4 @@
-"""How are transformers' progress bars and warnings kept off the terminal while it loads, and while a model runs?"""
+"""Keeps transformers quiet while it loads and runs a model, and away from code on the hub while it loads one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,28 @@ def quiet() -> Iterator[None]:
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Inside, transformers downloads no compiled code, which with the package `kernels` it does unasked for some models.
+
+    It is told that there is none, and so computes the same without.
+    """
+    module: Any = import_module("transformers.integrations.hub_kernels")
+    own = getattr(module, "get_kernel_hub", None)
+    if own is None:  # the package is not installed
+        yield
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("attnlens runs no code from the hub")
+
+    module.get_kernel_hub = refuse
+    try:
+        yield
+    finally:
+        module.get_kernel_hub = own
 
 
 @contextmanager
