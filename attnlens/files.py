@@ -70,7 +70,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 def opened(path: Path) -> BinaryIO:
     """The file for reading; a named pipe that nobody writes into is opened all the same, and not waited for."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115, PTH123
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     os.set_blocking(file.fileno(), True)
     return file
 

@@ -33,6 +33,10 @@ SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
 
 
+NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+"""What torch's allocators say, as plain RuntimeErrors."""
+
+
 class Loading(TypedDict, total=False):
     """The options of `load`, for functions that pass them on."""
 
@@ -185,7 +189,8 @@ def _model(
     if place.form == "safetensors":
         config.transformers_weights = place.file
     config_file = "" if place.gguf else f" with {CONFIG}"
-    with _foreign(f"{place.folder / place.file}{config_file} can't be loaded", "Check that weights and config belong together."):
+    problem = f"{place.folder / place.file}{config_file} can't be loaded"
+    with _foreign(problem, "Check that weights and config belong together."):
         named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
         model, found = named.from_pretrained(
             place.folder,
@@ -207,9 +212,11 @@ def _foreign(problem: str, remedy: str) -> Iterator[None]:
     """Inside, whatever transformers raises becomes a ModelError; no list of what it raises for such files is whole."""
     try:
         yield
-    except (AttnlensError, MemoryError):
+    except AttnlensError:
         raise
     except ImportError as error:
         raise ModelError(f"{problem}: {first_line(error)}", "Install the package that it asks for.") from error
     except Exception as error:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
         raise ModelError(f"{problem}: {first_line(error)}", remedy) from error

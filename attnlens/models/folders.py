@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from attnlens.errors import ModelError
 from attnlens.files import LARGEST, read_object, shortened, written
@@ -31,7 +32,7 @@ def names_in(folder: Path) -> set[str]:
         raise ModelError(f"{folder} can't be read: {error.strerror}.", "Make the folder readable.") from None
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a model's file; raises ModelError where it can't be read or holds something else."""
     return read_object(path, ModelError, SAY_AGAIN)
 

@@ -46,7 +46,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_kernels() -> Iterator[None]:
-    """Inside, transformers downloads no compiled code, which with the package `kernels` it does unasked for some models.
+    """Inside, transformers downloads no compiled code, as it does for some models where the package `kernels` is.
 
     It is told that there is none, and so computes the same without.
     """

@@ -38,7 +38,8 @@ def check_loaded(place: Place, model: PreTrainedModel, stored: Mapping[str, Stor
         )
     if len(found["missing_keys"]) >= len(list(model.parameters())):
         raise ModelError(
-            f"None of the weights in {place.file} belongs to a {type(model).__name__}.", "Check the model's config.json."
+            f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
+            "Check the model's config.json.",
         )
 
 
@@ -57,7 +58,8 @@ def _codes(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], u
     others = {name for name, _ in model.named_buffers()} | unexpected
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     prefix, decoded = model.base_model_prefix, is_quantised(place.config)
-    scaled = {name.rpartition("_scale")[0] for name in stored if "_scale" in name and not _names(name, prefix) & unexpected}
+    used = [name for name in stored if not _names(name, prefix) & unexpected]
+    scaled = {name.rpartition("_scale")[0] for name in used if "_scale" in name}
 
     def taken(name: str) -> bool:
         names = _names(name, prefix)

@@ -77,7 +77,9 @@ def _pickled(file: Path) -> dict[str, Stored]:
             "Get the model as safetensors.",
         ) from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} is cut off or no pickle of torch: {written(str(error))}.", "Download it again.") from None
+        raise ModelError(
+            f"{file} is cut off or no pickle of torch: {written(str(error))}.", "Download it again."
+        ) from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
     return {
