@@ -9,6 +9,7 @@ import reprlib
 import secrets
 import stat
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,14 +35,21 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
     told = shortened(str(path))
     try:
         with opened(Path(path)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) and not str(path).startswith(OPEN_FILES):
-                raise error(f"{told} can't be read: it is {_kind(found)}, not a file.", remedy)
+            if not str(path).startswith(OPEN_FILES):
+                refuse_other_kinds(os.fstat(file.fileno()), told, error, remedy)
             return read_stream(file, told, error, remedy, most=most)
     except OSError as problem:
         raise error(f"{told} can't be read: {problem.strerror}.", remedy) from None
     except ValueError as problem:
         raise error(f"{told} can't be read: {problem}.", remedy) from None
+
+
+def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
+    """Raise `error`, which says `remedy`, for what is no regular file."""
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((kind for is_one, kind in kinds if is_one(found.st_mode)), "a device")
+        raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
 
 
 def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
@@ -57,8 +65,10 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
 def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
     """The JSON object in a file from outside; raises `error`, which says `remedy`, for anything else."""
     content = read_bytes(path, error, remedy)
+    if content.startswith(BOM_UTF8):  # at which transformers stumbles
+        raise error(f"{path} begins with a byte order mark.", "Save it as UTF-8 without one.")
     try:
-        found = json.loads(content.decode("utf-8-sig"))
+        found = json.loads(content.decode())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -168,12 +178,6 @@ def _pour(path: Path, found: os.stat_result, content: bytes) -> None:
     own = _own_stream(found)
     with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
         file.write(content)
-
-
-def _kind(found: os.stat_result) -> str:
-    """What a thing that is no regular file is."""
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-    return next((name for is_one, name in kinds if is_one(found.st_mode)), "a device")
 
 
 def _deeper(value: object, most: int) -> bool:

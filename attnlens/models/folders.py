@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from attnlens.errors import ModelError
-from attnlens.files import LARGEST, read_object, shortened, written
+from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, written
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges*", "tekken*", "*.tiktoken")
 """Names of the files in which tokenizers are kept."""
@@ -62,15 +61,13 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     path = folder / name
     try:
         found = path.stat()
-        if stat.S_ISREG(found.st_mode):
-            path.open("rb").close()
+        refuse_other_kinds(found, shortened(str(path)), ModelError, SAY_AGAIN)
+        path.open("rb").close()
     except (FileNotFoundError, NotADirectoryError):
         raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN) from None
     except OSError as error:
         problem = f"{shortened(str(path))} can't be read: {error.strerror}."
         raise ModelError(problem, "Make the file readable.") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise ModelError(f"{path} is no file.", SAY_AGAIN)
     if not may_lead_out:
         _refuse_outside(folder, path)
     return path
@@ -122,8 +119,7 @@ def _size(path: Path) -> int:
         return 0
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}.", "Make the file readable.") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise ModelError(f"{path} is no file.", SAY_AGAIN)
+    refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
     return found.st_size
 
 

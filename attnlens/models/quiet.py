@@ -50,8 +50,8 @@ def no_kernels() -> Iterator[None]:
 
     It is told that there is none, and so computes the same without.
     """
-    module: Any = import_module("transformers.integrations.hub_kernels")
-    own = getattr(module, "get_kernel_hub", None)
+    hub: Any = import_module("transformers.integrations.hub_kernels")
+    own = getattr(hub, "get_kernel_hub", None)
     if own is None:  # the package is not installed
         yield
         return
@@ -59,11 +59,12 @@ def no_kernels() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         raise FileNotFoundError("attnlens runs no code from the hub")
 
-    module.get_kernel_hub = refuse
+    package: Any = import_module("kernels")
+    hub.get_kernel_hub = package.get_kernel = refuse
     try:
         yield
     finally:
-        module.get_kernel_hub = own
+        hub.get_kernel_hub = package.get_kernel = own
 
 
 @contextmanager
