@@ -23,6 +23,8 @@ PART = 2**20
 """Bytes that are read at once, so that what is larger than allowed takes no memory."""
 DEEPEST = 100
 """How deep JSON may be nested: configs have five levels, and the recursion of those who read them ends near 300."""
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)
+"""How a file is opened at once; Windows, which has no named pipes among its files, does not know it."""
 OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 """How paths of files begin that this process has open already: a shell hands on `<(…)` in this way."""
 
@@ -80,8 +82,9 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 def opened(path: Path) -> BinaryIO:
     """The file for reading; a named pipe that nobody writes into is opened all the same, and not waited for."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
-    os.set_blocking(file.fileno(), True)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
+    if WITHOUT_WAITING:
+        os.set_blocking(file.fileno(), True)
     return file
 
 
@@ -91,8 +94,9 @@ def with_home(path: str) -> Path:
 
 
 def shortened(text: str) -> str:
-    """The text in at most 300 characters, its middle left out."""
-    return text if len(text) <= 300 else f"{text[:150]}…{text[-149:]}"
+    """The text on one line of at most 300 characters, its middle left out."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 
 
 def written(value: object) -> str:

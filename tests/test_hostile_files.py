@@ -395,6 +395,8 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "adapter beside weights": (_touched("adapter_config.json"), ("adapter", "merge_and_unload")),
     "adapter's weights": (_touched("adapter_model.safetensors"), ("adapter", "merge_and_unload")),
     "distributed checkpoint": (_touched("shard-00001-model-00001-of-00001.safetensors"), ("distributed checkpoint",)),
+    "the same, and a line": (_touched("shard-00001-model-00001-of-00001.safetensors\n"), ("distributed checkpoint",)),
+    "index is a link outside": (_linked(INDEX, "../other/config.json"), ("leads out of its folder",)),
     "variant alone": (_renamed("model.fp16.safetensors"), ("Give the file's path: ", "/model.fp16.safetensors")),
     "weights of no bytes": (_safetensors(lambda _: b""), ("cut off or no safetensors",)),
     "weights of text": (_safetensors(lambda _: b"hello, world, this is no tensor"), ("cut off or no safetensors",)),

@@ -125,7 +125,7 @@ def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
 
 
 def _refuse_swapped(place: Place) -> None:
-    if (place.folder / SWAPPED).is_file():
+    if SWAPPED in names_in(place.folder):
         raise ModelError(
             f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
             "Use attnlens.load_swapped in Python.",

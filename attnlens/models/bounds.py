@@ -9,6 +9,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING
 
 from attnlens.errors import ModelError
+from attnlens.files import shortened, written
 from attnlens.models.configs import fields
 from attnlens.models.places import CONFIG, Place
 from attnlens.models.stored import Stored, numbers_in
@@ -67,7 +68,7 @@ def bounded(place: Place, stored: Mapping[str, Stored]) -> Iterator[None]:
 def _outgrown(place: Place, stored: Mapping[str, Stored]) -> ModelError:
     counts = [(value, path) for path, value in fields(place.config) if isinstance(value, int) and value > 1]
     size, path = max(counts, default=(0, ""))
-    largest = f" (the largest number in it is {path} = {size})" if counts else ""
+    largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if counts else ""
     where = place.folder / (place.file if place.form == "gguf" else CONFIG)
     return ModelError(
         f"{where} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its weight files.",

@@ -39,7 +39,7 @@ def check_config(place: Place) -> None:
     config, file = place.config, place.folder / CONFIG
     for path, size in sizes(config):
         if size < 1:
-            raise ModelError(f"{file} says {path} = {written(size)}, which must be at least 1.", SAY_MEND)
+            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_MEND)
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for field, kind, words in kinds:
         value = config.get(field)
@@ -123,7 +123,7 @@ def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int],
     name, stored, wanted = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
     differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
-    said = [f"{path} = {value}" for path, value in sizes(place.config) if value in differing]
+    said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(said)})" if said else ""
     raise ModelError(
         f"{place.folder / place.file} can't be loaded: {name}{more} is {_times(stored)} there and {_times(wanted)} by "

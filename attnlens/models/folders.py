@@ -13,12 +13,12 @@ from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, 
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges*", "tekken*", "*.tiktoken")
 """Names of the files in which tokenizers are kept."""
-READ = ("config.json", "generation_config.json", "*tokens*.json", "*processor_config.json", *TOKENIZERS)
+READ = ("config.json", "generation_config.json", "*tokens*.json", "*processor_config.json", "*.index.json", *TOKENIZERS)
 """Names of the small files beside the weights that transformers may open."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """How the names of what is downloaded with the weights end."""
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-DISTRIBUTED = "shard-[0-9][0-9][0-9][0-9][0-9]-model-*.safetensors"
+DISTRIBUTED = "shard-[0-9]*-model-*"
 """Names by which transformers recognises a distributed checkpoint, which it reads in the place of any other file."""
 SAY_AGAIN = "Download the model again."
 
@@ -81,7 +81,7 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         path = folder / name
         read = any(fnmatch(name, pattern) for pattern in READ)
-        if not (read or name.endswith(SMALL_FILES)) or path.is_dir():
+        if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
             continue
         size = _size(path)
         if read:
@@ -102,7 +102,7 @@ def refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
             )
         if fnmatch(name, DISTRIBUTED):
             raise ModelError(
-                f"{folder} holds a distributed checkpoint ({name}), which attnlens does not read.",
+                f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read.",
                 "Save the model with save_pretrained into another folder.",
             )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnlens.errors import ModelError
+from attnlens.files import shortened
 
 VERSIONS = (2, 3)
 MOST_ITEMS = 2**23
@@ -139,7 +140,9 @@ def _check_layers(path: Path, header: Header) -> None:
     """Raise ModelError for more layers than tensors: the config's lists grow with the layers."""
     for name, number in header.numbers.items():
         if name.endswith(".block_count") and number > len(header.tensors):
-            raise ModelError(f"{path} says {name} = {number}, and has {len(header.tensors)} tensors.", SAY_AGAIN)
+            raise ModelError(
+                f"{path} says {shortened(name)} = {number}, and has {len(header.tensors)} tensors.", SAY_AGAIN
+            )
 
 
 def _check_data(path: Path, header: Header, end: int, size: int) -> None:
@@ -151,10 +154,11 @@ def _check_data(path: Path, header: Header, end: int, size: int) -> None:
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
-            raise ModelError(f"{path} has {entry.name}, stored in an unknown way.", "Convert it again.")
+            raise ModelError(f"{path} has {shortened(entry.name)}, stored in an unknown way.", "Convert it again.")
         numbers, stored = blocks[entry.type]
         last = start + entry.offset + prod(entry.shape) // numbers * stored
         if last > size:
             raise ModelError(
-                f"{path} is cut off: the data of {entry.name} end at byte {last}, and the file has {size}.", SAY_AGAIN
+                f"{path} is cut off: the data of {shortened(entry.name)} end at byte {last}, and the file has {size}.",
+                SAY_AGAIN,
             )

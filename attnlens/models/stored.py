@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnlens.errors import ModelError
-from attnlens.files import written
+from attnlens.files import shortened
 from attnlens.models.gguf import read_header
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _safetensors(file: Path) -> dict[str, Stored]:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no dict
             return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
-        problem = f"{file} is cut off or no safetensors file: {error}."
+        problem = f"{file} is cut off or no safetensors file: {shortened(str(error))}."
         raise ModelError(problem, "Download it again.") from None
 
 
@@ -78,7 +78,7 @@ def _pickled(file: Path) -> dict[str, Stored]:
         ) from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{file} is cut off or no pickle of torch: {written(str(error))}.", "Download it again."
+            f"{file} is cut off or no pickle of torch: {shortened(str(error))}.", "Download it again."
         ) from None
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
@@ -103,5 +103,5 @@ def _gguf(file: Path) -> dict[str, Stored]:
 
 def named(names: Iterable[str]) -> str:
     """`a`, or `a and 3 more`."""
-    first, *more = names
+    first, *more = map(shortened, names)
     return f"{first} and {len(more)} more" if more else first
