@@ -1,17 +1,107 @@
-"""How is a file written whole or not at all, and how is it told apart from another?"""
+"""Reads files that come from outside within bounds, and writes files whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import reprlib
 import secrets
 import stat
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from attnlens.errors import OutputError
+from attnlens.errors import AttnlensError, OutputError
+
+LARGEST = 2**28
+"""Bytes of the largest file that is read at once; tokenizers, the largest of them, have a tenth of it."""
+PART = 2**20
+"""Bytes that are read at once, so that what is larger than allowed takes no memory."""
+DEEPEST = 100
+"""How deep JSON may be nested: configs have five levels, and the recursion of those who read them ends near 300."""
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)
+"""How a file is opened at once; Windows, which has no named pipes among its files, does not know it."""
+OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
+"""How paths of files begin that this process has open already: a shell hands on `<(…)` in this way."""
+
+
+def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
+    """The content of a regular file of at most `most` bytes: no folder, device or named pipe, of which none may end.
+
+    A pipe that the shell has opened for this process is read. Raises `error`, which says `remedy`, for anything else.
+    """
+    told = shortened(str(path))
+    try:
+        with opened(Path(path)) as file:
+            if not str(path).startswith(OPEN_FILES):
+                refuse_other_kinds(os.fstat(file.fileno()), told, error, remedy)
+            return read_stream(file, told, error, remedy, most=most)
+    except OSError as problem:
+        raise error(f"{told} can't be read: {problem.strerror}.", remedy) from None
+    except ValueError as problem:
+        raise error(f"{told} can't be read: {problem}.", remedy) from None
+
+
+def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
+    """Raise `error`, which says `remedy`, for what is no regular file."""
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((kind for is_one, kind in kinds if is_one(found.st_mode)), "a device")
+        raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
+
+
+def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
+    """What is left in `file`, at most `most` bytes. Raises `error`, which says `remedy`, where there is more."""
+    content = bytearray()
+    while part := file.read(PART):
+        content += part
+        if len(content) > most:
+            raise error(f"{name} can't be read: it holds more than {most // 2**20} MiB.", remedy)
+    return bytes(content)
+
+
+def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
+    """The JSON object in a file from outside; raises `error`, which says `remedy`, for anything else."""
+    content = read_bytes(path, error, remedy)
+    if content.startswith(BOM_UTF8):  # at which transformers stumbles
+        raise error(f"{path} begins with a byte order mark.", "Save it as UTF-8 without one.")
+    try:
+        found = json.loads(content.decode())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise error(f"{path} is not a JSON object.", remedy)
+    if _deeper(found, DEEPEST):
+        raise error(f"{path} is nested more than {DEEPEST} deep.", remedy)
+    return found
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file for reading; a named pipe that nobody writes into is opened all the same, and not waited for."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
+    if WITHOUT_WAITING:
+        os.set_blocking(file.fileno(), True)
+    return file
+
+
+def with_home(path: str) -> Path:
+    """The path with `~` as the home folder; unchanged where there is no such user, as a shell leaves it."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
+
+
+def shortened(text: str) -> str:
+    """The text on one line of at most 300 characters, its middle left out."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
+
+
+def written(value: object) -> str:
+    """A value from a file as it can stand in a message, its length bounded."""
+    return reprlib.repr(value)
 
 
 def sha256(path: Path) -> str:
@@ -92,6 +182,19 @@ def _pour(path: Path, found: os.stat_result, content: bytes) -> None:
     own = _own_stream(found)
     with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
         file.write(content)
+
+
+def _deeper(value: object, most: int) -> bool:
+    """Whether lists and maps stand in one another more than `most` deep; without recursion, which would end early."""
+    level: list[object] = [value]
+    for _ in range(most + 1):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
 
 
 def _takes_bytes_as_they_come(found: os.stat_result) -> bool:

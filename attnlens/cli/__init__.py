@@ -18,7 +18,7 @@ from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.outputs import READER_LEFT, Outputs, product
 from attnlens.cli.show import INTERRUPTED, UNUSABLE, complain, console, guarded
 from attnlens.cli.swap import swap_kernel
-from attnlens.cli.verdict import failure
+from attnlens.cli.verdict import end_strictly, failure
 from attnlens.cli.work import named_model, working
 from attnlens.errors import AttnlensError
 from attnlens.registry import checked_name
@@ -138,8 +138,8 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
             outputs.deliver(stop.report)
         raise typer.Exit(INTERRUPTED) from None
     outputs.deliver(report)
-    if given["strict"] and not report.coverage.complete:
-        raise typer.Exit(3)
+    if given["strict"]:
+        end_strictly(report)
 
 
 app.command(name="swap-kernel")(swap_kernel)

@@ -10,11 +10,12 @@ import typer
 from attnlens.cli import options as opt
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import INTERRUPTED, complain, console, guarded
+from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import working
 from attnlens.errors import UnaskedError, UsageError
 
-FAILED, PARTLY = 1, 3
-"""Exit codes where a check that was asked for failed, and where a part could not be done, with --strict."""
+FAILED = 1
+"""Exit code where a check that was asked for failed."""
 GIVEN = ("COMMANDLINE",)
 """Where an option comes from that was asked for in this call, and not for all commands."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
@@ -252,6 +253,6 @@ def _run(work: Any, outputs: Outputs, *, strict: bool = False) -> Any:
         outputs.deliver(stop.report)
         raise typer.Exit(INTERRUPTED) from None
     outputs.deliver(report)
-    if strict and not report.coverage.complete:
-        raise typer.Exit(PARTLY)
+    if strict:
+        end_strictly(report)
     return report

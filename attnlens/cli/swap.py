@@ -11,14 +11,12 @@ import typer
 from attnlens.cli import options as opt
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import INTERRUPTED, console, guarded
+from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
 from attnlens.files import identity
 from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS
 from attnlens.registry import checked_name
-
-PARTLY = 3
-"""Exit code where a part could not be done, with --strict."""
 
 Kernels = Annotated[
     list[str] | None,
@@ -153,8 +151,8 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
         console(stderr=True).print(f"Saved the changed model to {given['save']}", soft_wrap=True, markup=False)
     if stopped:
         raise typer.Exit(INTERRUPTED)
-    if given["strict"] and not report.coverage.complete:
-        raise typer.Exit(PARTLY)
+    if given["strict"]:
+        end_strictly(report)
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,33 @@
-"""What is said where `doctor` could not prove a model?"""
+"""What is said where `doctor` could not prove a model, or --strict finds that something was left out?"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
+
+from attnlens.cli.show import console
 from attnlens.errors import IdentityError
-from attnlens.wording import counted, listed
+from attnlens.wording import clean, counted, listed
 
 if TYPE_CHECKING:
     from attnlens.records import Report, SiteCheck
 
 REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
+
+
+PARTLY = 3
+"""Exit code where a part could not be done, with --strict."""
+
+
+def end_strictly(report: Report) -> None:
+    """End with PARTLY where something was not analysed, or the files hold tensors that the model has no place for."""
+    from attnlens.tables import facts
+
+    for sentence in facts.unexpected(report):
+        console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+    if report.model.unexpected or not report.coverage.complete:
+        raise typer.Exit(PARTLY)
 
 
 def failure(report: Report) -> IdentityError:

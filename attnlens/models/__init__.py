@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import AttnlensError, ModelError, UsageError
 from attnlens.files import sha256
-from attnlens.models.configs import check_config, refuse_mismatch
+from attnlens.models.bounds import bounded
+from attnlens.models.configs import check_config, check_counts, take_choices
+from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.heads import Kind, kind_of, model_class, refuse_own_code
 from attnlens.models.hub import first_line
 from attnlens.models.placement import device_of, dtype_of
 from attnlens.models.places import CONFIG, Place, find
-from attnlens.models.quiet import quiet
-from attnlens.models.soundness import check_whole, nonfinite_tensors
+from attnlens.models.quiet import no_kernels, quiet
+from attnlens.models.soundness import check_loaded, nonfinite_tensors
+from attnlens.models.stored import Stored, tensors_in
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import File, ModelInfo
 
@@ -27,6 +31,10 @@ __all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfin
 
 SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
+
+
+NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+"""What torch's allocators say, as plain RuntimeErrors."""
 
 
 class Loading(TypedDict, total=False):
@@ -88,21 +96,36 @@ def load(
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
         _refuse_swapped(place)
+    stored = _checked(place, trust_remote_code)
+    with quiet(), no_kernels():
+        config = _config(place, trust_remote_code)
+        typed = dtype_of(dtype, config, place_on)
+        with bounded(place, stored):
+            model, found = _model(place, config, typed, trust_remote_code)
+        check_loaded(place, model, stored, found)
+        tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+    model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
+    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
+    return Loaded(model, tokenizer, problem, _info(place, model, unused), kind_of(model), missing, unused)
+
+
+def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
+    """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
+    names = names_in(place.folder)
+    refuse_other_forms(place.folder, names)
+    if place.form != "gguf":  # which holds its config and tokenizer itself
+        check_small(place.folder, names)
     check_config(place)
     if not trust_remote_code:
         refuse_own_code(place.config, place.id)
-    check_whole(place.weights)
     _check_packages(place)
-    with quiet():
-        config = _config(place, trust_remote_code)
-        model, missing, unused = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
-        tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
-    return Loaded(model, tokenizer, problem, _info(place, model), kind_of(model), missing, unused)
+    stored = tensors_in(place)
+    check_counts(place, len(stored))
+    return stored
 
 
 def _refuse_swapped(place: Place) -> None:
-    if (place.folder / SWAPPED).is_file():
+    if SWAPPED in names_in(place.folder):
         raise ModelError(
             f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
             "Use attnlens.load_swapped in Python.",
@@ -123,13 +146,14 @@ def _written(name: object) -> str:
     return name
 
 
-def _info(place: Place, model: PreTrainedModel) -> ModelInfo:
+def _info(place: Place, model: PreTrainedModel, unused: tuple[str, ...]) -> ModelInfo:
     return ModelInfo(
         id=place.id,
         revision=place.revision,
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         files=[File(name=file.name, sha256=sha256(file)) for file in place.weights],
+        unexpected=list(unused),
     )
 
 
@@ -147,61 +171,52 @@ def _check_packages(place: Place) -> None:
 def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    try:
+    where = place.folder / (place.file if place.gguf else CONFIG)
+    with _foreign(f"{where} can't be read", "Is it a model that transformers knows?"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=trust_remote_code, **place.gguf
         )
-    except _foreign_errors() as error:
-        raise ModelError(
-            f"{place.folder / (place.file if place.gguf else CONFIG)} can't be read: {first_line(error)}",
-            "Is it a model that transformers knows?",
-        ) from error
+    take_choices(config)
     return config
 
 
 def _model(
     place: Place, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
-) -> tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]:
-    """The model, the names of the parameters that its files lack, and of the tensors that it has no place for."""
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The model, and what transformers tells of its loading."""
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
-    named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
     if place.form == "safetensors":
         config.transformers_weights = place.file
-    try:
+    config_file = "" if place.gguf else f" with {CONFIG}"
+    problem = f"{place.folder / place.file}{config_file} can't be loaded"
+    with _foreign(problem, "Check that weights and config belong together."):
+        named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
         model, found = named.from_pretrained(
             place.folder,
             config=config,
             dtype=dtype,
             use_safetensors=place.form == "safetensors",
+            weights_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named, and refused below
+            ignore_mismatched_sizes=True,  # so that they are named, and refused
             local_files_only=True,
             **place.gguf,
             **options,
         )
-    except _foreign_errors() as error:
-        config_file = "" if place.gguf else f" with {CONFIG}"
-        raise ModelError(
-            f"{place.folder / place.file}{config_file} can't be loaded: {first_line(error)}",
-            "Check that weights and config belong together.",
-        ) from error
-    refuse_mismatch(place, found["mismatched_keys"])
-    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    if len(missing) >= len(list(model.parameters())):
-        raise ModelError(
-            f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
-            "Check the model's config.json.",
-        )
-    return model, missing, unused
+    return model, found
 
 
-def _foreign_errors() -> tuple[type[Exception], ...]:
-    """What transformers raises for files and settings that it can't use."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    return (
-        *(OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError),
-        *(ArithmeticError, AssertionError, SafetensorError, StrictDataclassError, pickle.UnpicklingError),
-    )
+@contextmanager
+def _foreign(problem: str, remedy: str) -> Iterator[None]:
+    """Inside, whatever transformers raises becomes a ModelError; no list of what it raises for such files is whole."""
+    try:
+        yield
+    except AttnlensError:
+        raise
+    except ImportError as error:
+        raise ModelError(f"{problem}: {first_line(error)}", "Install the package that it asks for.") from error
+    except Exception as error:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
+        raise ModelError(f"{problem}: {first_line(error)}", remedy) from error

@@ -1,11 +1,14 @@
-"""Does a config.json make sense, before transformers builds a model of it?"""
+"""Does a config.json make sense, before transformers builds a model of it, and what in it is not its choice?"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
+from attnlens.files import shortened, written
 from attnlens.models.places import CONFIG, Place
 
 if TYPE_CHECKING:
@@ -16,6 +19,18 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads")
 AT_LEAST_ONE = (*WIDTHS, *LAYERS, *HEADS, "encoder_attention_heads", "decoder_attention_heads", "vocab_size")
 """Sizes without which there is no attention to look at, by the names that transformers' families give them."""
+LISTED = re.compile(r"(layers?|depths?|num_labels)$")
+"""Names of the counts for which config classes make a list, or a map, before anything is checked."""
+SHARED_LAYERS, MOST_LABELS = 1000, 2**20
+"""Layers that a model may have whatever its tensors are, since layers may share them (ALBERT); and labels."""
+CHOICES = {
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+    *("fusion_config", "transformers_weights"),
+}
+"""What a config may say of the code that computes a model, and of the file that its weights are read from."""
+DEQUANTISED = ("fp8", "mxfp4")
+"""Quantised formats, beside GGUF, that transformers decodes into plain numbers by itself."""
 SAY_MEND = "Mend the config, or download the model again."
 
 
@@ -24,13 +39,81 @@ def check_config(place: Place) -> None:
     config, file = place.config, place.folder / CONFIG
     for path, size in sizes(config):
         if size < 1:
-            raise ModelError(f"{file} says {path} = {size}, which must be at least 1.", SAY_MEND)
+            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_MEND)
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for field, kind, words in kinds:
         value = config.get(field)
         inside = value if isinstance(value, list) else []
         if value is not None and (not isinstance(value, kind) or not all(isinstance(name, str) for name in inside)):
-            raise ModelError(f"{file} says {field} = {value!r}, which must be {words}.", SAY_MEND)
+            raise ModelError(f"{file} says {field} = {written(value)}, which must be {words}.", SAY_MEND)
+    for path, value in fields(config):
+        if path.endswith(("quantization_config", "compression_config")) and value is not None:
+            _check_quantised(file, path, value)
+
+
+def is_quantised(config: dict[str, Any]) -> bool:
+    """Whether weights are codes that transformers decodes, by what check_config lets pass."""
+    return any(path.endswith("quantization_config") and value for path, value in fields(config))
+
+
+def _check_quantised(file: Path, path: str, settings: object) -> None:
+    """Raise ModelError for weights in codes that transformers does not decode, or does not know how to."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if isinstance(settings, dict) and (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
+        method = "bitsandbytes"
+    # transformers reads the settings of the model and of its language model, and of no other part
+    if method in DEQUANTISED and path in ("quantization_config", "text_config.quantization_config"):
+        return
+    if method == "bitsandbytes" or (isinstance(method, str) and method in AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise ModelError(
+            f"{file} says that the weights are quantised by {method}; of quantised checkpoints attnlens reads GGUF, "
+            f"{' and '.join(DEQUANTISED)}.",
+            "Get the model unquantised, or as GGUF.",
+        )
+    raise ModelError(
+        f"{file} says {shortened(path)}.quant_method = {written(method)}, which transformers does not know.",
+        "Get the model unquantised, or as GGUF.",
+    )
+
+
+def check_counts(place: Place, tensors: int) -> None:
+    """Raise ModelError for more layers or labels than a model of so many tensors can have."""
+    for path, value in fields(place.config):
+        if not (found := LISTED.search(path)):
+            continue
+        most = MOST_LABELS if found[0] == "num_labels" else max(tensors, SHARED_LAYERS)
+        for count in value if isinstance(value, list) else [value]:
+            if isinstance(count, int | float) and count > most:
+                raise ModelError(
+                    f"{place.folder / CONFIG} says {shortened(path)} = {written(count)}, and the weight files hold "
+                    f"{tensors} tensors.",
+                    SAY_MEND,
+                )
+
+
+def take_choices(config: object) -> None:
+    """Leave the choice of code to transformers' defaults, whatever config.json says, in the configs within it too.
+
+    A name of a kernel in it would be downloaded and run; weights in codes are decoded as they are loaded.
+    """
+    from transformers import PreTrainedConfig
+
+    left, seen = [config], set[int]()
+    while left:
+        each = left.pop()
+        inside = vars(each) if isinstance(each, PreTrainedConfig) else each
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(inside, dict):
+            inside.update(dict.fromkeys(CHOICES & inside.keys()))
+            if isinstance(inside.get("quantization_config"), dict):
+                inside["quantization_config"]["dequantize"] = True
+            left += inside.values()
+        elif isinstance(inside, list | tuple):
+            left += inside
 
 
 def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
@@ -40,8 +123,8 @@ def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int],
     name, stored, wanted = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
     differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
-    fields = [f"{path} = {value}" for path, value in sizes(place.config) if value in differing]
-    because = f" ({', '.join(fields)})" if fields else ""
+    said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
+    because = f" ({', '.join(said)})" if said else ""
     raise ModelError(
         f"{place.folder / place.file} can't be loaded: {name}{more} is {_times(stored)} there and {_times(wanted)} by "
         f"config.json{because}.",
@@ -49,13 +132,19 @@ def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int],
     )
 
 
-def sizes(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, int]]:
+def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """The sizes of a config and of those nested in it (text_config.hidden_size), by dotted path."""
+    for path, value in fields(config):
+        if path.rpartition(".")[2] in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
+            yield path, value
+
+
+def fields(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
+    """The fields of a config and of those nested in it, by dotted path."""
     for name, value in config.items():
+        yield f"{above}{name}", value
         if isinstance(value, dict):
-            yield from sizes(value, f"{above}{name}.")
-        elif name in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
-            yield f"{above}{name}", value
+            yield from fields(value, f"{above}{name}.")
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import ModelError
+from attnlens.files import shortened
 
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
@@ -105,12 +106,15 @@ class Hub:
         return ModelError(f"The hub does not hand out {self.id}: {first_line(error)}", "Try again later.")
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's text that says something (and what a colon at its end announces), or its type."""
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something (and what a colon at its end announces), or its type.
+
+    Shortened, since it may repeat a file's content.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # whose text is the key alone
-        return " ".join([type(error).__name__, *lines[:1]])
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        return shortened(" ".join([type(error).__name__, *lines[:1]]))
+    return shortened(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
 
 
 def reachable(endpoint: str) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from attnlens.errors import ModelError, UsageError
+from attnlens.files import shortened, with_home
+from attnlens.models.folders import SMALL_FILES, names_in, read_json, shards_in, weight_file
 from attnlens.models.hub import Hub
 
 Form = Literal["safetensors", "pickle", "gguf"]
@@ -17,7 +19,7 @@ DEMO = Path(__file__).parent.parent / "demo"
 CONFIG = "config.json"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+SUFFIXES: dict[Form, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
 SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 
 
@@ -35,23 +37,20 @@ class Place:
     """The weight file in that folder, or the index that names its shards."""
     revision: str | None = None
     """The commit of a hub model."""
+    named: bool = False
+    """Whether the weight file itself was named, so that a link in its place is the caller's own word."""
 
     @property
     def weights(self) -> tuple[Path, ...]:
         """The weight files: the one file, or the shards that the index names.
 
-        Raises ModelError where the index is unreadable or names a file that is not there.
+        Raises ModelError where the index is unreadable or names what is no weight file in the folder, and for a file
+        that is not there or leads out of the folder.
         """
         if not self.file.endswith(".json"):
-            return (self.folder / self.file,)
-        table = read_json(self.folder / self.file).get("weight_map")
-        if not isinstance(table, dict) or not table:
-            raise ModelError(f"{self.folder / self.file} names no weight files.", "Download the model again.")
-        shards = tuple(self.folder / name for name in sorted(set(table.values())))
-        for shard in shards:
-            if not shard.is_file():
-                raise ModelError(f"The weight file {shard} is missing.", "Download the model again.")
-        return shards
+            return (weight_file(self.folder, self.file, may_lead_out=self.named),)
+        shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
+        return tuple(weight_file(self.folder, name) for name in shards)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -71,34 +70,29 @@ def find(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) 
     something that has none.
     """
     demo = name.partition("@")[0] == "demo"
-    path = DEMO if demo else Path(name).expanduser()
+    path = DEMO if demo else with_home(name)
     if demo and name != "demo":
         raise UsageError("`demo` comes with attnlens and has no revisions.", "Say only `demo`.")
-    if not demo and not path.exists():
+    if not _is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle)
     if revision is not None:
         raise UsageError(f"{name} is on this machine and has no revision {revision!r}.", "Leave the revision out.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises ModelError where the file can't be read or holds something else.
-    """
+def _is_there(path: Path) -> bool:
+    """Whether there is something at that path; raises ModelError where that can't be told."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
+        return False
     except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}.", "Make the file readable.") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object.", "Download the model again.")
-    return content
+        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror}.", SAY_PATH) from None
+    return True
 
 
 def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Place:
-    names = {path.name for path in folder.iterdir()}
+    names = names_in(folder)
     form, file = _weights_among(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
@@ -108,15 +102,15 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
 def _in_file(name: str, path: Path) -> Place:
     """A bare weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
-        return Place(name, path.parent, "gguf", path.name)
+        return Place(name, path.parent, "gguf", path.name, named=True)
     if path.suffix != ".safetensors":
         raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
     if not (path.parent / CONFIG).is_file():
         raise ModelError(f"There is no config.json beside {path}.", "Put the model's config.json into the same folder.")
     index = path.parent / SHARDED
-    if index.is_file() and path.name in read_json(index).get("weight_map", {}).values():
+    if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
         return Place(name, path.parent, "safetensors", SHARDED)
-    return Place(name, path.parent, "safetensors", path.name)
+    return Place(name, path.parent, "safetensors", path.name, named=True)
 
 
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Place:
@@ -125,7 +119,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
     if _looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"There is no such {kind}: {name}.", SAY_PATH)
+        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
     hub = Hub(id_, revision or after or None)
 
     def wanted(names: Collection[str]) -> list[str]:
@@ -165,6 +159,10 @@ def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tu
             )
     if CONFIG not in names:
         raise ModelError(f"{where} has no config.json.", SAY_PATH)
+    others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)
+    if others:
+        path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
+        raise ModelError(f"{where} has no {SINGLE}, but {others[0]}.", f"Give the file's path: {path}")
     raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")
 
 

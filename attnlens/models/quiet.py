@@ -1,4 +1,4 @@
-"""How are transformers' progress bars and warnings kept off the terminal while it loads, and while a model runs?"""
+"""Keeps transformers quiet while it loads and runs a model, and away from code on the hub while it loads one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ def quiet() -> Iterator[None]:
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Inside, transformers downloads no compiled code, as it does for some models where the package `kernels` is.
+
+    It is told that there is none, and so computes the same without.
+    """
+    hub: Any = import_module("transformers.integrations.hub_kernels")
+    own = getattr(hub, "get_kernel_hub", None)
+    if own is None:  # the package is not installed
+        yield
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("attnlens runs no code from the hub")
+
+    package: Any = import_module("kernels")
+    hub.get_kernel_hub = package.get_kernel = refuse
+    try:
+        yield
+    finally:
+        hub.get_kernel_hub = package.get_kernel = own
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +17,7 @@ from pydantic import (
 )
 
 from attnlens.errors import UsageError
+from attnlens.files import read_bytes
 from attnlens.records.tensors import Part
 
 
@@ -42,10 +44,9 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
     Raises UsageError, which says `remedy`, where the file is missing, is not JSON, or is `otherwise`
     (`not a report`).
     """
+    content = read_bytes(path, UsageError, remedy)
     try:
-        return kind.model_validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.", remedy) from None
+        return kind.model_validate_json(content.removeprefix(BOM_UTF8))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -55,6 +55,8 @@ class ModelInfo(Record):
     """How many parameters it has."""
     files: list[File] = []
     """The weight files read."""
+    unexpected: list[str] = []
+    """Tensors in those files that the architecture has no place for; `--strict` counts them as a part not analysed."""
     conventions: Conventions | None = None
     """How its attention is put together."""
 

@@ -11,7 +11,8 @@ from typing import cast
 from attnlens import models
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.configs import sizes
-from attnlens.models.places import DEMO, Place, find, read_json
+from attnlens.models.folders import read_json
+from attnlens.models.places import DEMO, Place, find
 from attnlens.models.tokenizers import has_tokenizer
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)

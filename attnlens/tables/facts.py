@@ -63,7 +63,15 @@ def conventions(report: Report) -> str:
 def notes(report: Report) -> list[str]:
     """What else a reader of the numbers must know, a sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
-    return [clean(note) for note in (*report.settings.notes, *of_model)]
+    return [clean(note) for note in (*report.settings.notes, *of_model, *unexpected(report))]
+
+
+def unexpected(report: Report) -> list[str]:
+    """The sentence on tensors that the model has no place for, where there are any."""
+    names = report.model.unexpected
+    if not names:
+        return []
+    return [f"{counted(len(names), 'tensor')} of the files not used by {report.model.architecture}: {listed(names)}."]
 
 
 def identity(report: Report) -> str:

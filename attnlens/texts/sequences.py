@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
+from attnlens.models.tokenizers import foreign
 from attnlens.texts.sources import Content
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
     """
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
-    ids = _ids(tokenizer, content.text, None)
+    ids = _ids(tokenizer, content, content.text, None)
     if len(ids) < room:
         raise TextError(
             f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
@@ -37,7 +39,8 @@ def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) 
     """
     special_tokens(tokenizer, content, tokens)
     written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
-    every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
+    with _told(content):
+        every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
     found = [ids for ids in every if len(ids) >= 2]
     if not found:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
@@ -50,7 +53,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     Raises UsageError where they leave no room in `tokens`.
     """
     sample = content.text.strip()[:40]
-    bare, whole = _ids(tokenizer, sample, None), _ids(tokenizer, sample, 10**6)
+    bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not sample:
         raise TextError(f"The text has nothing left ({content.name}).", "Give a longer or another text.")
@@ -95,11 +98,20 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return min(limits, default=None)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, longest: int | None) -> list[int]:
-    """Ids without special tokens (None), or with them and truncated to `longest`."""
-    if longest is None:
-        found = tokenizer(text, add_special_tokens=False, verbose=False)
-    else:
-        found = tokenizer(text, truncation=True, max_length=longest)
-    ids: list[int] = found["input_ids"]
+def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
+    """Ids of a part of the content without special tokens (None), or with them and truncated to `longest`."""
+    with _told(content):
+        if longest is None:
+            found = tokenizer(text, add_special_tokens=False, verbose=False)
+        else:
+            found = tokenizer(text, truncation=True, max_length=longest)
+        ids: list[int] = found["input_ids"]
     return ids
+
+
+def _told(content: Content) -> AbstractContextManager[None]:
+    """Turns what a tokenizer raises over that text into a TextError."""
+    return foreign(
+        f"The tokenizer fails on the text ({content.name})",
+        "Put its own tokenizer files beside the model, or use --source weights.",
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnlens.errors import TextError
+from attnlens.files import read_bytes, read_stream, with_home
 
 DEMO = Path(__file__).parent.parent / "demo"
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -17,6 +18,8 @@ SAMPLE_NAMES = {
     SAMPLES / "source.txt": "attnlens source code",
 }
 """The built-in samples: three kinds of text, because one text is not text."""
+LARGEST_FILE = 2**30
+"""Bytes of the largest text that is read."""
 LONGEST, BLOCKS = 2**23, 64
 """Characters of a text beyond which windows are cut from so many blocks, spread evenly over it."""
 SAY_TEXT = "Give a plain text file in UTF-8."
@@ -57,7 +60,7 @@ def sample(model: str) -> tuple[Content, ...]:
     """The built-in texts for a model of that name: for `demo` and its checkpoints passages of the book that it was
     trained on; for any other model those passages, documentation in modern English, and Python source code.
     """
-    own = model == "demo" or Path(model).resolve().is_relative_to(DEMO)
+    own = model == "demo" or _lies_in(model, DEMO)
     names = dict(list(SAMPLE_NAMES.items())[: 1 if own else None])
     return tuple(Content(_decoded(_bytes_of(str(path)), name), name) for path, name in names.items())
 
@@ -73,17 +76,25 @@ def thinned(content: Content, *, spread: bool) -> Content:
     return content._replace(text="\n".join(content.text[start : start + size] for start in starts))
 
 
+def _lies_in(path: str, folder: Path) -> bool:
+    """Whether the path leads into the folder; False where the current folder, from which it starts, is gone."""
+    try:
+        return Path(path).resolve().is_relative_to(folder)
+    except (OSError, ValueError):
+        return False
+
+
 def _name(path: str) -> str:
     return "stdin" if path == "-" else Path(path).name
 
 
 def _bytes_of(path: str) -> bytes:
-    if path == "-":
-        return sys.stdin.buffer.read()
+    if path != "-":
+        return read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     try:
-        return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise TextError(f"The text {path} can't be read: {error.strerror}.", SAY_TEXT) from None
+        return read_stream(sys.stdin.buffer, "stdin", TextError, SAY_TEXT, most=LARGEST_FILE)
+    except (OSError, AttributeError):  # opened for writing, or closed
+        raise TextError("stdin can't be read.", "Send it a text, as in: attnlens inspect --text - < FILE") from None
 
 
 def _decoded(content: bytes, path: str) -> str:

@@ -1,0 +1,135 @@
+"""Finds which files of a model's folder may be read: those that lie in it, links followed, and are files at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from attnlens.errors import ModelError
+from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, written
+
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges*", "tekken*", "*.tiktoken")
+"""Names of the files in which tokenizers are kept."""
+READ = ("config.json", "generation_config.json", "*tokens*.json", "*processor_config.json", "*.index.json", *TOKENIZERS)
+"""Names of the small files beside the weights that transformers may open."""
+SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""How the names of what is downloaded with the weights end."""
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+DISTRIBUTED = "shard-[0-9]*-model-*"
+"""Names by which transformers recognises a distributed checkpoint, which it reads in the place of any other file."""
+SAY_AGAIN = "Download the model again."
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of what lies in a folder; raises ModelError where it can't be looked into."""
+    try:
+        return set(os.listdir(folder))  # noqa: PTH208  # names alone are wanted
+    except OSError as error:
+        raise ModelError(f"{folder} can't be read: {error.strerror}.", "Make the folder readable.") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model's file; raises ModelError where it can't be read or holds something else."""
+    return read_object(path, ModelError, SAY_AGAIN)
+
+
+def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
+    """The names of the weight files that an index names.
+
+    Raises ModelError where one is no bare name ending in `suffix`, by which it would be opened as something else.
+    """
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ModelError(f"{index} names no weight files.", SAY_AGAIN)
+    for name in table.values():
+        if not isinstance(name, str) or not name.endswith(suffix) or not _is_bare(name):
+            raise ModelError(
+                f"{index} names {written(name)} as a weight file, which is no name of a {suffix} file in its folder.",
+                "Get the model from a source that you trust.",
+            )
+    return tuple(sorted(set(table.values())))
+
+
+def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
+    """The weight file of that name in the folder.
+
+    Raises ModelError where it is missing, no file or unreadable, or leads out of the folder and must not.
+    """
+    path = folder / name
+    try:
+        found = path.stat()
+        refuse_other_kinds(found, shortened(str(path)), ModelError, SAY_AGAIN)
+        path.open("rb").close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN) from None
+    except OSError as error:
+        problem = f"{shortened(str(path))} can't be read: {error.strerror}."
+        raise ModelError(problem, "Make the file readable.") from None
+    if not may_lead_out:
+        _refuse_outside(folder, path)
+    return path
+
+
+def check_small(folder: Path, names: Iterable[str]) -> None:
+    """Raise ModelError for what transformers would open beside the weights, and should not.
+
+    That is what is no file (a named pipe would be waited for), leads out of the folder, or is too large.
+    """
+    for name in sorted(names):
+        path = folder / name
+        read = any(fnmatch(name, pattern) for pattern in READ)
+        if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
+            continue
+        size = _size(path)
+        if read:
+            _refuse_outside(folder, path)
+        if read and size > LARGEST:
+            raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+        if name == "generation_config.json":  # which transformers reads without a word on what is wrong in it
+            read_json(path)
+
+
+def refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
+    """Raise ModelError where weights lie in the folder of which attnlens would read a part, or something else."""
+    for name in sorted(names):
+        if name in ADAPTERS:
+            raise ModelError(
+                f"{folder} holds an adapter ({name}), which attnlens does not apply to the weights.",
+                "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
+            )
+        if fnmatch(name, DISTRIBUTED):
+            raise ModelError(
+                f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read.",
+                "Save the model with save_pretrained into another folder.",
+            )
+
+
+def _is_bare(name: str) -> bool:
+    return not any(sign in name for sign in "/\\\0") and len(name) <= 255
+
+
+def _size(path: Path) -> int:
+    """Bytes of a small file; raises ModelError for what is none, but not for a link to nothing."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}.", "Make the file readable.") from None
+    refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
+    return found.st_size
+
+
+def _refuse_outside(folder: Path, path: Path) -> None:
+    """Raise ModelError where links lead out of the folder; the hub's cache keeps the files themselves in `blobs`."""
+    real = Path(os.path.realpath(path))
+    homes = [Path(os.path.realpath(folder))]
+    if folder.parent.name == "snapshots":
+        homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # itself no link
+    if not any(real.is_relative_to(home) for home in homes):
+        raise ModelError(
+            f"{path} leads out of its folder, to {shortened(str(real))}.", "Put the file itself in its place."
+        )

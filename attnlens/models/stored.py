@@ -1,0 +1,107 @@
+"""Lists the tensors in weight files by their headers alone: names, shapes, and how their numbers are stored."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnlens.errors import ModelError
+from attnlens.files import shortened
+from attnlens.models.gguf import read_header
+
+if TYPE_CHECKING:
+    from attnlens.models.places import Place
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of the types in which a number is stored as itself."""
+DECODED = "GGUF"
+"""Stands for the types of a GGUF file, all of which are decoded."""
+
+
+class Stored(NamedTuple):
+    """How one tensor lies in a file."""
+
+    shape: tuple[int, ...]
+    type: str
+    """In safetensors' spelling, or DECODED."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether what is stored are codes, or truth values, and not the numbers themselves."""
+        return self.type not in (*FLOATS, DECODED)
+
+
+def tensors_in(place: Place) -> dict[str, Stored]:
+    """All tensors of the weight files. Raises ModelError where one can't be read, is cut off or something else."""
+    reading = {"safetensors": _safetensors, "pickle": _pickled, "gguf": _gguf}[place.form]
+    found: dict[str, Stored] = {}
+    for file in place.weights:
+        try:
+            found |= reading(file)
+        except OSError as error:
+            raise ModelError(f"{file} can't be read: {error.strerror or error}.", "Make the file readable.") from None
+    if not found:
+        raise ModelError(f"{place.folder / place.file} holds no tensors.", "Download the model again.")
+    return found
+
+
+def numbers_in(tensors: Mapping[str, Stored]) -> int:
+    """How many numbers they have, all together."""
+    return sum(prod(tensor.shape) for tensor in tensors.values())
+
+
+def _safetensors(file: Path) -> dict[str, Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no dict
+            return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except SafetensorError as error:
+        problem = f"{file} is cut off or no safetensors file: {shortened(str(error))}."
+        raise ModelError(problem, "Download it again.") from None
+
+
+def _pickled(file: Path) -> dict[str, Stored]:
+    """Of a pickle, which was allowed; torch builds tensors from it and nothing else."""
+    import torch
+
+    try:
+        content = torch.load(file, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ModelError(
+            f"{file} holds more than tensors, or is no pickle of torch: opening it could run code.",
+            "Get the model as safetensors.",
+        ) from None
+    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{file} is cut off or no pickle of torch: {shortened(str(error))}.", "Download it again."
+        ) from None
+    if not isinstance(content, Mapping):
+        raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
+    return {
+        str(name): Stored(tuple(value.shape), _type_of(value.dtype))
+        for name, value in content.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _type_of(dtype: object) -> str:
+    """torch's type in safetensors' spelling, as far as FLOATS has it."""
+    import torch
+
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))  # type: ignore[call-overload,no-any-return]
+
+
+def _gguf(file: Path) -> dict[str, Stored]:
+    return {entry.name: Stored(entry.shape, DECODED) for entry in read_header(file).tensors}
+
+
+def named(names: Iterable[str]) -> str:
+    """`a`, or `a and 3 more`."""
+    first, *more = map(shortened, names)
+    return f"{first} and {len(more)} more" if more else first
