@@ -1,6 +1,7 @@
 """Does a saved swap come back as it was, as a plain model folder, whole or not at all?"""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import transformers as tf
 from loaded import apart, family, outputs, sites_of
 from program import attnlens as program
 from program import environment_with, refused
+from safetensors.torch import load_file, save_file
 from test_inspect import package
 
 import attnlens
 from attnlens import hooks, texts
 from attnlens.errors import ModelError, OutputError, UsageError
+from attnlens.files import sha256
 from attnlens.kernels import parsed
 from attnlens.run import saved as room
 from attnlens.run.fit import fit
@@ -206,6 +209,42 @@ def test_a_killed_run_leaves_no_folder_of_that_name(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+def test_what_is_there_is_left_alone(demo, tmp_path):
+    """A folder of the user's whose name looks like a temporary one, and an empty folder while a run is refused."""
+    for name in (".model.part", ".attnlens-save-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    room.check_folder(tmp_path / "empty")
+    room.check_folder(tmp_path / "new" / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".attnlens-save-mine", ".model.part", "empty"]
+    swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
+    assert (tmp_path / ".model.part" / "file").read_text() == "mine"
+    assert (tmp_path / ".attnlens-save-mine" / "file").read_text() == "mine"
+    assert (tmp_path / "model").stat().st_mode & 0o777 == (tmp_path / "empty").stat().st_mode & 0o777
+
+
+def test_a_run_clears_what_a_killed_one_left_and_not_what_a_running_one_writes(demo, tmp_path):
+    with room._part(tmp_path) as running:
+        (running / "half").write_text("…")
+        dead = tmp_path / ".attnlens-save-dead"
+        shutil.copytree(running.parent, dead)
+        swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
+        assert not dead.exists()
+        assert (running / "half").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk_is_an_output_error_and_leaves_nothing(demo, tmp_path, monkeypatch):
+    def full(*_args, **_more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(room, "save_file", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
+    assert not list(tmp_path.iterdir())
+
+
 # --- what is not one of ours ------------------------------------------------------------------------------------------
 
 
@@ -230,27 +269,87 @@ def test_a_broken_attnlens_json_is_refused(copied):
         load_swapped(copied)
 
 
+def site(layer, **changes):
+    path = f"transformer.h.{layer}.attn"
+    return {"path": path, "ordinal": 0, "layer": layer, "part": "decoder", "repeated": False, "heads": None} | changes
+
+
+def four(layer, **changes):
+    return {"sites": [site(number, **(changes if number == layer else {})) for number in range(4)]}
+
+
 CHANGES = {
     "a field is missing": {"swapped": None},
-    "a site that the model lacks": {
-        "sites": [{"path": "no.such", "ordinal": 0, "layer": 0, "part": "decoder", "repeated": False, "heads": None}]
-    },
+    "a site that the model lacks": four(0, path="no.such"),
+    "a module that is no attention": four(1, path="transformer.h.1.mlp"),
+    "a call that is not made": four(1, ordinal=1),
+    "a part that it is not": four(2, part="cross"),
+    "sites in another order": {"sites": four(0)["sites"][::-1]},
+    "a site less": {"sites": four(0)["sites"][:3]},
+    "no sites": {"sites": []},
     "a layer that the model lacks": {"swapped": [9]},
+    "a layer before the first": {"swapped": [-1]},
+    "no layer": {"swapped": []},
+    "a head that the model lacks": four(0, heads=[8]),
+    "a head before the first": four(0, heads=[-1]),
+    "a head twice": four(0, heads=[1, 1]),
+    "no head": four(0, heads=[]),
+    "an unknown kernel": {"kernel": "rbff"},
+    "a parameter that is no number": {"kernel": "rbf:gamma=x"},
+    "no kernel": {"kernel": ""},
+    "a kernel that needs a fit": {"kernel": "rank:4"},
+    "a kernel with other parameters": {"kernel": "cosine"},
+    "a file that is not there": {"files": {"other.safetensors": "0" * 64}},
+    "another shape": {"fitted": {"0.centre": [2, 2]}},
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_an_attnlens_json_that_does_not_fit_is_refused(copied, what):
+def test_an_attnlens_json_that_does_not_fit_is_refused_when_it_is_loaded(copied, what):
     altered(copied, **CHANGES[what])
     with pytest.raises(ModelError, match="holds no swapped model") as refusal:
         load_swapped(copied)
     assert "\n" not in refusal.value.problem
 
 
-@pytest.mark.parametrize("kernel", ["rbff", "rbf:gamma=x", ""])
-def test_an_unknown_kernel_is_refused(copied, kernel):
-    altered(copied, kernel=kernel)
-    with pytest.raises((UsageError, ModelError)):
+def refitted(folder, change, *, honest):
+    """The fitted parameters changed, and with `honest` hashes and shapes written as if they were saved so."""
+    tensors = change(load_file(folder / "attnlens.safetensors"))
+    save_file(tensors, folder / "attnlens.safetensors")
+    if honest:
+        facts = json.loads((folder / "attnlens.json").read_text())
+        files = facts["files"] | {"attnlens.safetensors": sha256(folder / "attnlens.safetensors")}
+        altered(folder, files=files, fitted={name: list(value.shape) for name, value in tensors.items()})
+
+
+FITS = {
+    "of one layer gone": lambda fits: {name: fit for name, fit in fits.items() if not name.startswith("1.")},
+    "all gone": lambda _: {},
+    "NaN": lambda fits: {name: fit * math.nan for name, fit in fits.items()},
+    "of another shape": lambda fits: {name: fit[:1].clone() for name, fit in fits.items()},
+    "of another size": lambda fits: {name: fit[..., :3].clone() for name, fit in fits.items()},
+}
+
+
+@pytest.mark.parametrize("what", FITS)
+def test_fitted_parameters_that_are_not_those_that_were_saved_are_refused(copied, what):
+    load_swapped(copied).close()
+    refitted(copied, FITS[what], honest=False)
+    with pytest.raises(ModelError, match=r"attnlens\.safetensors is not the file that was saved"):
+        load_swapped(copied)
+
+
+@pytest.mark.parametrize("what", [what for what in FITS if what != "all gone"])
+def test_fitted_parameters_that_do_not_fit_are_refused_whatever_the_hashes_say(copied, what):
+    refitted(copied, FITS[what], honest=True)
+    with pytest.raises(ModelError, match="holds no swapped model"):
+        load_swapped(copied)
+
+
+def test_weights_that_are_not_those_that_were_saved_are_refused(copied):
+    weights = load_file(copied / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, copied / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors is not the file that was saved"):
         load_swapped(copied)
 
 

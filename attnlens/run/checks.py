@@ -75,21 +75,6 @@ def check_numbers(what: str, numbers: Sequence[int] | None, count: int) -> None:
         raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
 
 
-def refuse_initialised(loaded: models.Loaded, reached: Sequence[Reached]) -> None:
-    """Raise ModelError where an attention rests on a weight that the checkpoint lacks, so that it is random."""
-    last = reached[-1].site.path
-    order = [name for name, _ in loaded.model.named_parameters(remove_duplicate=False)]
-    up_to = max(index for index, name in enumerate(order) if name.startswith(f"{last}."))
-    missing = [name for name in loaded.missing_keys if name in order and order.index(name) <= up_to]
-    if missing:
-        raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {missing[0]}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + ", which would be filled at random.",
-            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
-        )
-
-
 def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:
     """What a reader must know about the model's attention to understand the numbers."""
     rotary = any(factors.rotation is not None for factors in read)

@@ -19,6 +19,7 @@ from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, SiteCheck, Summary
 from attnlens.run import arguments, checks
 from attnlens.run.collect import environment, peak_memory, tool
+from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect import Progress, silent
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
@@ -58,6 +59,7 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     """The report of the model on these inputs, but for its timings."""
     reached = checks.sites(loaded, inputs)
     checks.check_chosen(settings, reached)
+    refuse_initialised(loaded, inputs, attention)
     identity = hooks.identity_error(loaded.model, inputs)
     one = texts.placeholder(loaded, 1, settings.seed).batches[0].inputs
     found = check_sites(loaded.model, one, inputs, progress, layers=settings.layers, heads=settings.heads)

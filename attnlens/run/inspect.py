@@ -18,10 +18,11 @@ from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import arguments, checks
-from attnlens.run.checks import conventions, refuse_initialised
+from attnlens.run.checks import conventions
 from attnlens.run.collect import Collector, environment, peak_memory, scaled_null, tool
 from attnlens.run.gather import Gathered, form_on_inputs
 from attnlens.run.guesses import Guesses
+from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.pieces import finite_heads, pieces
 from attnlens.run.sentences import told
 from attnlens.run.summary import summarised, windows_of
@@ -163,7 +164,7 @@ class Inspection:
         window_sites = checks.sites(self.loaded, sample)
         probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
         self._prove_identity(probe)
-        refuse_initialised(self.loaded, window_sites)
+        refuse_initialised(self.loaded, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
         first = hooks.survey(model, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
         layers = self.settings.layers

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from attnlens import hooks
-from attnlens.errors import ModelError, OutputError
+from attnlens import hooks, texts
+from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
+from attnlens.files import make_folder, sha256
 from attnlens.kernels import parsed
-from attnlens.models import SWAPPED, Loaded, load
+from attnlens.models import SWAPPED, Loaded, first_line, load
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Site
 from attnlens.records.tensors import Part
+from attnlens.run.checks import FAILURES
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
+PART, LOCK = ".attnlens-save-", "lock"
+"""How the name begins under which a folder is written, and the file in it that its process holds locked."""
+WRITTEN = "Give a folder that --save wrote, unchanged."
 
 
 class SavedSite(Record):
@@ -54,6 +63,10 @@ class SavedSwap(Record):
     """Every site of the model, in the order of execution."""
     swapped: list[int]
     """The layers that are swapped."""
+    fitted: dict[str, list[int]]
+    """The shape of each fitted parameter, by layer and name."""
+    files: dict[str, str]
+    """The SHA-256 of every file with weights or fitted parameters, by name."""
 
 
 @dataclass(frozen=True)
@@ -75,42 +88,85 @@ class Swapped:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError(f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder.")
+    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made.
+
+    Nothing that is there is touched.
+    """
+    real = Path(os.path.realpath(folder))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.rmdir()
+        if real.exists() and (not real.is_dir() or any(real.iterdir())):
+            raise OutputError(
+                f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
+            )
+        nearest = next(parent for parent in real.parents if parent.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
     except OSError as error:
-        raise OutputError(f"{folder} can't be written: {error.strerror}.", "Give a path that you can write.") from None
+        raise _unwritten(folder, error.strerror) from None
 
 
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap]) -> None:
     """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
 
-    The folder gets its name when all is written, so that a killed run leaves none.
+    The folder gets its name when all is written, so that a killed run leaves none. Raises OutputError where it can't be
+    written.
     """
-    kernel = next(iter(swaps.values())).kernel
-    part = folder.with_name(f".{folder.name}.part")
-    if part.is_dir():
-        shutil.rmtree(part)  # of a run that was killed
+    real = Path(os.path.realpath(folder))
+    make_folder(real.parent)
+    try:
+        with _part(real.parent) as part:
+            _write(part, loaded, sites, swaps)
+            part.rename(real)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(folder, getattr(error, "strerror", None) or str(error)) from None
+
+
+@contextmanager
+def _part(parent: Path) -> Iterator[Path]:
+    """A new folder in `parent`, in one of a secret name that is removed at the end, as are those of killed runs."""
+    for left in parent.glob(f"{PART}*/{LOCK}"):
+        with suppress(OSError), left.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError where its process is alive
+            shutil.rmtree(left.parent)
+    secret = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
+    try:
+        with (secret / LOCK).open("xb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            part = secret / "model"
+            part.mkdir()  # with the modes that the umask says, which the secret folder has not
+            yield part
+    finally:
+        shutil.rmtree(secret, ignore_errors=True)
+
+
+def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap]) -> None:
     with quiet(), _dequantised(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(part)
-    facts = SavedSwap(
-        kernel=kernel.spelling,
-        sites=[_saved(site, swaps.get(site)) for site in sites],
-        swapped=[site.layer for site in swaps],
-    )
-    (part / FACTS).write_text(facts.model_dump_json(indent=1) + "\n", encoding="utf-8")
     fitted = {
         f"{site.layer}.{name}": value.contiguous().cpu()
         for site, swap in swaps.items()
         for name, value in swap.kernel.fitted.items()
     }
     save_file(fitted, part / FITTED)
-    part.rename(folder)
+    facts = SavedSwap(
+        kernel=next(iter(swaps.values())).kernel.spelling,
+        sites=[_saved(site, swaps.get(site)) for site in sites],
+        swapped=[site.layer for site in swaps],
+        fitted={name: list(value.shape) for name, value in fitted.items()},
+        files=_digests(part),
+    )
+    (part / FACTS).write_text(facts.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each safetensors file in a folder, by name."""
+    return {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def _unwritten(folder: Path, why: str | None) -> OutputError:
+    return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
 
 
 @contextmanager
@@ -133,43 +189,86 @@ def _dequantised(model: Any) -> Iterator[None]:
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     """The model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
 
-    Raises ModelError where the folder holds no such model, or its attnlens.json does not belong to it.
+    Raises ModelError where the folder holds no such model, or one of its files is not the one that was written with
+    the others.
     """
     place = Path(folder)
-    try:
-        facts = SavedSwap.model_validate_json((place / FACTS).read_bytes())
-        fitted = load_file(place / FITTED)
-    except (OSError, ValidationError, SafetensorError) as error:
-        raise ModelError(
-            f"{place} holds no swapped model: {str(error).splitlines()[0]}", "Give a folder that --save wrote."
-        ) from None
+    facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
-    _check_belongs(facts, loaded.model, place)
-    sites = tuple(Site(s.path, s.ordinal, s.layer, s.part, s.repeated) for s in facts.sites)
-    heads = {s.layer: None if s.heads is None else tuple(s.heads) for s in facts.sites}
-    kernel = parsed(facts.kernel, allow_signed=True)
-    device = loaded.model.device
-    swaps = {
-        site: hooks.Swap(kernel.with_fitted(_of_layer(fitted, site.layer, device)), heads[site.layer])
-        for site in sites
-        if site.layer in facts.swapped
-    }
+    sites = _sites(facts, loaded, place)
+    swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
+    _try(loaded, sites, swaps, place)
     door = ExitStack()
     # A tool may use the encoder alone, or nothing at all before it closes.
     door.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
     return Swapped(loaded.model, loaded.tokenizer, facts.kernel, door)
 
 
-def _check_belongs(facts: SavedSwap, model: PreTrainedModel, place: Path) -> None:
-    """Raise ModelError where attnlens.json names sites that the model does not have."""
-    modules = {name for name, _ in model.named_modules()}
-    unknown = [site.path for site in facts.sites if site.path not in modules]
-    unknown += [f"layer {layer}" for layer in facts.swapped if layer not in {site.layer for site in facts.sites}]
-    if unknown:
-        raise ModelError(
-            f"{place} holds no swapped model: its {FACTS} names {unknown[0]}, which the model does not have.",
-            "Give a folder that --save wrote, unchanged.",
+def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
+    """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
+    try:
+        facts = SavedSwap.model_validate_json((place / FACTS).read_bytes())
+        changed = sorted(dict(facts.files.items() ^ _digests(place).items()))
+        fitted = load_file(place / FITTED)
+    except (OSError, ValidationError, SafetensorError) as error:
+        raise _none(place, str(error).splitlines()[0], "Give a folder that --save wrote.") from None
+    if changed:
+        raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
+    if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
+        raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
+    broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
+    return facts, fitted
+
+
+def _sites(facts: SavedSwap, loaded: Loaded, place: Path) -> tuple[Site, ...]:
+    """The model's sites, which must be those that attnlens.json names, with the heads that it swaps."""
+    inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
+    reached = hooks.survey(loaded.model, inputs)
+    for saved, found in zip(facts.sites, reached, strict=False):
+        if _saved(found.site, None) != saved.model_copy(update={"heads": None}):
+            raise _none(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
+        wrong = [head for head in saved.heads or () if not 0 <= head < found.call.query.shape[1]]
+        if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
+            raise _none(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
+    if len(facts.sites) != len(reached):
+        raise _none(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
+    missed = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
+    if missed or not facts.swapped:
+        raise _none(
+            place, f"its {FACTS} swaps {f'layer {missed[0]}, which the model does not have' if missed else 'none'}"
         )
+    return tuple(found.site for found in reached)
+
+
+def _swaps(
+    facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path
+) -> dict[Site, hooks.Swap]:
+    """The kernel at each swapped site, whose fitted parameters must be of the same names at all of them."""
+    try:
+        kernel = parsed(facts.kernel, allow_signed=True)
+    except UsageError as error:
+        raise _none(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
+    own = {layer: _of_layer(fitted, layer) for layer in facts.swapped}
+    if len({tuple(sorted(parameters)) for parameters in own.values()}) > 1:
+        raise _none(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
+    heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
+    return {sites[layer]: hooks.Swap(kernel.with_fitted(parameters), heads[layer]) for layer, parameters in own.items()}
+
+
+def _try(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap], place: Path) -> None:
+    """Raise ModelError where the swapped model can't run."""
+    inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
+    try:
+        with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
+            hooks.forward(loaded.model, inputs)
+    except (*FAILURES, AttnlensError) as error:
+        raise _none(place, f"its kernel does not fit its model ({first_line(error)})") from None
+
+
+def _none(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
+    return ModelError(f"{place} holds no swapped model: {why}.", remedy)
 
 
 def _saved(site: Site, swap: hooks.Swap | None) -> SavedSite:
@@ -179,9 +278,6 @@ def _saved(site: Site, swap: hooks.Swap | None) -> SavedSite:
     )
 
 
-def _of_layer(fitted: dict[str, Tensor], layer: int, device: Any) -> dict[str, Tensor]:
-    return {
-        name.partition(".")[2]: value.to(device)
-        for name, value in fitted.items()
-        if name.partition(".")[0] == str(layer)
-    }
+def _of_layer(fitted: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    parts = {name.partition(".")[::2]: value for name, value in fitted.items()}
+    return {name: value for (number, name), value in parts.items() if number == str(layer)}

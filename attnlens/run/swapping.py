@@ -17,7 +17,7 @@ from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Stage, Summary, Swap, Task
 from attnlens.run.budget import Budgeting, Choice, budget_work
 from attnlens.run.calibration import Sample
-from attnlens.run.checks import check_numbers, refuse_initialised
+from attnlens.run.checks import check_numbers
 from attnlens.run.collect import environment, peak_memory, tool
 from attnlens.run.compare import Comparison, Variant, compare, mean_loss, run, tokens_in
 from attnlens.run.costs import enough_memory, peak_of, speed
@@ -27,6 +27,7 @@ from attnlens.run.gates import leaks
 from attnlens.run.given import check_fits, given, origin
 from attnlens.run.guesses import guess_notes
 from attnlens.run.heal import Healer, changed_weights, heal
+from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect import Progress
 from attnlens.run.local import Local, locally, mean_of
 from attnlens.run.plan import planned
@@ -133,7 +134,7 @@ class Swapping:
         model, probe = self.loaded.model, {name: value[:2] for name, value in self.fed[0].inputs.items()}
         reached = hooks.survey(model, probe)
         self.identity_error = _proven(self.loaded, probe)
-        refuse_initialised(self.loaded, reached)
+        refuse_initialised(self.loaded, probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
         if self.wish.ranks is not None:

@@ -118,6 +118,8 @@ class Selector:
 
     def nearness(self, head: int) -> Nearness | str:
         """One head's own problem in the first space, solved, or the reason why there is none."""
+        if head not in self.softmax:
+            return "its queries or keys are NaN or Inf in every sequence"
         return next(self._judged(head, None))[2]
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
