@@ -68,6 +68,8 @@ class Comparison:
     """Mean cosine of each sequence's hidden states."""
     real: list[Tensor] = field(default_factory=list)
     """How many real tokens of each sequence were compared by these."""
+    directionless: bool = False
+    """Whether a hidden state is zero, so that no angle is formed with it."""
     likeness: Likeness | None = None
     seconds: list[float] = field(default_factory=list)
     """Of each of the variant's forward passes."""
@@ -99,6 +101,7 @@ class Comparison:
 
     def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
         own, new = own.double(), new.double()
+        self.directionless |= not bool((own.any(-1) & new.any(-1)).all())
         means, counts = _means(torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1)
         self.cosines.append(means)
         self.real.append(counts)
@@ -130,17 +133,21 @@ class Comparison:
             return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
         if not torch.cat(self.cosines).isfinite().all():
             return {"reasons": dict.fromkeys(names, DIVERGED)}
+        if self.directionless:
+            return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
         cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
         by_text = []
         for name, own in _by_text(self.design, texts):
             mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(own)), (-1.0, 1.0), seed, own)
             by_text.append(TextCosine(name=name, sequences=len(own), cosine=mean, ci95=bounds))
+        cka = self.likeness.value
+        reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         return {
             "hidden_cosine": cosine,
             "hidden_cosine_ci95": ends,
             "hidden_cosine_by_text": by_text,
-            "hidden_cka": self.likeness.value,
-            "reasons": {} if ends else {"hidden_cosine_ci95": self._lone},
+            "hidden_cka": cka,
+            "reasons": reasons if ends else reasons | {"hidden_cosine_ci95": self._lone},
         }
 
     def _mean(
@@ -239,15 +246,15 @@ class Likeness:
         self._count += len(x)
 
     @property
-    def value(self) -> float:
-        """In [0, 1]; 1 where the one is a rotation and scaling of the other."""
+    def value(self) -> float | None:
+        """In [0, 1]; 1 where the one is a rotation and scaling of the other; None where one's states are all alike."""
         x, y = self._sums
         pairs = ((x, y), (x, x), (y, y))
         cross, own, new = (
             float((product - torch.outer(left, right) / self._count).norm())
             for product, (left, right) in zip(self._products, pairs, strict=True)
         )
-        return cross**2 / (own * new)
+        return cross**2 / (own * new) if own * new > 0 else None
 
 
 def compare(

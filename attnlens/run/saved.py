@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from attnlens import hooks, texts
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, sha256
+from attnlens.files import make_folder, read_object, sha256
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, first_line, load
 from attnlens.models.quiet import quiet
@@ -207,7 +207,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
     try:
-        facts = SavedSwap.model_validate_json((place / FACTS).read_bytes())
+        facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
         changed = sorted(dict(facts.files.items() ^ _digests(place).items()))
         fitted = load_file(place / FITTED)
     except (OSError, ValidationError, SafetensorError) as error:

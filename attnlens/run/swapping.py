@@ -119,7 +119,8 @@ class Swapping:
                 work = self.loaded, choice, self.wish.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
         with self._timed("sites"):
-            local = [locally(self.loaded, self.sites, c.last, probe, self.wish.path) for c in candidates]
+            one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
+            local = [locally(self.loaded, self.sites, c.last, one, self.wish.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
         if self.wish.sweep:
             with self._timed("sweep"):

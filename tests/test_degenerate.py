@@ -1,0 +1,116 @@
+"""Does every verb give numbers of a degenerate model where they exist, a true reason where not, and never a bug?"""
+
+import math
+
+import pytest
+import tiny
+import torch
+import transformers as tf
+from loaded import loaded
+
+import attnlens
+from attnlens.errors import AttnlensError
+from attnlens.plots import save_all
+
+SMALL = {"sequences": 2, "tokens": 16}
+
+
+def filled(value):
+    def change(model):
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+    return change
+
+
+def scaled(factor):
+    def change(model):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+
+    return change
+
+
+def one(value):
+    def change(model):
+        model.transformer.h[1].attn.c_attn.weight[3, 5] = value
+
+    return change
+
+
+def keyless(model):
+    for block in model.transformer.h:
+        block.attn.c_attn.weight[:, :64] = 0
+        block.attn.c_attn.bias[:64] = 0
+
+
+def identical(model):
+    for block in model.transformer.h:
+        weight = block.attn.c_attn.weight
+        weight.copy_(torch.cat([weight[:, 32 * part : 32 * part + 8].repeat(1, 4) for part in range(3)], 1))
+
+
+MODELS = {
+    "all zero": (filled(0.0), {}),
+    "all NaN": (filled(math.nan), {}),
+    "one NaN": (one(math.nan), {}),
+    "one Inf": (one(math.inf), {}),
+    "1e-40": (scaled(1e-40), {}),
+    "1e30": (scaled(1e30), {}),
+    "no queries and keys": (keyless, {}),
+    "identical heads": (identical, {}),
+    "one head": (None, {"n_head": 1}),
+    "head_dim 1": (None, {"n_head": 32}),
+    "one layer": (None, {"n_layer": 1}),
+}
+REFUSED = {
+    ("all zero", "head"): "no query may choose between different tokens",
+    ("1e-40", "head"): "no query may choose between different tokens",
+    ("all NaN", "inspect"): "holds NaN or Inf",
+    ("all NaN", "ksvd"): "holds NaN or Inf",
+    ("all NaN", "head"): "NaN or Inf in every sequence",
+    ("no queries and keys", "head"): "the largest scores are equal in all",
+} | {
+    (model, verb): "holds NaN or Inf"
+    for model in ("all NaN", "one NaN", "one Inf")
+    for verb in ("rbf", "rank", "sweep")
+} | {("1e30", verb): "overflow" for verb in ("inspect", "ksvd", "rbf", "rank", "sweep", "head")}  # fmt: skip
+VERBS = {
+    "inspect": lambda model: attnlens.inspect(model, **SMALL),
+    "ksvd": lambda model: attnlens.inspect(model, analyzers=["ksvd"], **SMALL),
+    "doctor": lambda model: attnlens.doctor(model, **SMALL),
+    "rbf": lambda model: attnlens.swap_kernel(model, ["rbf", "linear"], allow_signed=True, **SMALL),
+    "rank": lambda model: attnlens.swap_kernel(model, "rank:1", **SMALL),
+    "sweep": lambda model: attnlens.swap_kernel(model, "rbf", sweep="layers", **SMALL),
+    "head": lambda model: attnlens.converge(model, head=(0, 0), iterations=5, **SMALL),
+}
+
+
+def built(change, sizes):
+    torch.manual_seed(0)
+    base = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(**(base | sizes))).eval()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight *= 60
+        if change is not None:
+            change(model)
+    return loaded(model, tiny.tokenizer("gpt2"))
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_every_verb_measures_or_refuses_with_the_true_reason(what, tmp_path):
+    model = built(*MODELS[what])
+    for verb, run in VERBS.items():
+        if (what, verb) in REFUSED:
+            with pytest.raises(AttnlensError, match=REFUSED[what, verb]):
+                run(model)
+            continue
+        report = run(model)
+        report.write_json(tmp_path / "report.json")  # NaN has no place in it
+        assert attnlens.read_report(tmp_path / "report.json").to_json() == report.to_json()
+        for head in report.heads:
+            for name, measure in head.measures.items():
+                assert (measure.value is None) == (measure.reason is not None), (verb, name)
+        if verb in ("inspect", "rbf", "sweep"):
+            assert save_all(report, tmp_path / "page.png")
