@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import pandas
 
 
+Verdict = Literal["agrees", "partly checked", "not checked", "differs"]
+"""What `doctor` says of a site, or of a model."""
+
+
 class Environment(Record):
     """Where it ran."""
 
@@ -101,6 +105,8 @@ class Summary(Record):
     """Heads at the ends of the measures, the furthest from the median first."""
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
+    verdict: Verdict | None = None
+    """What `doctor` says of the model: `agrees` where everything was checked, and nothing differs."""
 
 
 class SiteCheck(Record):
@@ -122,6 +128,9 @@ class SiteCheck(Record):
     """Why an error is missing."""
     passed: bool
     """Whether no error exceeds the tolerance."""
+    verdict: Verdict | None = None
+    """The same in words: `differs` where one does, `partly checked` where one is missing, `not checked` where both are;
+    None in reports of attnlens 1."""
 
 
 class Report(Record):
