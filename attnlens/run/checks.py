@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from inspect import signature
 
 import torch
 from torch import Tensor
 
-from attnlens import hooks, models, weights
+from attnlens import hooks, models, texts, weights
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Settings, Skipped
@@ -49,9 +48,7 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
 
 def _cannot_run(loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception) -> ModelError:
     """What is missing, where the model names it; else what it says of these inputs."""
-    parameters = signature(loaded.model.forward).parameters.values()
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    missing = [name for name in needed if name not in inputs]
+    missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
     if missing:
         return ModelError(
             f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",

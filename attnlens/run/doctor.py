@@ -157,7 +157,11 @@ def own_probabilities(
     another one than what they use (PaliGemma's is causal, and its SDPA is not).
     """
     shapes = {found.site: (*found.call.query.shape[:3], found.call.key.shape[2]) for found in reached}
-    other = hooks.difference(model, inputs, hooks.implementation(model, "eager"))
+    try:
+        other = hooks.difference(model, inputs, hooks.implementation(model, "eager"))
+    except checks.FAILURES as error:
+        why = f"the model can't run under transformers' eager attention ({models.first_line(error)})"
+        return dict.fromkeys(shapes, why)
     if not other <= TOLERANCE:
         why = f"transformers' eager attention changes this model's outputs by {other:.1e}, and hands out other matrices"
         return dict.fromkeys(shapes, why)

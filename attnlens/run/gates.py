@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from attnlens import hooks
+from attnlens import hooks, texts
 from attnlens.errors import IdentityError
 from attnlens.models import Loaded
 from attnlens.records import Site
@@ -149,5 +149,5 @@ def _kept(tensor: Tensor, inputs: Mapping[str, Tensor], positions: slice) -> Ten
 
 def _random_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    known = loaded.model.config.get_text_config().vocab_size
+    known = texts.vocabulary(loaded.model) or texts.CHARACTERS
     return torch.randint(known, like.shape, generator=generator).to(like)

@@ -106,6 +106,7 @@ def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached])
 
 
 def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
+    window.check_captured()
     norms = norms_inside(probe.reached.module)
     # Where one token is not taken, position is looked at first: without it, each token of a sequence can be a probe.
     turned = rotation_of(window, {}, known) is not None if probe.whole else False
@@ -156,9 +157,9 @@ def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, 
             duals.append(forward_ad.make_dual(x[:1].expand_as(tangents).contiguous(), tangents))  # type: ignore[no-untyped-call]
         hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
         call = probe(hidden, other)
-        found = (forward_ad.unpack_dual(part).tangent for part in (call.query, call.key))  # type: ignore[no-untyped-call]
-        query, key = (part[:, :, :1] if alike else part for part in found)
-    return tuple(part.transpose(1, 2).flatten(0, 1)[:count] for part, count in zip((query, key), counts, strict=True))
+        found = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+    query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in found)
+    return query[: counts[0]], key[: counts[1]]
 
 
 def _mismatch(probe: Probe, maps: Maps, *, up_to_scale: bool = False) -> str | None:

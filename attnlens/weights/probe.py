@@ -57,8 +57,7 @@ class Probe:
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs=arguments)
             except _Asked as asked:
-                if asked.call.query.shape[0] != hidden.shape[0]:
-                    raise unreadable("its attention module, called on its own, puts sequences together") from None
+                _check_one_a_token(asked.call, hidden, hidden if self.reached.other is None else other)
                 return asked.call
             except (
                 RuntimeError,
@@ -70,6 +69,11 @@ class Probe:
                 first = str(error).splitlines()[0]
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module, called on its own, asks for no attention")
+
+    def check_captured(self) -> None:
+        """Raise UnreadableError where the captured call has other queries and keys than its tokens'."""
+        names = self.reached.input_name, self.reached.other or self.reached.input_name
+        _check_one_a_token(self.reached.call, *(self.reached.arguments[name] for name in names))
 
     def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
         """These tokens under every name under which the module was given the same ones (CTRL: v, k and q)."""
@@ -108,6 +112,14 @@ class Probe:
             drawn = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
             draws.append(drawn.expand(-1, *axes, -1).to(self.arguments[self.reached.input_name]))
         return draws[0], draws[-1]
+
+
+def _check_one_a_token(call: Call, *given: Tensor) -> None:
+    """Raise UnreadableError where a call has not one query and one key for each token given."""
+    for name, part, tokens in zip(("queries", "keys"), (call.query, call.key), given, strict=True):
+        asked, wanted = (part.shape[0], part.shape[2]), (tokens.shape[0], tokens[0, ..., 0].numel())
+        if asked != wanted:
+            raise unreadable("its attention module makes {} × {} {} of {} × {} tokens".format(*asked, name, *wanted))
 
 
 def alone(probe: Probe) -> Probe:
