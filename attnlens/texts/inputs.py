@@ -83,7 +83,7 @@ def wanted(model: PreTrainedModel) -> list[str]:
 def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """What a decoder reads to learn those ids: the start token, then all but the last; by the model's own rule, if any.
 
-    Raises TextError where neither model nor config names a start token; generation_config.json may be the one that does.
+    Raises TextError where neither model, config.json nor generation_config.json names a start token.
     """
     own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
@@ -154,8 +154,8 @@ def _frames_shape(model: PreTrainedModel) -> tuple[int, int] | None:
     """(frames, features of each), or (mel, frames) for an encoder that begins with a convolution over frames."""
     import torch
 
-    parts = (getattr(model.config, name, None) for name in ("encoder_config", "audio_config"))
-    for config in (model.config, *parts):
+    parts: list[Any] = [getattr(model.config, name, None) for name in ("encoder_config", "audio_config")]
+    for config in [model.config, *filter(None, parts)]:
         if hasattr(config, "input_feat_per_channel"):
             return FRAMES, config.input_feat_per_channel * config.input_channels
         if hasattr(config, "feature_projection_input_dim"):

@@ -99,8 +99,8 @@ def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached])
     for one, many in zip(first, window, strict=True):
         weights = float64_weights(one.module)
         try:
-            probe, window = alone(Probe(model, one, weights)), Probe(model, many, weights, whole=True)
-            yield _factors(probe, replace(window, batch=window.shapes[0][0] if probe.batch else None), known)
+            probe, all_of = alone(Probe(model, one, weights)), Probe(model, many, weights, whole=True)
+            yield _factors(probe, replace(all_of, batch=all_of.shapes[0][0] if probe.batch else None), known)
         except UnreadableError as error:
             yield error
 

@@ -57,7 +57,7 @@ class Probe:
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs=arguments)
             except _Asked as asked:
-                _check_one_a_token(asked.call, hidden, hidden if self.reached.other is None else other)
+                self._check(asked.call, hidden, hidden if self.reached.other is None else other)
                 return asked.call
             except (
                 RuntimeError,
@@ -73,7 +73,16 @@ class Probe:
     def check_captured(self) -> None:
         """Raise UnreadableError where the captured call has other queries and keys than its tokens'."""
         names = self.reached.input_name, self.reached.other or self.reached.input_name
-        _check_one_a_token(self.reached.call, *(self.reached.arguments[name] for name in names))
+        self._check(self.reached.call, *(self.reached.arguments[name] for name in names))
+
+    def _check(self, call: Call, *given: Tensor) -> None:
+        """Raise UnreadableError where a call has not one query and one key a head for each token given."""
+        captured = self.reached.call
+        for name, tokens in zip(("query", "key"), given, strict=True):
+            asked, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
+            wanted = tokens.shape[0], heads, tokens[0, ..., 0].numel()
+            if asked != wanted:
+                raise unreadable(f"its {name} has (batch, heads, tokens) {asked}, where its inputs have {wanted}")
 
     def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
         """These tokens under every name under which the module was given the same ones (CTRL: v, k and q)."""
@@ -114,14 +123,6 @@ class Probe:
         return draws[0], draws[-1]
 
 
-def _check_one_a_token(call: Call, *given: Tensor) -> None:
-    """Raise UnreadableError where a call has not one query and one key for each token given."""
-    for name, part, tokens in zip(("queries", "keys"), (call.query, call.key), given, strict=True):
-        asked, wanted = (part.shape[0], part.shape[2]), (tokens.shape[0], tokens[0, ..., 0].numel())
-        if asked != wanted:
-            raise unreadable("its attention module makes {} × {} {} of {} × {} tokens".format(*asked, name, *wanted))
-
-
 def alone(probe: Probe) -> Probe:
     """The probe with the least that the module takes on its own: a token, a sequence, or all that was captured.
 
@@ -130,13 +131,17 @@ def alone(probe: Probe) -> Probe:
     captured = probe.shapes[0]
     for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
         try:
-            candidate(*candidate.random(2, seed=0))
+            candidate(*candidate.random(ODD, seed=0))
         except UnreadableError as error:
             if candidate.batch is not None or len(captured) < 3:
                 raise error from None
         else:
             return candidate
     raise AssertionError(probe)
+
+
+ODD = 7
+"""How many sequences are tried at first: no power of two, which may fit by accident what was made for another number."""
 
 
 class _Asked(BaseException):  # no Exception, which a module might catch

@@ -37,7 +37,7 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     distances only, is checked (Su et al. 2021, RoFormer, Eq. 16). One that is `known` is returned as the same object.
     """
     batch = probe.shapes[0][0]
-    if probe.tokens < 2 or probe.reached.site.part == "cross":
+    if probe.tokens < 2:
         return None
     heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
     # Position embeddings may carry the batch of the captured call; where it is 1, any other goes with them.
@@ -45,6 +45,8 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     used = _parts(probe, probe.random(few, seed=4))
     if not any(_moved(part) for part in used):
         return None
+    if probe.reached.site.part == "cross":
+        raise unreadable("queries and keys of two sequences depend on their positions")
     with linear(without_gains(norms)):
         bare = _parts(probe, probe.random(many, seed=5))
     rounding = float(torch.finfo(probe.reached.call.query.dtype).eps)
