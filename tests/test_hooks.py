@@ -184,12 +184,19 @@ def test_a_query_that_may_see_nothing_has_an_empty_row():
     torch.testing.assert_close(attention[0, :, 4:].sum(-1), torch.ones(4, TOKENS - 4, dtype=torch.float64))
 
 
-def test_a_module_outside_the_interface_is_named():
+def test_a_module_outside_the_interface_is_told_from_one_that_is_not_run():
     model = families.build("bert")
 
     class HandWrittenAttention(torch.nn.Module):
         def forward(self, x):
             return x
 
-    model.bert.extra = HandWrittenAttention()
-    assert hooks.unreached(model, hooks.survey(model, families.inputs("bert", model))) == ["bert.extra"]
+    inputs = families.inputs("bert", model)
+    model.bert.idle = HandWrittenAttention()
+    assert hooks.unreached(model, inputs, hooks.survey(model, inputs)) == {"bert.idle": False}
+    model.bert.embeddings.by_hand = HandWrittenAttention()
+    model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
+    assert hooks.unreached(model, inputs, hooks.survey(model, inputs)) == {
+        "bert.embeddings.by_hand": True,
+        "bert.idle": False,
+    }

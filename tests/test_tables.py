@@ -266,7 +266,7 @@ def test_doctor_says_its_verdict_in_words(width: int) -> None:
     ]
     text = printed(tables.doctor_table(rows), width)
     assert max(map(len, text.splitlines())) <= width
-    for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly checked"):
+    for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
         assert fact in text
     assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
 

@@ -141,7 +141,7 @@ def alone(probe: Probe) -> Probe:
 
 
 ODD = 7
-"""How many sequences are tried at first: no power of two, which may fit by accident what was made for another number."""
+"""How many sequences are tried at first: a power of two may fit by accident what was made for another number."""
 
 
 class _Asked(BaseException):  # no Exception, which a module might catch
