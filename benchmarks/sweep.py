@@ -38,7 +38,7 @@ from attnlens import run, texts
 from attnlens.errors import AttnlensError
 
 QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
-SLOWEST = 300
+SLOWEST = 60
 """Seconds that one command may take for one type."""
 COLUMNS = [
     *("model_type", "class", "built", "read", "positions", "weights", "softmax_error"),
