@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
 import signal
 import sys
 import time
@@ -94,7 +93,6 @@ def swept(name: str) -> dict[str, Any]:
         except Exception as error:
             return row | {"reason": f"{type(error).__name__}: {first_line(error)}"}
         row |= told(folder)
-    gc.collect()
     return row | {"seconds": f"{time.perf_counter() - start:.1f}"}
 
 
@@ -103,7 +101,7 @@ def told(folder: str) -> dict[str, Any]:
     how, loaded = tried(lambda: attnlens.load(folder))
     if how != "done":
         return {"read": how, "reason": loaded}
-    options: dict[str, Any] = {"tokens": TOKENS} if texts.reads_text(loaded) else {}
+    options: dict[str, Any] = {"tokens": TOKENS, "text": [passage(folder)]} if texts.reads_text(loaded) else {}
     row: dict[str, Any] = {}
     how, report = tried(lambda: attnlens.inspect(loaded, sequences=SEQUENCES, **options))
     row["read"], row["reason"] = "read" if how == "done" else how, report
@@ -127,6 +125,13 @@ def told(folder: str) -> dict[str, Any]:
         how, error = tried(lambda: own_softmax.difference(loaded.model, inputs))
         row["softmax_error"] = f"{error:.1e}" if isinstance(error, float) else ""
     return row
+
+
+def passage(folder: str) -> str:
+    """A file with the beginning of the first built-in text."""
+    file = Path(folder) / "passage.txt"
+    file.write_text(texts.sample("demo")[0].text[:4000])
+    return str(file)
 
 
 def tried(work: Callable[[], Any]) -> tuple[str, Any]:
