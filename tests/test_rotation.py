@@ -84,7 +84,7 @@ def test_what_is_no_rotation_by_distance_is_refused():
     true, other = rotation(LAYOUTS["half-split"]), rotation(LAYOUTS["half-split"], base=30.0)
     queries, keys = turned(true), turned(true, seed=1)
     refused(queries, turned(other, seed=1), "turn differently")
-    refused(queries, turned(true.transposed, seed=1), "turn differently")
+    refused(queries, turned(true.transposed, seed=1), "more than the direction")
     refused(queries, keys[:, :1].expand_as(keys), "turn differently")
     refused(queries, turned(rotation(LAYOUTS["interleaved"]), seed=1), "more than the direction")
     lengths = 1 + 0.1 * torch.arange(POSITIONS).double()[:, None]
