@@ -200,3 +200,32 @@ def test_a_module_outside_the_interface_is_told_from_one_that_is_not_run():
         "bert.embeddings.by_hand": True,
         "bert.idle": False,
     }
+
+
+def test_a_model_that_can_not_run_in_float64_is_measured_in_its_own_type():
+    model = families.build("bert")
+    inputs = families.inputs("bert", model)
+    model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output.float())
+    drift = iter((1.0, 1.001))
+    model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(drift))
+    assert hooks.identity_error(model, inputs) > 1e-5
+
+
+def test_what_the_door_gives_back_is_contiguous_as_transformers_own_functions_are():
+    model = families.build("bert")
+    inputs = families.inputs("bert", model)
+    seen = []
+    from transformers.modeling_utils import AttentionInterface
+
+    with hooks.opened(model, lambda call: attend(call, hooks.OWN).transpose(1, 2).contiguous().transpose(1, 2)):
+        name = model.config._attn_implementation
+        own = AttentionInterface()[name]
+
+        def watched(*args, **more):
+            seen.append(own(*args, **more)[0])
+            return seen[-1], None
+
+        AttentionInterface._global_mapping[name] = watched
+        hooks.forward(model, inputs)
+    assert seen
+    assert all(part.is_contiguous() for part in seen)
