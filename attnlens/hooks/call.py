@@ -35,6 +35,9 @@ def read_call(
             f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
             "Choose another model; one sink for each head is supported.",
         )
+    heads = max(key.shape[1], value.shape[1])  # one of them may be shared by more queries than the other
+    if key.shape[1] != value.shape[1]:
+        key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
     allowed, added = _split(None if mask is None else mask[..., : key.shape[2]])
     bias = more.get("position_bias")
     if bias is not None and added is not None:

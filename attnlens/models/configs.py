@@ -54,6 +54,8 @@ def sizes(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, int]]:
     for name, value in config.items():
         if isinstance(value, dict):
             yield from sizes(value, f"{above}{name}.")
+        elif name == "head_dim" and "qk_nope_head_dim" in config:
+            continue  # latent attention has head sizes of its own, and may say 0 here (GLM 5)
         elif name in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
             yield f"{above}{name}", value
 

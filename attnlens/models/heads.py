@@ -52,7 +52,7 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
 def kind_of(model: PreTrainedModel) -> Kind:
     """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
     main = model.main_input_name
-    if main not in signature(model.forward).parameters:  # it has none of its own, and inherits the name
+    if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
     if main == "pixel_values":
         return "pixels"
