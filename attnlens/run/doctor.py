@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
@@ -60,9 +61,8 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     reached = checks.sites(loaded, inputs)
     checks.check_chosen(settings, reached)
     identity = hooks.identity_error(loaded.model, inputs)
-    one = texts.placeholder(loaded, 1, settings.seed).batches[0].inputs
-    checks.sites(loaded, one)
-    found = check_sites(loaded.model, one, inputs, progress, layers=settings.layers, heads=settings.heads)
+    first = checks.sites(loaded, texts.placeholder(loaded, 1, settings.seed).batches[0].inputs)
+    found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
     return Report(
         tool=tool(),
@@ -120,26 +120,26 @@ def _precise(loaded: models.Loaded) -> models.Loaded:
 
 def check_sites(
     model: PreTrainedModel,
-    one: dict[str, Tensor],
+    first: Sequence[Reached],
+    reached: Sequence[Reached],
     inputs: dict[str, Tensor],
     progress: Progress = silent,
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Each site's check on `inputs`; `one` is a single token, from which the weights are read.
+    """Each site's check as `reached` by `inputs`; `first` are the same by a single token, which tells the weights.
 
     Only those `layers` and `heads` are looked at; a site that has none of the heads is left out.
     """
-    reached = hooks.survey(model, inputs)
     own = own_probabilities(model, inputs, reached)
     pairs = [
-        (first, found, chosen)
-        for first, found in zip(hooks.survey(model, one), reached, strict=True)
+        (one, found, chosen)
+        for one, found in zip(first, reached, strict=True)
         if (layers is None or found.site.layer in layers)
         and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
     ]
-    every = weights.factors(model, [first for first, _, _ in pairs], [found for _, found, _ in pairs])
+    every = weights.factors(model, [one for one, _, _ in pairs], [found for _, found, _ in pairs])
     results = []
     for done, ((_, found, chosen), factors) in enumerate(zip(pairs, every, strict=True)):
         progress("doctor", done, len(pairs))
@@ -156,38 +156,43 @@ def own_probabilities(
     Or the reason why there are none: not every module hands them out, and the eager attention of a few models is
     another one than what they use (PaliGemma's is causal, and its SDPA is not).
     """
-    shapes = {found.site: (*found.call.query.shape[:3], found.call.key.shape[2]) for found in reached}
+    sites = [found.site for found in reached]
+    found: dict[Site, Tensor] = {}
     try:
-        other = hooks.difference(model, inputs, hooks.implementation(model, "eager"))
+        other = hooks.difference(model, inputs, _eager(model, reached, found))
     except checks.FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({models.first_line(error)})"
-        return dict.fromkeys(shapes, why)
+        return dict.fromkeys(sites, why)
     if not other <= TOLERANCE:
         why = f"transformers' eager attention changes this model's outputs by {other:.1e}, and hands out other matrices"
-        return dict.fromkeys(shapes, why)
-    found: dict[Site, Tensor | str] = dict.fromkeys(shapes, "the module does not hand out its attention probabilities")
-    calls: Counter[str] = Counter()
+        return dict.fromkeys(sites, why)
+    return dict.fromkeys(sites, "the module does not hand out its attention probabilities") | found
+
+
+@contextmanager
+def _eager(model: PreTrainedModel, reached: Sequence[Reached], found: dict[Site, Tensor]) -> Iterator[None]:
+    """Inside, the model uses transformers' eager attention, and what its modules hand out is `found`."""
+    shapes = {one.site: (*one.call.query.shape[:3], one.call.key.shape[2]) for one in reached}
     sites = {(site.path, site.ordinal): site for site in shapes}
+    calls: Counter[str] = Counter()
 
     def remember(path: str) -> Any:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
             site = sites[path, calls[path]]
             calls[path] += 1
-            parts = output if isinstance(output, tuple) else ()
-            for part in parts:  # the last of them, as T5 hands out its position bias first
+            for part in output if isinstance(output, tuple) else ():
                 if isinstance(part, Tensor) and part.shape == shapes[site]:
-                    found[site] = part
+                    found[site] = part  # the last of them, as T5 hands out its position bias first
 
         return hook
 
     handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
     try:
-        with torch.no_grad(), hooks.implementation(model, "eager"):
-            hooks.forward(model, inputs)
+        with hooks.implementation(model, "eager"):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 def _fed(
