@@ -50,7 +50,11 @@ class IdentityError(AttnlensError):
     """What attnlens recomputes is not what the model computes, so no number may be trusted."""
 
 
-class NotBilinearError(ModelError):
+class UnreadableError(ModelError):
+    """A site's W_Q and W_K can't be read."""
+
+
+class NotBilinearError(UnreadableError):
     """A site's queries and keys are no linear functions of its inputs, so that it has no matrix W_Q W_Kᵀ."""
 
 

@@ -20,7 +20,7 @@ def examined(name, *, padded=False):
     hooks.allow_float64(model)
     inputs = hooks.as_dtype(families.inputs(name, model, padded=padded), torch.float64)
     one = {key: value[:1, :1] if key.endswith(("ids", "mask")) else value[:1] for key, value in inputs.items()}
-    return check_sites(model, one, inputs)
+    return check_sites(model, hooks.survey(model, one), hooks.survey(model, inputs), inputs)
 
 
 @pytest.mark.parametrize("padded", [False, True])

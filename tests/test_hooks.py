@@ -1,5 +1,6 @@
 """Does the door change nothing by itself, miss nothing, and leave nothing behind?"""
 
+import itertools
 from dataclasses import replace
 
 import families
@@ -184,12 +185,48 @@ def test_a_query_that_may_see_nothing_has_an_empty_row():
     torch.testing.assert_close(attention[0, :, 4:].sum(-1), torch.ones(4, TOKENS - 4, dtype=torch.float64))
 
 
-def test_a_module_outside_the_interface_is_named():
+def test_a_module_outside_the_interface_is_told_from_one_that_is_not_run():
     model = families.build("bert")
 
     class HandWrittenAttention(torch.nn.Module):
         def forward(self, x):
             return x
 
-    model.bert.extra = HandWrittenAttention()
-    assert hooks.unreached(model, hooks.survey(model, families.inputs("bert", model))) == ["bert.extra"]
+    inputs = families.inputs("bert", model)
+    model.bert.idle = HandWrittenAttention()
+    assert hooks.unreached(model, inputs, hooks.survey(model, inputs)) == {"bert.idle": False}
+    model.bert.embeddings.by_hand = HandWrittenAttention()
+    model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
+    assert hooks.unreached(model, inputs, hooks.survey(model, inputs)) == {
+        "bert.embeddings.by_hand": True,
+        "bert.idle": False,
+    }
+
+
+def test_a_model_that_can_not_run_in_float64_is_measured_in_its_own_type():
+    model = families.build("bert")
+    inputs = families.inputs("bert", model)
+    model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output.float())
+    passes = itertools.count(1)
+    model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
+    assert hooks.identity_error(model, inputs) > 1e-5
+
+
+def test_what_the_door_gives_back_is_contiguous_as_transformers_own_functions_are():
+    model = families.build("bert")
+    inputs = families.inputs("bert", model)
+    seen = []
+    from transformers.modeling_utils import AttentionInterface
+
+    with hooks.opened(model, lambda call: attend(call, hooks.OWN).transpose(1, 2).contiguous().transpose(1, 2)):
+        name = model.config._attn_implementation
+        own = AttentionInterface()[name]
+
+        def watched(*args, **more):
+            seen.append(own(*args, **more)[0])
+            return seen[-1], None
+
+        AttentionInterface._global_mapping[name] = watched
+        hooks.forward(model, inputs)
+    assert seen
+    assert all(part.is_contiguous() for part in seen)

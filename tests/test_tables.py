@@ -265,19 +265,20 @@ class Checked:
     tokens_error: float | None
     weights_error: float | None
     reason: str | None
-    passed: bool
+    verdict: str
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_doctor_says_its_verdict_in_words(width: int) -> None:
     rows = [
-        Checked("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, True),
-        Checked("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", False),
-        Checked("h.2.attn", "cross", 8, "none", None, None, "written by hand", False),
+        Checked("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees"),
+        Checked("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs"),
+        Checked("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked"),
+        Checked("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked"),
     ]
     text = printed(tables.doctor_table(rows), width)
     assert max(map(len, text.splitlines())) <= width
-    for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked"):
+    for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
         assert fact in text
     assert text.index("agrees") < text.index("DIFFERS") < text.index("not checked")
 

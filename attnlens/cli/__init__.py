@@ -160,6 +160,7 @@ def doctor(
     pack: opt.Pack = True,
     dtype: opt.Dtype = "float64",
     seed: opt.Seed = 0,
+    strict: opt.Strict = False,
     json: opt.Json = None,
     quiet: opt.Quiet = False,
     no_progress: opt.NoProgress = False,
@@ -178,6 +179,8 @@ def doctor(
     outputs.deliver(report)
     if not run.sound(report):
         raise failure(report)
+    if strict and report.summary.verdict != "agrees":
+        raise typer.Exit(3)
 
 
 app.command()(verify)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnlens.errors import ModelError
 from attnlens.kernels import Kernel, kernels
 from attnlens.records import Call
 
@@ -24,8 +25,19 @@ LOST = -1 / torch.finfo(torch.float32).eps
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
 ) -> Call:
-    """The arguments of transformers' attention functions in one vocabulary."""
+    """The arguments of transformers' attention functions in one vocabulary.
+
+    Raises ModelError for one that changes the scores and is not known here.
+    """
     scaling = more.get("scaling")
+    if more.get("sinks") is not None:
+        raise ModelError(
+            f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
+            "Choose another model; one sink for each head is supported.",
+        )
+    heads = max(key.shape[1], value.shape[1])  # one of them may be shared by more queries than the other
+    if key.shape[1] != value.shape[1]:
+        key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
     allowed, added = _split(None if mask is None else mask[..., : key.shape[2]])
     bias = more.get("position_bias")
     if bias is not None and added is not None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.attention import Path, attend
@@ -32,56 +32,76 @@ _door_numbers = count()
 def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator[None]:
     """Every attention computation of `model` is answered by `answer` inside the block; restored at its end.
 
-    The mask function is registered with the attention function: without it the mask silently becomes None.
-    Raises ModelError where the model's class does not support the interface.
+    Raises ModelError where no part of the model goes through the interface.
     """
-    name = f"attnlens_{next(_door_numbers)}"
-    _register(name, answer)
+    names = _register(f"attnlens_{next(_door_numbers)}", answer)
     try:
-        with implementation(model, name):
+        with implementation(model, *names):
             yield
     finally:
-        del AttentionInterface._global_mapping[name]
-        del AttentionMaskInterface._global_mapping[name]
+        for name in names:
+            del AttentionInterface._global_mapping[name]
+            del AttentionMaskInterface._global_mapping[name]
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
     """Answer every attention computation of `model` by `answer` for good, for a model that owns its attention.
 
-    transformers then knows it by `name`, in this process. Raises ModelError where the model's class does not support
-    the interface.
+    transformers then knows it by `name`, in this process. Raises ModelError where no part of the model goes through the
+    interface.
     """
-    if not model._can_set_attn_implementation():
-        raise out_of_reach(model)
-    _register(name, answer)
-    model.set_attn_implementation(name)
+    _choose(model, *_register(name, answer))
 
 
-def _register(name: str, answer: Callable[[Call], Tensor]) -> None:
+def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
+    """The names under which transformers knows `answer`: in the place of its SDPA function, and of its eager one.
+
+    Each has the mask function that goes with what it replaces; without one the mask silently becomes None.
+    """
+
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, None]:
-        return answer(read_call(module, query, key, value, attention_mask, more)), None
+        # transformers' own functions return contiguous tensors, and some modules rely on it
+        return answer(read_call(module, query, key, value, attention_mask, more)).contiguous(), None
+
+    def as_eager(*args: Any, **more: Any) -> tuple[Tensor, None]:
+        return attention(*args, **more | {"is_causal": False})  # eager functions mask nothing by themselves
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register(f"{name}_eager", as_eager)
+    AttentionMaskInterface.register(f"{name}_eager", eager_mask)
+    return name, f"{name}_eager"
 
 
 @contextmanager
-def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
     """Inside the block the model uses the attention implementation `name`; every configuration is restored at its end.
 
-    Raises ModelError where the model's class does not support the interface.
+    Those parts whose own implementation is the eager one use `in_place_of_eager`, if it is given. Raises ModelError
+    where no part of the model goes through the interface.
     """
-    if not model._can_set_attn_implementation():
-        raise out_of_reach(model)
-    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    before = _implementations(model)
     try:
-        model.set_attn_implementation(name)
+        _choose(model, name, in_place_of_eager or name)
         yield
     finally:
         for config, own in before:
             config._attn_implementation_internal = own
+
+
+def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
+    """Set the implementation of every part that goes through the interface; the model's own class need not."""
+    parts = [part for part in _models(model) if part._can_set_attn_implementation()]
+    if not parts:
+        raise out_of_reach(model)
+    before = _implementations(model)
+    for part in parts[:1] if parts[0] is model else parts:
+        part.set_attn_implementation(name)
+    for config, own in before:
+        if own == "eager" and config._attn_implementation_internal == name:
+            config._attn_implementation_internal = in_place_of_eager
 
 
 @dataclass
@@ -194,13 +214,22 @@ def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[
         yield door
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
-    """Every configuration that carries the name of an attention implementation."""
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model, and the models inside it."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """Every configuration in use, each once."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
-    return list(
-        {id(config): config for config in [*configs, *nested] if hasattr(config, "_attn_implementation")}.values()
-    )
+    return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    """Every configuration that carries the name of an attention implementation, with that name."""
+    named = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
+    return [(config, config._attn_implementation_internal) for config in named]
 
 
 def out_of_reach(model: PreTrainedModel) -> ModelError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attnlens.attention import attend
 from attnlens.hooks.call import OWN
-from attnlens.hooks.door import is_attention, opened, out_of_reach
+from attnlens.hooks.door import configs_of, is_attention, opened, out_of_reach
 from attnlens.records import Call, Part, Site
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
@@ -40,8 +41,8 @@ class Reached:
 
     @property
     def input_name(self) -> str:
-        """The name of the module's input: by transformers' convention the first tensor among its arguments."""
-        return next(name for name, value in self.arguments.items() if isinstance(value, Tensor))
+        """The name of the module's input: by transformers' convention the first tensor of numbers that it is given."""
+        return next(name for name, value in self.arguments.items() if _is_numbers(value))
 
     @property
     def other(self) -> str | None:
@@ -55,18 +56,20 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     Raises ModelError where the model has no softmax attention, or computes it outside the interface.
     """
     modules = {module: name for name, module in model.named_modules()}
-    arguments: dict[nn.Module, dict[str, Any]] = {}
+    running: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
 
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments[module] = by_name(module, args, kwargs)
+    def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running[module] = args, kwargs
 
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
-        calls.append((module, call, arguments[module]))
+        calls.append((module, call, by_name(module, *running[module])))
         return attend(call, OWN, "eager")
 
-    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in modules if is_attention(module)]
+    # All modules, as which of them will ask for attention is not known before; only those that run are kept.
+    hooks = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(lambda module, *_: running.pop(module, None) and None) for module in modules]
     try:
         with torch.no_grad(), opened(model, answer):
             forward(model, inputs)
@@ -84,36 +87,94 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     return reached
 
 
-def unreached(model: PreTrainedModel, reached: list[Reached]) -> list[str]:
-    """Paths of attention modules that no call came from: their attention is computed outside the interface."""
+def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor], reached: list[Reached]) -> dict[str, bool]:
+    """Paths of attention modules that no call came from, and whether each runs on these inputs.
+
+    One that runs computes its attention outside the interface.
+    """
     used = {id(part) for found in reached for part in found.module.modules()}
     owners = {name for name, module in model.named_modules() if any(id(part) in used for part in module.modules())}
-    innermost: list[str] = []
+    innermost: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         inside = any(is_attention(child) for child in module.modules() if child is not module)
         if is_attention(module) and not inside and name not in owners and id(module) not in used:
-            innermost.append(name)
-    return innermost
+            innermost[module] = name
+    ran = _running(model, inputs, innermost)
+    return {name: module in ran for module, name in innermost.items()}
+
+
+def _running(model: PreTrainedModel, inputs: Mapping[str, Tensor], modules: Collection[nn.Module]) -> set[nn.Module]:
+    """Those of the modules that run in a forward pass."""
+    ran: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _args: ran.add(module)) for module in modules]
+    try:
+        with torch.no_grad():
+            if hooks:
+                forward(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ran
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
-    """The model's outputs without a cache, so that every query meets every key in one call."""
-    return model(**inputs, **without_cache(model), **more)
+    """The model's outputs without a cache, so that every query meets every key in one call.
+
+    A model that draws random numbers (ViTMAE's masks) draws the same ones in every pass.
+    """
+    with _uncached(model), _same_draws(model):
+        return model(**inputs, **without_cache(model), **more)
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """The argument that keeps a model from filling a cache, where it has one."""
+    """The argument that keeps a model from filling a cache, where it names it."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
+@contextmanager
+def _uncached(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block no configuration asks for a cache: the models inside a model are not told by argument."""
+    asking = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
+    for config in asking:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            config.use_cache = True
+
+
+@contextmanager
+def _same_draws(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block a model that is not in training draws from one seed; what is drawn outside is not touched."""
+    if model.training:
+        yield
+        return
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
 def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The floating-point tensors of a model's output at its real tokens; nested tuples are left out.
+    """The tensors of numbers in a model's output at its real tokens; nested ones where there are no others (backbones).
 
     Padding is left out because a padded query may have no key at all, and then implementations differ rightly.
     """
     values = result.to_tuple() if hasattr(result, "to_tuple") else result
-    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    tensors = [value for value in values if _is_numbers(value)] or list(_nested(values))
     return [at_real_tokens(tensor, inputs) for tensor in tensors]
+
+
+def _nested(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if _is_numbers(value):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _nested(value)
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -126,13 +187,18 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> floa
     """‖own − recomputed‖ / ‖own‖ over the model's outputs, own being what the untouched model computes.
 
     Rounding alone can exceed the tolerance in a deep or saturated model; such a model is measured again on a copy in
-    float64, so that what remains is a real difference.
+    float64, so that what remains is a real difference; but one that can't run in float64.
     """
     error = _identity_error(model, inputs)
     if error > IDENTITY_TOLERANCE and model.dtype != torch.float64:
         precise = nn.Module.double(copy.deepcopy(model))
         allow_float64(precise)
-        return _identity_error(precise, as_dtype(inputs, torch.float64))
+        try:
+            return _identity_error(precise, as_dtype(inputs, torch.float64))
+        except RuntimeError as failure:
+            if "memory" in str(failure):
+                raise
+            return error  # it turns some of its numbers into float32 itself
     return error
 
 
@@ -141,9 +207,9 @@ def allow_float64(model: PreTrainedModel) -> None:
 
     These are the grouped product of a mixture of experts, and GPT-2's option to compute its attention in float32.
     """
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
     for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
+            module.set_experts_implementation("eager")
         if getattr(module, "reorder_and_upcast_attn", False):
             module.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
 
@@ -153,10 +219,20 @@ def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
+def repeat_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
+    """The same of the untouched model's outputs in two passes: 0 but for a model that is random itself."""
+    return difference(model, inputs, nullcontext())
+
+
 def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
+    return difference(model, inputs, opened(model, lambda call: attend(call, OWN, "eager")))
+
+
+def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[None]) -> float:
+    """‖own − changed‖ / ‖own‖ of the output that changes most inside `change`."""
     with torch.no_grad():
         own = real_outputs(forward(model, inputs), inputs)
-        with opened(model, lambda call: attend(call, OWN, "eager")):
+        with change:
             again = real_outputs(forward(model, inputs), inputs)
     pairs = [(a.double(), b.double()) for a, b in zip(own, again, strict=True)]
     errors = [(a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny) for a, b in pairs]

@@ -134,8 +134,12 @@ def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int],
 
 def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """The sizes of a config and of those nested in it (text_config.hidden_size), by dotted path."""
+    latent = any(path.rpartition(".")[2] == "qk_nope_head_dim" for path, _ in fields(config))
     for path, value in fields(config):
-        if path.rpartition(".")[2] in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
+        name = path.rpartition(".")[2]
+        if latent and name == "head_dim":
+            continue  # latent attention has head sizes of its own, and may say 0 here (GLM 5)
+        if name in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
             yield path, value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnlens.errors import ModelError
@@ -51,6 +52,8 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
 def kind_of(model: PreTrainedModel) -> Kind:
     """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
     main = model.main_input_name
+    if not isinstance(main, str) or main not in signature(model.forward).parameters:
+        return "other"
     if main == "pixel_values":
         return "pixels"
     if main in ("input_features", "input_values"):

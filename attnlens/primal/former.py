@@ -107,7 +107,7 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
     """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
     from attnlens.models.heads import kind_of
-    from attnlens.texts.inputs import noise
+    from attnlens.texts.inputs import beside_noise, noise
 
     main, kind, made = model.main_input_name, kind_of(model), {}
     noisy = "pixel_values" if kind == "pixels+text" else main
@@ -119,6 +119,7 @@ def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
                 f"{type(model).__name__} reads {noisy}, which can't be made up.",
                 "Choose a model of text, images or sound.",
             ) from None
+    made |= beside_noise(model, 1) if made else {}
     sides = {"input_ids": main == "input_ids", "decoder_input_ids": model.config.is_encoder_decoder}
     taken = signature(model.forward).parameters
     ids = torch.ones(1, 4, dtype=torch.long, device=model.device)

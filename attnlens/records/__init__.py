@@ -13,6 +13,7 @@ from attnlens.records.report import (
     SiteCheck,
     Summary,
     TextSummary,
+    Verdict,
     json_schema,
     read_report,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "TextSummary",
     "Tool",
     "Trajectory",
+    "Verdict",
     "Windows",
     "json_schema",
     "read_plan",

@@ -56,7 +56,8 @@ class Coverage(Record):
         count = f"{self.analysed} of {self.heads} heads"
         if self.complete:
             return f"COMPLETE: {count}"
-        reasons = list(dict.fromkeys(skip.reason for skip in self.skipped)) or ["the run was interrupted"]
+        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # what heads lack comes first
+        reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["the run was interrupted"]
         more = len(reasons) - 1
         others = f" (and {more} more reason{'s' if more > 1 else ''})" if more else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"

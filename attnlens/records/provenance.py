@@ -30,8 +30,9 @@ class File(Record):
 class Conventions(Record):
     """How the model's attention is put together, as far as it changes what the measures mean."""
 
-    position: Literal["absolute", "rotary", "bias"]
-    """How positions enter the scores: through the inputs if at all, as a rotation, or as an added bias."""
+    position: Literal["absolute", "rotary", "bias", "unknown"]
+    """How positions enter the scores: through the inputs if at all, as a rotation, as an added bias; or it is unknown,
+    where a site whose weights can't be read hides it."""
     qk_norm: bool
     """Whether queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
     bias: Literal["excluded", "none"]

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import pandas
 
 
+Verdict = Literal["agrees", "partly checked", "not checked", "differs"]
+"""What `doctor` says of a site, or of a model."""
+
+
 class Environment(Record):
     """Where it ran."""
 
@@ -105,6 +109,8 @@ class Summary(Record):
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
     reasons: dict[str, str] = {}
     """Why a field of this record is empty, by its name."""
+    verdict: Verdict | None = None
+    """What `doctor` says of the model: `agrees` where everything was checked, and nothing differs."""
 
 
 class SiteCheck(Record):
@@ -126,6 +132,9 @@ class SiteCheck(Record):
     """Why an error is missing."""
     passed: bool
     """Whether no error exceeds the tolerance."""
+    verdict: Verdict | None = None
+    """The same in words: `differs` where one does, `partly checked` where one is missing, `not checked` where both are;
+    None in reports of attnlens 1."""
 
 
 class Report(Record):

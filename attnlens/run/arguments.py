@@ -283,7 +283,7 @@ def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) 
     """Raise UsageError where a text or its length is given for a model that reads none."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
-    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, loaded.model.main_input_name)
+    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
         "Leave out --text and --tokens.",

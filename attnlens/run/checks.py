@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from attnlens import hooks, models, weights
-from attnlens.errors import ModelError, UsageError
+from attnlens import hooks, models, texts, weights
+from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Settings, Skipped
 
@@ -21,8 +22,9 @@ SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025
 
 
 OUTSIDE = "its attention is computed outside transformers' attention interface"
+NOT_RUN = "it is not run on this input"
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""What models raise in a forward pass that their config makes impossible."""
+"""What models raise in a forward pass that they can't do."""
 
 
 def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
@@ -34,18 +36,59 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
         return hooks.survey(loaded.model, inputs)
     except FAILURES:
         try:
-            hooks.forward(loaded.model, inputs)
+            with torch.no_grad():
+                hooks.forward(loaded.model, inputs)
         except FAILURES as error:
-            raise ModelError(
-                f"{loaded.info.id} can't run: {type(error).__name__}: {models.first_line(error)}",
-                "Check its config.json against the model that it was made for.",
-            ) from error
+            raise _cannot_run(loaded, inputs, error) from error
         raise
 
 
-def out_of_reach(loaded: models.Loaded, reached: list[Reached]) -> list[Skipped]:
-    """Attention that is there and is not read: modules outside the interface, and layers that the config leaves out."""
-    outside = [Skipped(site=path, reason=OUTSIDE) for path in hooks.unreached(loaded.model, reached)]
+def _cannot_run(loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception) -> ModelError:
+    """What is missing, where the model names it; else what it says of these inputs."""
+    missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
+    if missing:
+        return ModelError(
+            f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
+            "Choose a model of text, images or sound alone.",
+        )
+    return ModelError(
+        f"{loaded.info.id} can't run on {' and '.join(inputs)}: {type(error).__name__}: {models.first_line(error)}",
+        "It needs inputs that attnlens does not know, or its config.json is not the one that it was made with.",
+    )
+
+
+def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
+    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite.
+
+    Raises IdentityError where it changes by more than rounding.
+    """
+    error = hooks.identity_error(loaded.model, inputs)
+    if error <= hooks.IDENTITY_TOLERANCE:
+        return error, None
+    broken = models.nonfinite_tensors(loaded.model)
+    if error != error and broken:
+        return None, broken[0]
+    again = hooks.repeat_error(loaded.model, inputs)
+    if again != again:
+        raise ModelError(
+            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: its numbers overflow.",
+            "Try --dtype float64; a model that overflows there too has nothing to measure.",
+        )
+    if not again <= hooks.IDENTITY_TOLERANCE:
+        raise IdentityError(
+            f"Two passes of {loaded.info.id} over the same input differ by {again:.1e}: the model itself is random.",
+            "Its attention can't be compared with anything; choose a model that repeats itself.",
+        )
+    raise IdentityError(
+        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
+        "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
+    )
+
+
+def out_of_reach(loaded: models.Loaded, inputs: Mapping[str, Tensor], reached: list[Reached]) -> list[Skipped]:
+    """Attention that is not read: outside the interface, not run, or in layers that the config leaves out."""
+    found = hooks.unreached(loaded.model, inputs, reached)
+    outside = [Skipped(site=path, reason=OUTSIDE if ran else NOT_RUN) for path, ran in found.items()]
     known = [name for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:
@@ -81,8 +124,9 @@ def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> 
     added = any(found.call.query_key(found.site).bias is not None for found in reached)
     biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
     causal = any(found.site.part == "decoder" for found in reached)
+    untested = "absolute" if len(read) == len(reached) else "unknown"
     return Conventions(
-        position="rotary" if rotary else "bias" if added else "absolute",
+        position="rotary" if rotary else "bias" if added else untested,
         qk_norm=any(factors.qk_norm for factors in read),
         bias="excluded" if biased else "none",
         notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal,

@@ -82,6 +82,8 @@ class Collector:
     """How the sequences were sampled; none before a text is cut."""
     windows: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
     """Each scalar of each sequence and head, (sequences, heads), NaN where there is none."""
+    sums: dict[tuple[Site, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Sum and number of what each sequence's parts read: a module may cut a sequence into windows of its own (Swin)."""
     curves: dict[tuple[Site, str], Stream] = field(default_factory=dict)
     """Running means of curves over sequences."""
     skipped: list[Skipped] = field(default_factory=list)
@@ -130,9 +132,12 @@ class Collector:
             if reading.dim() == 3:
                 self.curves.setdefault(place, Stream()).update(_continued(reading, heads, total, steps))
                 continue
-            if place not in self.windows:
-                self.windows[place] = torch.full((self.design.count, total), torch.nan, dtype=torch.float64)
-            self.windows[place][torch.tensor(rows)[:, None], torch.tensor(heads)] = reading.double().cpu()
+            empty = torch.zeros(self.design.count, total, dtype=torch.float64)
+            sums, counts = self.sums.setdefault(place, (empty, empty.clone()))
+            at, values = (torch.tensor(rows)[:, None], torch.tensor(heads)), reading.double().cpu()
+            sums.index_put_(at, values.nan_to_num(posinf=torch.inf, neginf=-torch.inf), accumulate=True)
+            counts.index_put_(at, (~values.isnan()).double(), accumulate=True)
+            self.windows[place] = sums / counts
 
     def add_answers(self, site: Site, gathering: Gathering, answers: Mapping[int, Answer]) -> None:
         """Enter what a gatherer says of a site's heads; a head that it never saw has no value, with the reason."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
-from attnlens.errors import NotBilinearError
+from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
-from attnlens.records import Coverage, QueryKey, Report, Settings, SiteCheck, Summary
+from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
 from attnlens.run import arguments, checks
 from attnlens.run.collect import environment, peak_memory, tool
 from attnlens.run.initialised import attention, refuse_initialised
@@ -61,21 +63,52 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     checks.check_chosen(settings, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = hooks.identity_error(loaded.model, inputs)
-    one = texts.placeholder(loaded, 1, settings.seed).batches[0].inputs
-    found = check_sites(loaded.model, one, inputs, progress, layers=settings.layers, heads=settings.heads)
-    heads = sum(check.heads for check in found)
-    missed = checks.out_of_reach(loaded, reached)
+    first = checks.sites(loaded, texts.placeholder(loaded, 1, settings.seed).batches[0].inputs)
+    found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
+    coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
     return Report(
         tool=tool(),
         command="doctor",
         model=loaded.info,
         settings=arguments.seen(settings, loaded, reached),
         environment=environment(),
-        coverage=Coverage(sites=len(found), heads=heads, analysed=heads, skipped=missed),
-        summary=Summary(identity_error=identity if identity == identity else None),
+        coverage=coverage,
+        summary=Summary(
+            identity_error=identity if identity == identity else None, verdict=_verdict(found, identity, coverage)
+        ),
         doctor=found,
         peak_memory_bytes=peak_memory(),
     )
+
+
+def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
+    """What was compared: heads without either error have no value, and those without one lack its source."""
+    lacking = {
+        "tokens": [check for check in found if check.tokens_error is None],
+        "weights": [check for check in found if check.weights_error is None],
+    }
+    without = {source: sum(check.heads for check in checks) for source, checks in lacking.items()}
+    skipped = [
+        Skipped(site=check.site, measure=source, reason=check.reason or "")
+        for source, checks in lacking.items()
+        for check in checks
+    ]
+    heads = sum(check.heads for check in found)
+    unchecked = sum(check.heads for check in found if check.verdict == "not checked")
+    return Coverage(
+        sites=len(found),
+        heads=heads,
+        analysed=heads - unchecked,
+        without={source: count - unchecked for source, count in without.items() if count > unchecked},
+        skipped=[*skipped, *missed],
+    )
+
+
+def _verdict(found: Sequence[SiteCheck], identity: float, coverage: Coverage) -> Verdict:
+    """Of the model: one of its sites, or its outputs, may differ; it agrees where everything was checked."""
+    if not identity <= TOLERANCE or not all(check.passed for check in found):
+        return "differs"
+    return "agrees" if coverage.complete else "partly checked"
 
 
 def _with_dtype(loading: models.Loading) -> models.Loading:
@@ -89,63 +122,79 @@ def _precise(loaded: models.Loaded) -> models.Loaded:
 
 def check_sites(
     model: PreTrainedModel,
-    one: dict[str, Tensor],
+    first: Sequence[Reached],
+    reached: Sequence[Reached],
     inputs: dict[str, Tensor],
     progress: Progress = silent,
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Each site's check on `inputs`; `one` is a single token, from which the weights are read.
+    """Each site's check as `reached` by `inputs`; `first` are the same by a single token, which tells the weights.
 
     Only those `layers` and `heads` are looked at; a site that has none of the heads is left out.
     """
-    own = own_probabilities(model, inputs)
+    own = own_probabilities(model, inputs, reached)
     pairs = [
-        (first, found, chosen)
-        for first, found in zip(hooks.survey(model, one), hooks.survey(model, inputs), strict=True)
+        (one, found, chosen)
+        for one, found in zip(first, reached, strict=True)
         if (layers is None or found.site.layer in layers)
         and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
     ]
-    every = weights.factors(model, [first for first, _, _ in pairs], [found for _, found, _ in pairs])
+    every = weights.factors(model, [one for one, _, _ in pairs], [found for _, found, _ in pairs])
     results = []
     for done, ((_, found, chosen), factors) in enumerate(zip(pairs, every, strict=True)):
         progress("doctor", done, len(pairs))
-        results.append(_check(found, factors, own.get((found.site.path, found.site.ordinal)), chosen))
+        results.append(_check(found, factors, own[found.site], chosen))
     progress("doctor", len(pairs), len(pairs))
     return results
 
 
-def own_probabilities(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[tuple[str, int], Tensor]:
-    """The attention probabilities that each attention module returns under the model's own eager attention.
+def own_probabilities(
+    model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[Reached]
+) -> dict[Site, Tensor | str]:
+    """The attention probabilities that each site's module returns under the model's own eager attention.
 
-    By path and ordinal; a module that hands none out has no entry.
+    Or the reason why there are none: not every module hands them out, and the eager attention of a few models is
+    another one than what they use (PaliGemma's is causal, and its SDPA is not).
     """
-    found: dict[tuple[str, int], Tensor] = {}
-    calls: dict[str, int] = {}
+    sites = [found.site for found in reached]
+    found: dict[Site, Tensor] = {}
+    try:
+        other = hooks.difference(model, inputs, _eager(model, reached, found))
+    except checks.FAILURES as error:
+        why = f"the model can't run under transformers' eager attention ({models.first_line(error)})"
+        return dict.fromkeys(sites, why)
+    if not other <= TOLERANCE:
+        why = f"transformers' eager attention changes this model's outputs by {other:.1e}, and hands out other matrices"
+        return dict.fromkeys(sites, why)
+    return dict.fromkeys(sites, "the module does not hand out its attention probabilities") | found
+
+
+@contextmanager
+def _eager(model: PreTrainedModel, reached: Sequence[Reached], found: dict[Site, Tensor]) -> Iterator[None]:
+    """Inside, the model uses transformers' eager attention, and what its modules hand out is `found`."""
+    shapes = {one.site: (*one.call.query.shape[:3], one.call.key.shape[2]) for one in reached}
+    sites = {(site.path, site.ordinal): site for site in shapes}
+    calls: Counter[str] = Counter()
 
     def remember(path: str) -> Any:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            ordinal = calls[path] = calls.get(path, -1) + 1
-            parts = output if isinstance(output, tuple) else ()
-            matrices = [part for part in parts if isinstance(part, Tensor) and part.dim() == 4]
-            if matrices:
-                found[path, ordinal] = matrices[-1]  # T5 hands out its position bias first
+            site = sites[path, calls[path]]
+            calls[path] += 1
+            for part in output if isinstance(output, tuple) else ():
+                if isinstance(part, Tensor) and part.shape == shapes[site]:
+                    found[site] = part  # the last of them, as T5 hands out its position bias first
 
         return hook
 
-    handles = [
-        module.register_forward_hook(remember(path))
-        for path, module in model.named_modules()
-        if hooks.is_attention(module)
-    ]
+    handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
     try:
-        with torch.no_grad(), hooks.implementation(model, "eager"):
-            hooks.forward(model, inputs)
+        with hooks.implementation(model, "eager"):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 def _fed(
@@ -163,29 +212,32 @@ def _fed(
 
 
 def _check(
-    found: Reached, factors: weights.Factors | NotBilinearError, own: Tensor | None, heads: Sequence[int]
+    found: Reached, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
     """Both errors of one site's heads, or the reason why one is missing."""
     query_key = found.call.query_key(found.site).select(heads)
     errors: list[float | None] = [None, None]
-    reason = factors.problem if isinstance(factors, NotBilinearError) else None
-    if own is None:
-        reason = "the module does not hand out its attention probabilities"
+    reason = factors.problem if isinstance(factors, UnreadableError) else None
+    if isinstance(own, str):
+        reason = own
     elif not bool(own[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
         errors[0] = _error(query_key, own[:, heads])
-        if not isinstance(factors, NotBilinearError):
+        if not isinstance(factors, UnreadableError):
             errors[1] = _error(from_weights(found, factors).select(heads), own[:, heads])
+    passed = all(error is None or error <= TOLERANCE for error in errors)
+    checked = sum(error is not None for error in errors)
     return SiteCheck(
         site=found.site.name,
         part=found.site.part,
         heads=len(heads),
-        route="none" if isinstance(factors, NotBilinearError) else factors.route,
+        route="none" if isinstance(factors, UnreadableError) else factors.route,
         tokens_error=errors[0],
         weights_error=errors[1],
         reason=reason,
-        passed=errors[0] is not None and all(error is None or error <= TOLERANCE for error in errors),
+        passed=passed,
+        verdict=("not checked", "partly checked", "agrees")[checked] if passed else "differs",
     )
 
 
@@ -195,8 +247,8 @@ def from_weights(found: Reached, factors: weights.Factors) -> QueryKey:
     Under QK-norm the per-token length, which W_Q does not carry, is taken from the captured queries and keys.
     """
     captured = found.call.query_key(found.site)
-    x = found.arguments[found.input_name].double()
-    y = x if found.other is None else found.arguments[found.other].double()
+    x = found.arguments[found.input_name].double().flatten(1, -2)
+    y = x if found.other is None else found.arguments[found.other].double().flatten(1, -2)
     rebuilt = []
     for inputs, factor, bias, seen in (
         (x, factors.maps.query, factors.maps.query_bias, captured.query),
@@ -213,7 +265,10 @@ def from_weights(found: Reached, factors: weights.Factors) -> QueryKey:
 
 def _error(query_key: QueryKey, own: Tensor) -> float:
     """‖P − P_model‖ / ‖P_model‖ over the queries that may see something."""
-    ours, theirs = query_key.attention, own.double()
+    theirs = own.double()
+    if query_key.sinks is not None and bool((theirs.sum(-1) - 1).abs().max() <= TOLERANCE):
+        query_key = replace(query_key, sinks=None)  # the model applies them behind its softmax (GraniteSWA)
+    ours = query_key.attention
     if query_key.allowed is not None:
         seeing = query_key.allowed.any(-1, keepdim=True)
         ours, theirs = ours * seeing, theirs * seeing
@@ -221,6 +276,5 @@ def _error(query_key: QueryKey, own: Tensor) -> float:
 
 
 def sound(report: Report) -> bool:
-    """Whether every site of a doctor's report passed, and the model's own outputs were reproduced."""
-    identity = report.summary.identity_error
-    return identity is not None and identity <= TOLERANCE and all(check.passed for check in report.doctor)
+    """Whether nothing that a doctor's report compared differs, and the model's own outputs were reproduced."""
+    return report.summary.verdict != "differs"

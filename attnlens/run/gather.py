@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from attnlens import hooks
-from attnlens.errors import NotBilinearError
+from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, QueryKey, Selection, Site
 from attnlens.registry import Gatherer, Gathering, Place
@@ -18,9 +18,9 @@ from attnlens.run.pieces import finite_heads, sequences
 from attnlens.weights import Factors
 
 
-def form_on_inputs(factors: Factors | NotBilinearError) -> QueryKey | str:
+def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
     """M on (x, 1), or why the logits are not bilinear in one input x."""
-    if isinstance(factors, NotBilinearError):
+    if isinstance(factors, UnreadableError):
         return factors.problem
     if factors.on_inputs is not None:
         return factors.on_inputs
@@ -52,13 +52,13 @@ class Gathered:
         return any(gathering.needs_inputs for gathering in self.gatherings)
 
     @contextmanager
-    def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, int], None]]:
-        """Inside, a function that takes in a site's call: (site, call, number of its first sequence) → None."""
+    def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
+        """Inside, a function that takes in a site's call: (site, call, its rows' numbers of sequences) → None."""
         wanted = [found for found in reached if isinstance(self.forms.get(found.site), QueryKey)]
         with hooks.inputs_of(wanted) as latest:
 
-            def visit(site: Site, call: Call, first: int) -> None:
-                self._update(site, self._with_inputs(site, call, latest), first)
+            def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
+                self._update(site, self._with_inputs(site, call, latest), numbers)
 
             yield visit
 
@@ -79,12 +79,12 @@ class Gathered:
             return query_key
         return replace(query_key, inputs=latest[call.module])
 
-    def _update(self, site: Site, query_key: QueryKey, first: int) -> None:
+    def _update(self, site: Site, query_key: QueryKey, numbers: Sequence[int]) -> None:
         if site not in self._gatherers:
             place = self.place(site, self.forms.get(site, "no analyzer asks for M on the module's inputs"))
             self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
-        for number, one in sequences(query_key):
+        for row, one in sequences(query_key):
             # heads that are not asked for cost nothing
             heads = [head for head in finite_heads(one) if (site, head) in self.collector.drafts]
             for _, gatherer in self._gatherers[site] if heads else ():
-                gatherer.update(one.select(heads), first + number)
+                gatherer.update(one.select(heads), numbers[row])

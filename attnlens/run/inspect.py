@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
-from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
+from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
@@ -159,14 +159,13 @@ class Inspection:
 
     def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
         """Find the sites, prove that the door changes nothing, and choose the layers; returns the one-token survey."""
-        model, window = self.loaded.model, self.settings.tokens or 2
-        sample = texts.placeholder(self.loaded, window, self.settings.seed).batches[0].inputs
+        sample = texts.placeholder(self.loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
         window_sites = checks.sites(self.loaded, sample)
         probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
         self._prove_identity(probe)
         refuse_initialised(self.loaded, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
-        first = hooks.survey(model, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
+        first = checks.sites(self.loaded, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
         layers = self.settings.layers
         checks.check_chosen(self.settings, window_sites)
         self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
@@ -175,23 +174,16 @@ class Inspection:
             self.collector.enter(found.site, [head // found.call.group for head in range(heads)])
             if self.tokenless:
                 self.collector.skip(found.site.name, self.tokenless, measure="tokens")
-        for entry in checks.out_of_reach(self.loaded, window_sites):
+        for entry in checks.out_of_reach(self.loaded, sample, window_sites):
             self.collector.skip(entry.site, entry.reason)
         self.settings = arguments.seen(self.settings, self.loaded, window_sites)
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
         """The door must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
-        error = hooks.identity_error(self.loaded.model, inputs)
-        if error <= hooks.IDENTITY_TOLERANCE:
-            self.identity_error = error
-        elif error == error or not (broken := models.nonfinite_tensors(self.loaded.model)):
-            raise IdentityError(
-                f"Recomputing the attention of {self.loaded.info.id} changes its outputs by {error:.1e}.",
-                "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
-            )
-        else:
-            self.collector.skip(broken[0], f"{broken[0]} holds NaN or Inf, so that the model's outputs prove nothing")
+        self.identity_error, broken = checks.proven(self.loaded, inputs)
+        if broken is not None:
+            self.collector.skip(broken, f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")
 
     def _read_weights(self, first: list[Reached]) -> None:
         """The weights.* measures of every site, with their nulls."""
@@ -201,7 +193,7 @@ class Inspection:
         for done, factors in enumerate(weights.factors(self.loaded.model, first, self.reached)):
             self.progress("weights", done, len(self.reached))
             self._keep_form(self.reached[done].site, factors)
-            if isinstance(factors, NotBilinearError):
+            if isinstance(factors, UnreadableError):
                 if analyzers:
                     self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
                 continue
@@ -212,7 +204,7 @@ class Inspection:
         if analyzers:
             self.conventions = conventions(self.reached, read)
 
-    def _keep_form(self, site: Site, factors: weights.Factors | NotBilinearError) -> None:
+    def _keep_form(self, site: Site, factors: weights.Factors | UnreadableError) -> None:
         """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
         if not self.gathered.needs_inputs:
             return
@@ -264,8 +256,10 @@ class Inspection:
 
             def visit(site: Site, call: Call) -> None:
                 if site in chosen:
-                    self._analyse_tokens(site, call.query_key(site), analyzers, self.finished)
-                    gather(site, call, self.finished)
+                    rows = call.query.shape[0]  # more than sequences where a module cuts each into windows (Swin)
+                    numbers = [self.finished + row * batch.size // rows for row in range(rows)]
+                    self._analyse_tokens(site, call.query_key(site), analyzers, numbers)
+                    gather(site, call, numbers)
 
             try:
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
@@ -280,8 +274,10 @@ class Inspection:
             finally:
                 self.collector.close_tokens(analyzers, self.finished)
 
-    def _analyse_tokens(self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], first: int) -> None:
-        """One batch of a site, of which the first sequence is number `first` of all."""
+    def _analyse_tokens(
+        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int]
+    ) -> None:
+        """One batch of a site, whose rows belong to the sequences with these `numbers`."""
         total = len(query_key.heads)
         finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
@@ -289,9 +285,9 @@ class Inspection:
             return
         steps = self.settings.tokens if self.settings.pack is False else None
         for rows, group in pieces(query_key.select(finite)):
-            numbers = [first + row for row in rows]
+            parts = [numbers[row] for row in rows]
             for analyzer in analyzers:
-                self.collector.add_tokens(site, numbers, group.heads, total, analyzer.function(group), steps)
+                self.collector.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
 
     def _report(self) -> Report:
         info = self.loaded.info.model_copy(update={"conventions": self.conventions})

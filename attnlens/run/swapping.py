@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts
-from attnlens.errors import IdentityError, ModelError, UsageError
+from attnlens.errors import ModelError, UsageError
 from attnlens.kernels import Kernel
-from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Stage, Summary, Swap, Task
+from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.run import checks
 from attnlens.run.budget import Budgeting, Choice, budget_work
 from attnlens.run.calibration import Sample
 from attnlens.run.checks import check_numbers
@@ -84,6 +85,8 @@ class Swapping:
     sites: tuple[Site, ...] = ()
     heads_of: dict[Site, int] = field(default_factory=dict)
     chosen: list[Site] = field(default_factory=list)
+    idle: list[Skipped] = field(default_factory=list)
+    """Attention that the evaluated input does not run."""
     identity_error: float = 0.0
     own_peak: int | None = None
     interrupted: bool = False
@@ -132,8 +135,8 @@ class Swapping:
 
     def _survey(self) -> None:
         """Find the sites, prove the door, choose the sites."""
-        model, probe = self.loaded.model, {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        reached = hooks.survey(model, probe)
+        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        reached = checks.sites(self.loaded, probe)
         self.identity_error = _proven(self.loaded, probe)
         refuse_initialised(self.loaded, probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
@@ -143,10 +146,12 @@ class Swapping:
         wish, count = self.wish, len(self.sites)
         check_numbers("layer", self.settings.layers, count)
         check_numbers("head", self.settings.heads, max(self.heads_of.values()))
-        missed = hooks.unreached(model, reached)
-        if missed and self.settings.layers is None:
+        missed = hooks.unreached(self.loaded.model, probe, reached)
+        self.idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, ran in missed.items() if not ran]
+        outside = [path for path, ran in missed.items() if ran]
+        if outside and self.settings.layers is None:
             raise ModelError(
-                f"{missed[0]} can't be swapped: its attention is computed outside transformers' attention interface.",
+                f"{outside[0]} can't be swapped: {checks.OUTSIDE}.",
                 f"Swap the {count} sites within reach: --layers 0-{count - 1}.",
             )
         self.chosen = [
@@ -329,7 +334,7 @@ class Swapping:
             model=self.loaded.info,
             settings=self.settings,
             environment=environment(),
-            coverage=Coverage(sites=len(self.chosen), heads=heads, analysed=heads),
+            coverage=Coverage(sites=len(self.chosen), heads=heads, analysed=heads, skipped=self.idle),
             summary=Summary(identity_error=self.identity_error),
             swap=swaps[0],
             more_swaps=swaps[1:],
@@ -364,16 +369,10 @@ def _proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
     Raises IdentityError where that is more than rounding, and ModelError where its weights are not finite.
     """
-    error = hooks.identity_error(loaded.model, inputs)
-    if error <= hooks.IDENTITY_TOLERANCE:
-        return error
-    broken = models.nonfinite_tensors(loaded.model)
-    if broken:
+    error, broken = checks.proven(loaded, inputs)
+    if error is None:
         raise ModelError(
-            f"{broken[0]} holds NaN or Inf, so that the model's outputs prove nothing.",
+            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
             "Mend the weights; `attnlens inspect` shows which heads are whole.",
         )
-    raise IdentityError(
-        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "attnlens does not read this model rightly, and swaps nothing; `attnlens doctor` shows where.",
-    )
+    return error

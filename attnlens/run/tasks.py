@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
 from attnlens.records import Task
-from attnlens.texts import NOISE, Batches
+from attnlens.texts import NOISE, Batches, decodes_text
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -67,7 +67,8 @@ def task_of(model: PreTrainedModel) -> Task:
     }
     for task, mappings in tasks.items():
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings):
-            return task
+            # language models that hear stand among the speech-to-text ones, and have no decoder of their own
+            return "causal" if task == "seq2seq" and not decodes_text(model) else task
     return "hidden"
 
 

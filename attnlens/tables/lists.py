@@ -51,8 +51,8 @@ class DoctorRow(Protocol):
         """Why something was not checked or does not agree."""
 
     @property
-    def passed(self) -> bool:
-        """Whether everything that was checked agrees."""
+    def verdict(self) -> str | None:
+        """What is to be said of it; None in reports of attnlens 1."""
 
 
 def measures_table(infos: Iterable[MeasureInfo]) -> Table:
@@ -144,8 +144,8 @@ def doctor_table(rows: Sequence[DoctorRow]) -> Table:
     table.columns[2].justify = table.columns[4].justify = table.columns[5].justify = "right"
     shared = _shared_path([clean(row.site) for row in rows])
     for row in rows:
-        checked = row.tokens_error is not None or row.weights_error is not None
-        verdict = Text(_verdict(row.passed, checked), style="bold" if row.passed else "bold yellow")
+        differs, said = row.verdict == "differs", row.verdict or NO_VALUE
+        verdict = Text(said.upper() if differs else said, style="bold yellow" if differs else "bold")
         if row.reason:
             verdict.append(f"\n{clean(row.reason)}", style="dim")
         errors = (_error(row.tokens_error), _error(row.weights_error))
@@ -169,12 +169,6 @@ def _table(*titles: str) -> Table:
     for title in titles:
         table.add_column(title, overflow="fold")
     return table
-
-
-def _verdict(passed: bool, checked: bool) -> str:
-    if not checked:
-        return "not checked"
-    return "agrees" if passed else "DIFFERS"
 
 
 def _error(error: float | None) -> str:

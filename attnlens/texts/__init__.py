@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.foreign import foreign_notes, refuse_foreign, unknown_shares
-from attnlens.texts.inputs import noise, text_inputs, token_tensors
+from attnlens.texts.inputs import (
+    CHARACTERS,
+    NO_NOISE,
+    beside_noise,
+    decodes_text,
+    noise,
+    text_inputs,
+    token_tensors,
+    vocabulary,
+    wanted,
+)
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sampling import PLACEMENTS, Placement, chosen, shares
 from attnlens.texts.sequences import lines, position_limit, window_length, windows
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
     from attnlens.models import Loaded
 
 __all__ = [
+    "CHARACTERS",
     "LONGEST",
     "MOST_SHARED",
     "PLACEMENTS",
@@ -34,6 +45,7 @@ __all__ = [
     "Cut",
     "Placement",
     "batches",
+    "decodes_text",
     "foreign_notes",
     "passages",
     "placeholder",
@@ -43,6 +55,8 @@ __all__ = [
     "repeated_share",
     "sample",
     "shared_share",
+    "vocabulary",
+    "wanted",
     "window_length",
 ]
 
@@ -199,14 +213,19 @@ def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
     for option, number in (("sequences", sequences), ("batch-size", batch_size)):
         if number < 1:
             raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
+    _check_kind(loaded)
+
+
+def _check_kind(loaded: Loaded) -> None:
+    """Raise TextError for a model whose inputs can't be made up."""
     if loaded.kind == "other":
-        main = loaded.model.main_input_name
-        raise TextError(f"attnlens can't make up {main} for a {loaded.info.architecture}.", "Use --source weights.")
+        names = " and ".join(wanted(loaded.model))
+        raise TextError(f"attnlens can't make up {names} for a {loaded.info.architecture}.", NO_NOISE)
 
 
 def reads_text(loaded: Loaded) -> bool:
     """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
-    return loaded.kind in ("text", "seq2seq", "pixels+text") or bool(loaded.model.config.is_encoder_decoder)
+    return loaded.kind in ("text", "seq2seq", "pixels+text") or decodes_text(loaded.model)
 
 
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> Batches:
@@ -214,11 +233,11 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
 
     Raises TextError for a model whose inputs attnlens can't make up.
     """
-    config = loaded.model.config
+    _check_kind(loaded)
     rows: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # no secret
-        known = config.get_text_config().vocab_size
+        known = vocabulary(loaded.model) or CHARACTERS
         rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
     made = _noise(loaded, sequences, seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
@@ -265,8 +284,8 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[
 
 def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
     """Raise TextError where the tokenizer gives ids that the model has no embedding for."""
-    known, largest = loaded.model.config.get_text_config().vocab_size, max(map(max, rows))
-    if largest >= known:
+    known, largest = vocabulary(loaded.model), max(map(max, rows))
+    if known is not None and largest >= known:
         raise TextError(
             f"The tokenizer gives token {largest} and the model knows only {known}.",
             "Tokenizer and weights don't belong together; use --source weights.",
@@ -283,6 +302,8 @@ def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Te
 def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor], parts: tuple[str, ...]) -> Batch:
     model = loaded.model
     inputs = {name: tensor.to(model.device, model.dtype) for name, tensor in made.items()}
+    if made:
+        inputs |= beside_noise(model, len(next(iter(made.values()))))
     if rows:
         ids, mask = token_tensors(rows, _padding(loaded))
         inputs |= text_inputs(model, ids, mask, encoder_reads=loaded.kind in ("text", "seq2seq", "pixels+text"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 IMAGE_SIZE = 224
 """Height and width of an image where the config names none."""
 NO_START = ("The model's config names no start token for its decoder.", "Set decoder_start_token_id in it.")
-SAMPLES = 16_000
-"""Sound samples of a sequence: one second at the usual rate."""
+SAMPLES, FRAMES = 16_000, 100
+"""Sound samples of a sequence, or frames of a spectrogram: one second at the usual rate."""
+CHARACTERS = 128
+"""From how many ids is drawn for a model that takes any (CANINE hashes characters)."""
+NO_NOISE = "Choose a model of text, images or sound."
 
 
 def token_tensors(
@@ -44,27 +48,55 @@ def text_inputs(
     inputs: dict[str, Tensor] = {}
     if encoder_reads:
         inputs |= {"input_ids": ids, "attention_mask": mask}
-    if model.config.is_encoder_decoder:
+    if decodes_text(model):
         decoder_ids = shifted(model, ids) if encoder_reads else ids
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": mask}
     taken = signature(model.forward).parameters
     return {name: tensor.to(model.device) for name, tensor in inputs.items() if name in taken}
 
 
+def decodes_text(model: PreTrainedModel) -> bool:
+    """Whether a decoder beside an encoder reads token ids; DETR's reads queries of its own."""
+    return bool(model.config.is_encoder_decoder) and "decoder_input_ids" in signature(model.forward).parameters
+
+
+def vocabulary(model: PreTrainedModel) -> int | None:
+    """How many token ids the model knows, by its config or else its embedding; None where neither says."""
+    said: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
+    if said is not None:
+        return said
+    try:
+        known: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        return None
+    return known
+
+
+def wanted(model: PreTrainedModel) -> list[str]:
+    """What the model's forward pass can't do without, by its signature; its main input where that names nothing."""
+    parameters = signature(model.forward).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    main = model.main_input_name
+    return needed or (main if isinstance(main, list) else [main])
+
+
 def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """What a decoder reads to learn those ids: the start token, then all but the last; by the model's own rule, if any.
 
-    Raises TextError where neither model nor config names a start token.
+    Raises TextError where neither model, config.json nor generation_config.json names a start token.
     """
     own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         try:
             result: Tensor = own(labels=ids)
-        except ValueError:  # T5 wants decoder_start_token_id itself
-            raise TextError(*NO_START) from None
-        return result
+        except (ValueError, AttributeError):  # T5 wants decoder_start_token_id in its config
+            own = None
+        else:
+            return result
+    settings = model.config, getattr(model, "generation_config", None)
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-    start = next((found for name in names if (found := getattr(model.config, name, None)) is not None), None)
+    starts = (getattr(config, name, None) for name in names for config in settings)
+    start = next((found for found in starts if found is not None), None)
     if start is None:
         raise TextError(*NO_START)
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
@@ -79,22 +111,72 @@ def noise(model: PreTrainedModel, name: str, count: int, seed: int, skip: int = 
     """
     import torch
 
-    config = model.config
-    shape: tuple[int, ...]
-    if name == "pixel_values":
-        shape = _image_shape(getattr(config, "vision_config", getattr(config, "encoder", config)))
-    elif name == "input_values":
-        shape = (SAMPLES,)
-    elif hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        # Whisper's encoder halves the number of frames and takes no other length
-        shape = (config.num_mel_bins, 2 * config.max_source_positions)
-    else:
-        raise TextError(f"attnlens can't make up {name} for a {type(model).__name__}.", "Use --source weights.")
+    shape = _shape(model, name)
+    if shape is None:
+        raise TextError(f"attnlens can't make up {name} for a {type(model).__name__}.", NO_NOISE)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(skip):
         torch.randn(shape, generator=generator)
     # One draw at a time: the numbers of a larger one depend on its size.
     return torch.stack([torch.randn(shape, generator=generator) for _ in range(count)])
+
+
+def beside_noise(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
+    """What goes with `count` images of patches (SigLIP 2): that all patches are there, and how they lie."""
+    import torch
+
+    if not _reads_patches(model):
+        return {}
+    patches, _ = _patches_shape(model.config)
+    side = math.isqrt(patches)
+    inputs = {
+        "pixel_attention_mask": torch.ones(count, patches, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[side, side]] * count),
+    }
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+
+def _shape(model: PreTrainedModel, name: str) -> tuple[int, ...] | None:
+    """The shape of one input called `name`; None where it is not known."""
+    config = model.config
+    if name == "pixel_values" and _reads_patches(model):
+        return _patches_shape(config)
+    if name == "pixel_values":
+        return _image_shape(getattr(config, "vision_config", getattr(config, "encoder", config)))
+    if name == "input_values" and hasattr(config, "frequency_stride"):  # AST reads a spectrogram
+        return config.max_length, config.num_mel_bins
+    if name == "input_values":
+        return (SAMPLES,)
+    return _frames_shape(model) if name == "input_features" else None
+
+
+def _frames_shape(model: PreTrainedModel) -> tuple[int, int] | None:
+    """(frames, features of each), or (mel, frames) for an encoder that begins with a convolution over frames."""
+    import torch
+
+    parts: list[Any] = [getattr(model.config, name, None) for name in ("encoder_config", "audio_config")]
+    for config in [model.config, *filter(None, parts)]:
+        if hasattr(config, "input_feat_per_channel"):
+            return FRAMES, config.input_feat_per_channel * config.input_channels
+        if hasattr(config, "feature_projection_input_dim"):
+            return FRAMES, config.feature_projection_input_dim
+        mel = getattr(config, "num_mel_bins", None)
+        if mel is not None and hasattr(config, "max_source_positions"):
+            # Whisper's encoder halves the number of frames and takes no other length
+            return mel, 2 * config.max_source_positions
+        if mel is not None:
+            first = any(isinstance(part, torch.nn.Conv1d) and part.in_channels == mel for part in model.modules())
+            return (mel, FRAMES) if first else (FRAMES, mel)
+    return None
+
+
+def _reads_patches(model: PreTrainedModel) -> bool:
+    return "spatial_shapes" in signature(model.forward).parameters
+
+
+def _patches_shape(config: Any) -> tuple[int, int]:
+    config = getattr(config, "vision_config", config)
+    return config.num_patches, config.num_channels * config.patch_size**2
 
 
 def _image_shape(config: Any) -> tuple[int, int, int]:

@@ -11,11 +11,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens.errors import NotBilinearError
+from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import QueryKey, Rotation, Site
 from attnlens.weights.norms import linear, norms_inside
-from attnlens.weights.probe import TOLERANCE, Probe, float64_weights, not_bilinear
+from attnlens.weights.probe import TOLERANCE, Probe, alone, float64_weights
 from attnlens.weights.turning import rotation_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ class Maps:
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of the first tokens of x and y: (batch, heads, head_dim) and (batch, kv_heads, head_dim)."""
-        query = torch.einsum("bd,hdk->bhk", x.double()[:, 0], self.query) + self.query_bias
-        return query, torch.einsum("bd,hdk->bhk", y.double()[:, 0], self.key) + self.key_bias
+        first, other = (part.double().flatten(1, -2)[:, 0] for part in (x, y))
+        query = torch.einsum("bd,hdk->bhk", first, self.query) + self.query_bias
+        return query, torch.einsum("bd,hdk->bhk", other, self.key) + self.key_bias
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ class Factors:
         return replace(self.query_key, query=query, key=key)
 
 
-def factors(
-    model: PreTrainedModel, first: list[Reached], window: list[Reached]
-) -> Iterator[Factors | NotBilinearError]:
+def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached]) -> Iterator[Factors | UnreadableError]:
     """The effective W_Q, W_K of every site in turn, or the error that says why a site has none.
 
     `first` are the sites as reached by a single token (position 0), `window` as reached by as many positions as
@@ -100,55 +99,72 @@ def factors(
     for one, many in zip(first, window, strict=True):
         weights = float64_weights(one.module)
         try:
-            yield _factors(Probe(model, one, weights), Probe(model, many, weights), known)
-        except NotBilinearError as error:
+            probe, all_of = alone(Probe(model, one, weights)), Probe(model, many, weights, whole=True)
+            yield _factors(probe, replace(all_of, batch=all_of.shapes[0][0] if probe.batch else None), known)
+        except UnreadableError as error:
             yield error
 
 
 def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
+    window.check_captured()
     norms = norms_inside(probe.reached.module)
+    # Where one token is not taken, position is looked at first: without it, each token of a sequence can be a probe.
+    turned = rotation_of(window, {}, known) is not None if probe.whole else False
     with linear(norms):
-        maps = _maps(probe)
+        maps = _maps(probe, alike=turned or probe.reached.site.part == "cross")
     reason = _mismatch(probe, maps)
     qk_norm = reason is not None and bool(norms)
     if qk_norm:
         reason = _mismatch(probe, maps, up_to_scale=True)
     if reason is not None:
-        raise not_bilinear(reason)
+        remedy = "The tokens.* measures of this site stand; weights.* do not exist."
+        raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
     rotation = rotation_of(window, norms if qk_norm else {}, known)
     return Factors(window.reached.site, maps, probe.reached.call.scale, rotation, qk_norm)
 
 
-def _maps(probe: Probe) -> Maps:
+def _maps(probe: Probe, *, alike: bool) -> Maps:
     """∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and what is left at zero input.
 
     Probe i carries the tangent e_i, so that row i of W comes out exactly, without a difference that rounds; a head
-    whose weights are NaN spoils no other (as it would in a backward pass, where 0 · NaN enters every gradient).
+    whose weights are NaN spoils no other (as it would in a backward pass, where 0 · NaN enters every gradient). A probe
+    is a token or, with `alike`, a whole sequence of one token.
     """
     base = probe.random(1, seed=1)
     with torch.no_grad():
         zero = probe(*(torch.zeros_like(x) for x in base))
-    rows = [_tangents(probe, base, start) for start in range(0, max(x.shape[-1] for x in base), CHUNK)]
-    jacobians = [torch.cat(parts).transpose(0, 1) for parts in zip(*rows, strict=True)]
+    tokens = max(x[0, ..., 0].numel() for x in base)
+    rows = probe.batch or max(1, CHUNK // tokens)
+    step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
+    parts = [_tangents(probe, base, start, step, alike) for start in range(0, max(x.shape[-1] for x in base), step)]
+    jacobians = [torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True)]
     return Maps(*(part.double() for part in (*jacobians, zero.query[0, :, 0], zero.key[0, :, 0])))
 
 
-def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
-    """Rows start … start + CHUNK of the two Jacobians, (rows, heads, head_dim) each; fewer where the width ends."""
+def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, alike: bool) -> tuple[Tensor, Tensor]:
+    """Rows start … start + step of the two Jacobians, (rows, heads, head_dim) each; fewer where the width ends."""
+    counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
     with torch.no_grad(), forward_ad.dual_level():
         duals = []
-        for x in base:
-            tangents = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[start : start + CHUNK, None]
-            duals.append(forward_ad.make_dual(x.repeat(len(tangents), 1, 1), tangents))  # type: ignore[no-untyped-call]
+        for x, count in zip(base, counts, strict=True):
+            tokens = 1 if alike else x[0, ..., 0].numel()
+            tangents = x.new_zeros(probe.batch or -(-count // tokens), *x.shape[1:])
+            units = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[start : start + count]
+            if alike:
+                tangents[:count] = units.view(count, *[1] * (x.dim() - 2), -1)
+            else:
+                tangents.view(-1, x.shape[-1])[:count] = units
+            duals.append(forward_ad.make_dual(x[:1].expand_as(tangents).contiguous(), tangents))  # type: ignore[no-untyped-call]
         hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
         call = probe(hidden, other)
-        query, key = (forward_ad.unpack_dual(part).tangent for part in (call.query, call.key))  # type: ignore[no-untyped-call]
-        return query[:, :, 0], key[:, :, 0]
+        found = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+    query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in found)
+    return query[: counts[0]], key[: counts[1]]
 
 
 def _mismatch(probe: Probe, maps: Maps, *, up_to_scale: bool = False) -> str | None:
     """Why the maps are not what the module computes at other inputs, or None where they are; NaN heads are left out."""
-    inputs = probe.random(8, seed=2)
+    inputs = probe.random(8, seed=2, alike=False)
     with torch.no_grad():
         call = probe(*inputs)
     for name, seen, expected in zip(("queries", "keys"), (call.query, call.key), maps(*inputs), strict=True):

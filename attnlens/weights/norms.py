@@ -18,12 +18,15 @@ class Norm:
     """A normalisation that is a linear map up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
 
     gain: Tensor
-    """g in float64; some of its entries may be 0 (Gemma: 1 + w, w = −1)."""
+    """g in float64, of the coordinates' shape or one number for all; entries may be 0 (Gemma: 1 + w, w = −1)."""
     centred: bool
     """Whether the mean is removed."""
 
 
 Norms = Mapping[nn.Module, Norm]
+
+ANY_WIDTH = (8,)
+"""On how many coordinates a norm without weights is tried, where it does not say how many it takes."""
 
 
 def norms_inside(module: nn.Module) -> Norms:
@@ -35,25 +38,29 @@ def norms_inside(module: nn.Module) -> Norms:
     found = {}
     for part in module.modules():
         plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
-        if plain and (weight := next(part.parameters(), None)) is not None:
-            norm = _read(part, weight)
+        if plain:
+            norm = _read(part)
             if norm is not None:
                 found[part] = norm
     return found
 
 
 @torch.no_grad()
-def _read(module: nn.Module, weight: Tensor) -> Norm | None:
+def _read(module: nn.Module) -> Norm | None:
+    weight = next(module.parameters(), None)
+    shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
+    ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
     try:
-        return _linear_norm(module, weight)
+        norm = _linear_norm(module, ones)
     except TypeError:  # it takes more than one tensor (Zaya)
         return None
+    # A norm without weights has one gain for all coordinates, of whatever number.
+    return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
 
 
-def _linear_norm(module: nn.Module, weight: Tensor) -> Norm | None:
+def _linear_norm(module: nn.Module, ones: Tensor) -> Norm | None:
     weights = float64_weights(module)
-    ones = torch.ones(weight.shape, dtype=torch.float64, device=weight.device)
-    x = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(ones)
+    x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(0)).to(ones)
     signs = ones.clone()
     signs[..., 1::2] = -1
     for centred, unit in ((False, ones), (True, signs)):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from attnlens.errors import NotBilinearError
+from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached, opened
 from attnlens.records import Call
 
@@ -33,25 +34,30 @@ class Probe:
     """The module, and the arguments it was last called with."""
     weights: Mapping[str, Tensor]
     """The module's parameters and buffers in float64, which stand in for its own during a call."""
+    whole: bool = False
+    """Whether it is given sequences of the captured length, and not of one token."""
+    batch: int | None = None
+    """How many sequences it is given at once; None: any number."""
 
     def __call__(
         self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
     ) -> Call:
         """What the module asks for on these inputs (`other`: the other sequence, used by cross-attention alone).
 
-        What it would do with an answer is not computed. Raises NotBilinearError where the module can't be called alone.
+        What it would do with an answer is not computed. Raises UnreadableError where the module can't be called alone.
         """
 
         def answer(call: Call) -> Tensor:
             raise _Asked(call)
 
-        arguments = {**self.arguments, self.reached.input_name: hidden}
+        arguments = {**self.arguments, **self._everywhere(self.reached.input_name, hidden)}
         if self.reached.other is not None:
-            arguments[self.reached.other] = other
+            arguments |= self._everywhere(self.reached.other, other)
         with opened(self.model, answer):
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs=arguments)
             except _Asked as asked:
+                self._check(asked.call, hidden, hidden if self.reached.other is None else other)
                 return asked.call
             except (
                 RuntimeError,
@@ -61,25 +67,81 @@ class Probe:
                 AttributeError,
             ) as error:  # somebody's module on inputs it never met
                 first = str(error).splitlines()[0]
-                raise not_bilinear(f"its attention module can't be called on its own ({first})") from error
-        raise not_bilinear("its attention module, called on its own, asks for no attention")
+                raise unreadable(f"its attention module can't be called on its own ({first})") from error
+        raise unreadable("its attention module, called on its own, asks for no attention")
+
+    def check_captured(self) -> None:
+        """Raise UnreadableError where the captured call has other queries and keys than its tokens'."""
+        names = self.reached.input_name, self.reached.other or self.reached.input_name
+        self._check(self.reached.call, *(self.reached.arguments[name] for name in names))
+
+    def _check(self, call: Call, *given: Tensor) -> None:
+        """Raise UnreadableError where a call has not one query and one key a head for each token given."""
+        captured = self.reached.call
+        for name, tokens in zip(("query", "key"), given, strict=True):
+            asked, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
+            wanted = tokens.shape[0], heads, tokens[0, ..., 0].numel()
+            if asked != wanted:
+                raise unreadable(f"its {name} has (batch, heads, tokens) {asked}, where its inputs have {wanted}")
+
+    def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
+        """These tokens under every name under which the module was given the same ones (CTRL: v, k and q)."""
+        given = self.reached.arguments
+        return {other: tokens for other, value in given.items() if value is given[name]}
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64, without a mask that was made for several sequences.
+        """The arguments of the module's last call in float64, without a cache, and a mask made for several sequences.
 
-        It says which keys are used and not what they are, and doesn't go with other tokens (Swin's windows).
+        The mask says which keys are used and not what they are, and doesn't go with other tokens (Swin's windows).
         """
         arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
         mask = arguments.get("attention_mask")
-        return arguments | ({"attention_mask": None} if isinstance(mask, Tensor) and len(mask) > 1 else {})
+        dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
+        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and len(mask) > 1)
+        return arguments | dict.fromkeys(dropped)
 
-    def random(self, batch: int, tokens: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Seeded standard normal inputs, each the same at every position; one and the same for self-attention."""
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """(batch, tokens, …, d_model) of what the module was called with; of cross-attention both sequences'."""
+        names = self.reached.input_name, self.reached.other
+        return [tuple(self.reached.arguments[name].shape) for name in names if name]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in each of the sequences that the module was called with."""
+        return math.prod(self.shapes[0][1:-1])
+
+    def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
+        """Seeded standard normal inputs, `alike` at every position or not; one and the same for self-attention."""
         generator = torch.Generator().manual_seed(seed)
-        likes: list[Tensor] = [self.arguments[name] for name in (self.reached.input_name, self.reached.other) if name]
-        draws = [torch.randn(batch, 1, like.shape[-1], generator=generator).to(like) for like in likes]
-        return draws[0].repeat(1, tokens, 1), draws[-1].repeat(1, tokens, 1)
+        draws = []
+        for _, *tokens, size in self.shapes:
+            axes = tokens if self.whole else [1]
+            drawn = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
+            draws.append(drawn.expand(-1, *axes, -1).to(self.arguments[self.reached.input_name]))
+        return draws[0], draws[-1]
+
+
+def alone(probe: Probe) -> Probe:
+    """The probe with the least that the module takes on its own: a token, a sequence, or all that was captured.
+
+    Raises UnreadableError where it takes none of them.
+    """
+    captured = probe.shapes[0]
+    for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
+        try:
+            candidate(*candidate.random(ODD, seed=0))
+        except UnreadableError as error:
+            if candidate.batch is not None or len(captured) < 3:
+                raise error from None
+        else:
+            return candidate
+    raise AssertionError(probe)
+
+
+ODD = 7
+"""How many sequences are tried at first: a power of two may fit by accident what was made for another number."""
 
 
 class _Asked(BaseException):  # no Exception, which a module might catch
@@ -106,8 +168,6 @@ def _in_float64(value: Any) -> Any:
     return value
 
 
-def not_bilinear(reason: str) -> NotBilinearError:
-    """The error for a site without a bilinear form."""
-    return NotBilinearError(
-        f"not bilinear: {reason}", "The tokens.* measures of this site stand; weights.* do not exist."
-    )
+def unreadable(reason: str) -> UnreadableError:
+    """The error for a site whose weights can't be read."""
+    return UnreadableError(reason, "The tokens.* measures of this site stand; weights.* can't be read.")

@@ -10,7 +10,7 @@ import torch
 
 from attnlens.records import Rotation
 from attnlens.weights.norms import Norms, linear, without_gains
-from attnlens.weights.probe import Probe, not_bilinear
+from attnlens.weights.probe import Probe, unreadable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int
@@ -36,21 +36,23 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     its coordinate does. That the same R turns queries and keys as the model has them, gains and all, and depends on
     distances only, is checked (Su et al. 2021, RoFormer, Eq. 16). One that is `known` is returned as the same object.
     """
-    batch, positions = probe.reached.arguments[probe.reached.input_name].shape[:2]
-    if positions < 2 or probe.reached.site.part == "cross":
+    batch = probe.shapes[0][0]
+    if probe.tokens < 2:
         return None
     heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
     # Position embeddings may carry the batch of the captured call; where it is 1, any other goes with them.
     few, many = (batch, batch) if batch > 1 else (1, -(-ROWS // heads))
-    used = _parts(probe, probe.random(few, positions, seed=4))
+    used = _parts(probe, probe.random(few, seed=4))
     if not any(_moved(part) for part in used):
         return None
+    if probe.reached.site.part == "cross":
+        raise unreadable("queries and keys of two sequences depend on their positions")
     with linear(without_gains(norms)):
-        bare = _parts(probe, probe.random(many, positions, seed=5))
+        bare = _parts(probe, probe.random(many, seed=5))
     rounding = float(torch.finfo(probe.reached.call.query.dtype).eps)
     found = fitted(bare[0], bare[1], rounding)
     if any(_missed(part, found, rounding) for part in used):
-        raise not_bilinear(DIRECTION)
+        raise unreadable(DIRECTION)
     found = _steady(found) if rounding > torch.finfo(torch.float32).eps else found
     same = next((one for one in known if _same(one, found)), None)
     if same is None:
@@ -76,7 +78,7 @@ def fitted(
     """The rotation of these queries and keys, each row one input at every position; cos and sin have that `rounding`.
 
     The angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w = x_a + i x_b, its least-squares fit. A pair
-    without signal in either has none, and stands still: it adds nothing to any score. Raises NotBilinearError where
+    without signal in either has none, and stands still: it adds nothing to any score. Raises UnreadableError where
     queries and keys turn differently, where position does more than turn, and where distances don't say all.
     """
     pairs = _pairs(torch.cat((query, key)))
@@ -84,11 +86,11 @@ def fitted(
     both = _signal(sides[0]) & _signal(sides[1])
     found = Rotation(pairs, (sides[0] + sides[1]).angle(), query.shape[-1])
     if _large((sides[0] * sides[1].conj())[:, both].angle(), rounding):
-        raise not_bilinear("queries and keys turn differently with position")
+        raise unreadable("queries and keys turn differently with position")
     if any(_missed(part, found, rounding) for part in (query, key)):
-        raise not_bilinear(DIRECTION)
+        raise unreadable(DIRECTION)
     if _large(_wrapped(found.angles.diff(dim=0) - found.angles[1]), rounding):
-        raise not_bilinear("scores depend on more than the distance of two positions")
+        raise unreadable("scores depend on more than the distance of two positions")
     return found
 
 
@@ -114,7 +116,7 @@ def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs
     both_ways = torch.stack((turning.nonzero()[:, 0], partners[turning]), -1).sort(-1).values
     pairs: Tensor = torch.unique(both_ways, dim=0)
     if len(torch.unique(pairs)) < pairs.numel():
-        raise not_bilinear(DIRECTION)
+        raise unreadable(DIRECTION)
     return pairs
 
 

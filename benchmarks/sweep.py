@@ -1,0 +1,192 @@
+"""Every model type of transformers, built tiny and run: which are read, which are refused and why, and which break.
+
+python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FILE]
+
+Each type goes through load, inspect, doctor and swap-kernel (exponential and RBF), and what is captured is held against
+every softmax of the model's own eager pass. A row a type is written; with --before, what changed since an earlier
+table is printed. No network is used; the builder is tests/model_types.py. About 20 minutes for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from subjects import machine
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import model_types
+import own_softmax
+import tiny
+
+import attnlens
+from attnlens import run, texts
+from attnlens.errors import AttnlensError
+
+QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
+SLOWEST = 60
+"""Seconds that one command may take for one type."""
+COLUMNS = [
+    *("model_type", "class", "built", "read", "positions", "weights", "softmax_error"),
+    *("doctor", "swap", "seconds", "reason"),
+]
+TOKENS, SEQUENCES = 16, 4
+
+
+class TooSlowError(Exception):
+    """A command took longer than SLOWEST."""
+
+
+def main() -> None:
+    """Run the types asked for, write their table, and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few types: does it still run?")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--csv")
+    parser.add_argument("--before", help="an earlier table to compare with")
+    given = parser.parse_args()
+    print(machine())
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    rows = []
+    for name in given.only or (QUICK if given.quick else model_types.TYPES()):
+        rows.append(swept(name))
+        print(" | ".join(str(rows[-1][column]) for column in COLUMNS if column != "reason"), flush=True)
+        if given.csv:
+            write(Path(given.csv), rows)
+    if given.before:
+        compare(Path(given.before), rows)
+    counts = Counter(row["read"] for row in rows)
+    built = len(rows) - counts["not built"]
+    print(f"{dict(counts)}; ratio of read to built types: {counts['read'] / max(1, built):.2f}")
+    broken = [row["model_type"] for row in rows if "crash" in (row["read"], row["doctor"], row["swap"])]
+    print(f"{len(broken)} end in exit 70: {', '.join(broken) or 'none'}")
+
+
+def swept(name: str) -> dict[str, Any]:
+    """The row of one type."""
+    row: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"model_type": name, "read": "not built"}
+    start = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        try:
+            with limited():
+                model = model_types.build(name)
+                row |= {"class": type(model).__name__, "built": "yes"}
+                model.save_pretrained(folder)
+                tiny.tokenizer("roberta").save_pretrained(folder)
+                del model
+        except Exception as error:
+            return row | {"reason": f"{type(error).__name__}: {first_line(error)}"}
+        row |= told(folder)
+    return row | {"seconds": f"{time.perf_counter() - start:.1f}"}
+
+
+def told(folder: str) -> dict[str, Any]:
+    """What each command says of the model in a folder."""
+    how, loaded = tried(lambda: attnlens.load(folder))
+    if how != "done":
+        return {"read": how, "reason": loaded}
+    options: dict[str, Any] = {"tokens": TOKENS, "text": [passage(folder)]} if texts.reads_text(loaded) else {}
+    row: dict[str, Any] = {}
+    how, report = tried(lambda: attnlens.inspect(loaded, sequences=SEQUENCES, **options))
+    row["read"], row["reason"] = "read" if how == "done" else how, report
+    if how == "done":
+        missing = sum(count for source, count in report.coverage.without.items() if source == "weights")
+        row |= {
+            "positions": report.model.conventions.position,
+            "weights": "all" if not missing else "some" if missing < report.coverage.analysed else "none",
+            "reason": "" if report.coverage.complete else report.coverage.sentence,
+        }
+    how, report = tried(lambda: attnlens.doctor(loaded, **options))
+    row["doctor"] = report.summary.verdict if how == "done" else how
+    kernels = ["exponential", "rbf"]
+    how, found = tried(lambda: attnlens.swap_kernel(loaded, kernels, sequences=SEQUENCES, **options))
+    row["swap"] = how
+    for command, outcome in (("doctor", report), ("swap", found)):
+        if isinstance(outcome, str) and outcome not in row["reason"]:
+            row["reason"] += f" {command}: {outcome}"
+    if row["read"] == "read":
+        inputs = texts.placeholder(loaded, TOKENS, 0, sequences=2).batches[0].inputs
+        how, error = tried(lambda: own_softmax.difference(loaded.model, inputs))
+        row["softmax_error"] = f"{error:.1e}" if isinstance(error, float) else ""
+    return row
+
+
+def passage(folder: str) -> str:
+    """A file with the beginning of the first built-in text."""
+    file = Path(folder) / "passage.txt"
+    file.write_text(texts.sample("demo")[0].text[:4000])
+    return str(file)
+
+
+def tried(work: Callable[[], Any]) -> tuple[str, Any]:
+    """How it ended, and what it gave: `done`, or `refused`, `too slow`, `crash` with the reason."""
+    try:
+        with limited():
+            return "done", work()
+    except TooSlowError:
+        return "too slow", f"more than {SLOWEST} s"
+    except run.Interrupted:
+        raise
+    except AttnlensError as error:
+        return "refused", f"{error.problem} {error.remedy}"
+    except Exception as error:
+        return "crash", f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of what it says."""
+    return " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise TooSlowError where the block takes longer than SLOWEST."""
+
+    def late(_signal: int, _frame: object) -> None:
+        raise TooSlowError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SLOWEST)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The table as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def compare(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Print what an earlier table says otherwise, type by type."""
+    with path.open(newline="") as file:
+        before = {row["model_type"]: row for row in csv.DictReader(file)}
+    for row in rows:
+        old = before.get(row["model_type"], {})
+        changed = [name for name in ("read", "positions", "weights", "doctor", "swap") if old.get(name) != row[name]]
+        if changed:
+            print(f"{row['model_type']}: " + ", ".join(f"{name} {old.get(name)} → {row[name]}" for name in changed))
+
+
+if __name__ == "__main__":
+    main()

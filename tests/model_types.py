@@ -1,0 +1,473 @@
+"""How is any model type of transformers built tiny? From its own configuration, shrunk name by name.
+
+`build(name)` gives one with sharpened W_Q and W_K, shaken norms and no network; `TYPES()` names those there are. Sizes
+that a family ties to each other don't survive every shrinking, so that a few ways of it are tried (`WAYS`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import re
+from typing import Any
+
+import torch
+import transformers as tf
+import transformers.models.auto.modeling_auto as auto
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+def _listed(words: str) -> list[str]:
+    return words.split()
+
+
+def _names(words: str) -> set[str]:
+    return set(_listed(words))
+
+
+VOCABULARY = 320
+LARGEST = 130_000_000
+"""Parameters above which a type is not built."""
+WAYS = (frozenset(), frozenset({"ungrouped"}), frozenset({"larger image"}), frozenset({"full width"}))
+"""How a configuration is shrunk: all of it, without key heads of their own, with larger images, its depth alone."""
+CLASSES = _listed(
+    "SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ MASKED_LM CAUSAL_LM IMAGE_TEXT_TO_TEXT MULTIMODAL_LM RETRIEVAL "
+    "ZERO_SHOT_IMAGE_CLASSIFICATION MODEL CTC IMAGE_CLASSIFICATION OBJECT_DETECTION MASK_GENERATION "
+    "SEMANTIC_SEGMENTATION DEPTH_ESTIMATION TEXT_TO_SPECTROGRAM TEXT_TO_WAVEFORM PRETRAINING BACKBONE TEXT_ENCODING "
+    "KEYPOINT_MATCHING KEYPOINT_DETECTION UNIVERSAL_SEGMENTATION IMAGE TIME_SERIES_PREDICTION POSE_ESTIMATION RNNT TDT"
+)
+"""Which class of a type is built: the first that it has."""
+BARE = {"blip", "clip", "siglip", "siglip2", "align"}
+"""Types that are built without a head."""
+
+
+WIDTHS = _names(
+    "hidden_size d_model n_embd dim embed_dim embedding_size decoder_hidden_size encoder_hidden_size "
+    "word_embed_proj_dim q_hidden_size out_hidden_size cross_attention_hidden_size text_hidden_size vision_hidden_size "
+    "audio_hidden_size attention_hidden_size lru_width text_embed_dim emb_dim model_dim decoder_dim encoder_dim "
+    "output_hidden_size"
+)
+INNER = _names(
+    "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim inner_dim n_inner hidden_dim dim_feedforward "
+    "ffn_hidden_size encoder_intermediate_size decoder_intermediate_size mlp_hidden_size feed_forward_size "
+    "intermediate_size_mlp dense_intermediate_size feedforward_dim mlp_dim"
+)
+DEPTHS = _names(
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
+    "depth decoder_num_hidden_layers encoder_num_hidden_layers num_blocks layers"
+)
+HEADS = _names(
+    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
+    "encoder_num_attention_heads decoder_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads"
+)
+KEY_HEADS = _names(
+    "num_key_value_heads num_kv_heads encoder_num_key_value_heads decoder_num_key_value_heads n_kv_heads kv_n_heads "
+    "multi_query_group_num"
+)
+HEAD_SIZES = _names("head_dim d_kv attention_head_dim d_head attention_head_size kv_channels")
+IMAGES = _names("image_size input_size img_size")
+VOCABULARIES = _names(
+    "vocab_size text_vocab_size n_token ntoken decoder_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size "
+    "n_words"
+)
+LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "layers_types", "attn_layers")
+MOST = {
+    **dict.fromkeys(
+        _names("max_position_embeddings n_positions n_ctx max_target_positions max_seq_len seq_length"), 128
+    ),
+    **dict.fromkeys(_names("max_sequence_length mamba_d_ssm"), 128),
+    **dict.fromkeys(_names("upsample_groups entity_vocab_size entity_emb_size d_inner_hid d_latents"), 64),
+    **dict.fromkeys(_names("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(_names("moe_shared_expert_intermediate_size shared_intermediate_size projection_dim"), 32),
+    **dict.fromkeys(_names("kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head mamba_chunk_size chunk_size"), 16),
+    **dict.fromkeys(
+        _names("num_conv_pos_embeddings image_seq_length num_image_tokens index_head_dim mamba_head_dim"), 16
+    ),
+    **dict.fromkeys(_names("rotary_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads"), 8),
+    **dict.fromkeys(_names("mamba_d_state mamba_num_heads state_size ssm_state_size num_latents"), 8),
+    **dict.fromkeys(_names("sliding_window local_attention attention_chunk_size"), 8),
+    **dict.fromkeys(_names("num_experts num_local_experts n_routed_experts moe_num_experts num_query_tokens"), 4),
+    **dict.fromkeys(_names("linear_num_value_heads index_n_heads"), 4),
+    **dict.fromkeys(_names("num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads"), 2),
+    **dict.fromkeys(_names("n_group topk_group first_k_dense_replace n_shared_experts moe_num_shared_experts"), 1),
+    **dict.fromkeys(_names("num_shared_experts mamba_n_groups num_layers_per_stack"), 1),
+    **dict.fromkeys(
+        _names("decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers"), 0
+    ),
+    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 64},
+    **{"num_conv_pos_embedding_groups": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
+    "max_2d_position_embeddings": 1024,
+}
+"""The largest number under each of these names."""
+UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
+"""What stands where a configuration says None."""
+TOKENS = {"image_token_id": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DROPPED = _names(
+    "transformers_version architectures _name_or_path dtype torch_dtype attn_implementation _attn_implementation "
+    "id2label label2id"
+)
+
+THREE_AXES = {"rope_parameters": {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 10000.0}}
+HALF_TURNED = {
+    "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 10000.0}
+    | {"partial_rotary_factor": 0.5}
+}
+THREE_AXES_INSIDE = {"text_config": THREE_AXES}
+SERIES = {"prediction_length": 4, "context_length": 8}
+STARTS = {"decoder_start_token_id": 0}
+PROJECTED = {"text_config": {"projection_size": 64}}
+SAM = {
+    "vision_config": {"hidden_size": 64, "image_size": 64, "patch_size": 16, "output_channels": 32, "window_size": 2}
+    | {"global_attn_indexes": [1], "num_attention_heads": 4, "num_hidden_layers": 2, "mlp_dim": 96, "mlp_ratio": 2.0}
+    | {"num_pos_feats": 16},
+    "prompt_encoder_config": {"hidden_size": 32, "image_size": 64, "patch_size": 16, "image_embedding_size": 4}
+    | {"mask_input_channels": 4},
+    "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    | {"iou_head_hidden_dim": 32},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_names("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
+    **dict.fromkeys(
+        _names("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl qwen2_5_omni_thinker"),
+        THREE_AXES_INSIDE,
+    ),
+    **dict.fromkeys(_names("informer autoformer time_series_transformer"), SERIES),
+    **dict.fromkeys(_names("longt5 t5 pop2piano florence2"), STARTS),
+    **dict.fromkeys(_names("siglip siglip2"), PROJECTED),
+    **dict.fromkeys(_names("sam sam_hq"), SAM),
+    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 16},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "beit": {"image_size": 32},
+    "big_bird": {"attention_type": "original_full"},
+    "blt": {"encoder_hash_byte_group_vocab": 256},
+    "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 4, "dim_bbox_projection": 16},
+    "colqwen2": {"vlm_config": {"text_config": THREE_AXES}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "num_key_value_heads": 2},
+    "dia": {"decoder_start_token_id": 1},
+    "encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 4, "emb_layer_norm_before": False}
+    | {"position_embedding_type": "rotary"},
+    "esmc": {"vocab_size": VOCABULARY, "mask_token_id": 4, "num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "glm4v_moe": {"text_config": HALF_TURNED},
+    "glm4v_moe_text": HALF_TURNED,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
+    | {"num_layers": 2, "window_size": 4, "intermediate_size": 96},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    | {"position_embedding_type": "rope"},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 8},
+    "led": {"attention_window": [8, 8]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "lilt": {"max_2d_position_embeddings": 1024, "channel_shrink_ratio": 4, "hidden_size": 48}
+    | {"num_attention_heads": 4},
+    "longformer": {"attention_window": [8, 8], "pad_token_id": 1},
+    "luke": {"entity_vocab_size": 64, "entity_emb_size": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "mistral4": {"head_dim": 24}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemo_speechlm": {"audio_config": {"asr_config": {"num_key_value_heads": 4}}},
+    "nemotron": {"num_key_value_heads": 2},
+    "perceiver": {"d_model": 64, "num_latents": 8, "d_latents": 64, "num_blocks": 1, "num_self_attends_per_block": 2},
+    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 2, "hidden_size": 64}
+    | {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "is_decoder": False},
+}
+"""What a type's configuration says beside what is shrunk."""
+
+
+def TYPES() -> list[str]:  # noqa: N802
+    """Every model type that has a model class."""
+    tables = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
+    return sorted({name for table in tables for name in getattr(auto, table)})
+
+
+def build(name: str) -> Any:
+    """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
+
+    Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one.
+    """
+    model_class = class_of(name)
+    if model_class is None:
+        raise RuntimeError("no class that can be imported")
+    reasons, built = [], None
+    for way in WAYS:
+        try:
+            model = _built(name, model_class, way)
+        except Exception as error:  # sizes that a family ties to each other
+            reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}")
+            continue
+        built = built or model
+        try:
+            with torch.no_grad():
+                model(**plain_inputs(model))
+        except Exception:  # noqa: S112
+            continue
+        return model
+    if built is None:
+        raise RuntimeError("; ".join(reasons))
+    return built
+
+
+def _built(name: str, model_class: Any, way: frozenset[str]) -> Any:
+    config = config_of(name, way)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise RuntimeError(f"{size / 1e6:.0f} million parameters")
+    torch.manual_seed(0)
+    return sharpened(model_class(copy.deepcopy(config)).eval().requires_grad_(False))
+
+
+def class_of(name: str) -> Any:
+    """The class that is built of a type, if there is one that takes its configuration; None where there is none."""
+    wanted = CONFIG_MAPPING[name]
+    maps = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
+    maps = ["MODEL_MAPPING_NAMES"] if name in BARE else maps
+    others = [one for one in dir(auto) if one.startswith("MODEL") and one.endswith("_MAPPING_NAMES")]
+    found = []
+    for table in (getattr(auto, one, {}) for one in (*maps, *others)):
+        names = table.get(name, ())
+        classes = [getattr(tf, one, None) for one in ((names,) if isinstance(names, str) else names)]
+        found += [one for one in classes if one is not None]
+    fitting = [one for one in found if issubclass(wanted, getattr(one, "config_class", None) or ())]
+    return next(iter((*fitting, *found)), None)
+
+
+def config_of(name: str, way: frozenset[str]) -> Any:
+    """The type's configuration, shrunk."""
+    config_class = CONFIG_MAPPING[name]
+    kept = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
+    kept.pop("model_type", None)
+    try:
+        return config_class(**kept)
+    except Exception as first:
+        try:
+            return config_class.from_dict(kept)
+        except Exception:
+            raise first from None
+
+
+def _first_sizes(name: str) -> dict[str, Any]:
+    """What the configuration must be made with: DETR's needs a backbone that no package brings."""
+    if name == "funnel":
+        return {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 16, "n_head": 4, "d_model": 64}
+    if name not in ("detr", "conditional_detr", "table-transformer", "deformable_detr", "dab-detr"):
+        return {}
+    stages = ["stage2", "stage3", "stage4"] if name == "deformable_detr" else ["stage4"]
+    backbone = tf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], layer_type="basic", out_features=stages
+    )
+    plain = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    return plain | {"backbone_config": backbone}
+
+
+def shrunk(given: dict[str, Any], way: frozenset[str]) -> dict[str, Any]:
+    """A configuration as a dictionary, smaller; those inside it too."""
+    config = copy.deepcopy(given)
+    kinds, pattern = _pattern(config)
+    depth = len(pattern) if kinds else 2
+    per_layer = config.pop("per_layer_config", None)
+    _without_stages(config)
+    found = {name: _smaller(name, value, config, way, kinds, pattern, depth) for name, value in config.items()}
+    if isinstance(per_layer, dict):
+        kept = {index: one for index, one in per_layer.items() if int(index) < (len(kinds) if kinds else 2)}
+        places = {index: pattern.index(kinds[int(index)]) if kinds else index for index in kept}
+        found["per_layer_config"] = {places[index]: shrunk(one, way) for index, one in kept.items()}
+    return found
+
+
+def _pattern(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The kinds of the layers as they are, and a shorter list with each kind once; nothing where they have none."""
+    kinds = next((config[name] for name in LISTS_OF_LAYERS if isinstance(config.get(name), list) and config[name]), [])
+    counted = any(isinstance(config.get(name), int) and config[name] == len(kinds) for name in DEPTHS)
+    if not counted or not all(isinstance(kind, str) for kind in kinds):
+        return [], []
+    return kinds, _shorter(kinds)
+
+
+def _shorter(values: list[Any]) -> list[Any]:
+    each = list(dict.fromkeys(values))
+    return (each + [values[0]] * 2)[: max(2, len(each))]
+
+
+def _without_stages(config: dict[str, Any]) -> None:
+    """Drop the names of stages that go with the number of layers."""
+    outs = ["out_features", "_out_features", "out_indices", "_out_indices", "stage_names"]
+    staged = bool(config.get("out_features") and (config.get("depths") or config.get("hidden_sizes")))
+    flat = not isinstance(config.get("depths"), list) and "num_hidden_layers" in config
+    for name in outs if flat else outs[1:] if staged else ():
+        config.pop(name, None)
+
+
+def _smaller(
+    name: str,
+    value: Any,
+    config: dict[str, Any],
+    way: frozenset[str],
+    kinds: list[str],
+    pattern: list[str],
+    depth: int,
+) -> Any:
+    """One entry of a configuration."""
+    if isinstance(value, dict):
+        if name in ("rope_parameters", "rope_scaling"):
+            return _rope(value, _turned(config))
+        return shrunk(value, way) if name.endswith("config") or "model_type" in value else value
+    if value is None:
+        return UNSET.get(name)
+    if isinstance(value, list) and len(kinds) > 2 and len(value) == len(kinds) and name != "depths":
+        if value == kinds:
+            return pattern
+        if all(isinstance(one, str) for one in value):
+            return _shorter([value[kinds.index(kind)] for kind in dict.fromkeys(kinds)])[:depth]
+        return value[:depth]
+    if isinstance(value, list) and name == "mlp_layer_types" and len(value) > 2:
+        return (list(dict.fromkeys(value)) + [value[-1]] * depth)[:depth]
+    if isinstance(value, list):
+        return _list(name, value, way, depth)
+    return _number(name, value, config, way, depth) if type(value) is int else value
+
+
+def _list(name: str, value: list[Any], way: frozenset[str], depth: int) -> Any:
+    if name.endswith("token_id"):
+        return [one if one < VOCABULARY else 2 for one in value]
+    if "full width" in way:
+        return value
+    if name in IMAGES and all(isinstance(one, int) for one in value):
+        return [min(one, 64 if "larger image" in way else 32) for one in value]
+    fixed = {"conv_dim": [32] * len(value), "attention_window": [8] * depth}
+    return [min(one, 2) for one in value] if name == "depths" else fixed.get(name, value)
+
+
+def _number(name: str, value: int, config: dict[str, Any], way: frozenset[str], depth: int) -> int:
+    if name in VOCABULARIES:
+        return VOCABULARY
+    if name in DEPTHS:
+        return min(value, depth)
+    if name.endswith("token_id") and value >= VOCABULARY:
+        other = 301 if "video" in name else 302 if "audio" in name else 303
+        return TOKENS.get(name, other)
+    if name.endswith("token_index") and value >= VOCABULARY:
+        return 300 if "image" in name else 301
+    return value if "full width" in way else _size(name, value, config, way)
+
+
+def _size(name: str, value: int, config: dict[str, Any], way: frozenset[str]) -> int:
+    latent = bool(config.get("kv_lora_rank"))
+    if name in ("embed_dim", "hidden_size", "embedding_size") and isinstance(config.get("depths"), list):
+        return value
+    if name in KEY_HEADS and value > 1:
+        return 4 if latent or "ungrouped" in way else 2
+    if name == "head_dim" and isinstance(config.get("qk_rope_head_dim"), int):
+        return 8
+    sizes = [
+        (WIDTHS, min(value, 64)),
+        (INNER, min(value, 96)),
+        (HEADS, 4 if value > 0 else value),
+        (HEAD_SIZES, 16),
+        (IMAGES, min(value, 64 if "larger image" in way else 32)),
+        ({"patch_size"}, min(value, 8)),
+        (MOST, min(value, MOST.get(name, value))),
+    ]
+    return next((size for names, size in sizes if name in names), value)
+
+
+def _turned(config: dict[str, Any]) -> int:
+    """How many coordinates of a head the rotation turns."""
+    rope = config.get("rope_parameters") or {}
+    share = (rope if isinstance(rope, dict) else {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return int((8 if isinstance(config.get("qk_rope_head_dim"), int) else 16) * (share or 1.0))
+
+
+def _rope(given: dict[str, Any], turned: int) -> dict[str, Any]:
+    half = turned // 2
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, dict):
+            found[name] = _rope(value, turned)
+        elif name == "mrope_section" and isinstance(value, list) and len(value) == 3:
+            found[name] = [half - 2 * (turned // 6), turned // 6, turned // 6]
+        elif name in ("short_factor", "long_factor") and isinstance(value, list):
+            found[name] = [1.0] * half
+        else:
+            found[name] = 64 if name == "original_max_position_embeddings" and isinstance(value, int) else value
+    return found
+
+
+def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {name for name, value in changes.items() if isinstance(value, dict) and isinstance(config.get(name), dict)}
+    return config | {name: _merged(config[name], value) if name in both else value for name, value in changes.items()}
+
+
+def _cleaned(config: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in config.items() if name not in DROPPED}
+    return {name: _cleaned(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+SHARP = re.compile(
+    r"(^|[._])(q|k|query|key|q_proj|k_proj|q_lin|k_lin|to_q|to_k|wq|wk|Wq|Wk|qkv|Wqkv|qkv_proj|query_key_value|c_attn|"
+    r"in_proj|query_proj|key_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|q_attn|attn_q|attn_k|linear_q|linear_k|"
+    r"kv_proj|kv|W_pack)([._]|$)"
+)
+"""Names of modules that hold W_Q or W_K."""
+
+
+def sharpened(model: Any) -> Any:
+    """The model with matrices that keep the variance of their inputs, W_Q and W_K sharper, and norms shaken."""
+    draw = torch.Generator().manual_seed(0)
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(path, recurse=False):
+            if parameter.is_floating_point():
+                _draw(key, module, parameter, draw)
+    return model
+
+
+def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator) -> None:
+    noise = torch.randn(parameter.shape, generator=draw)
+    conv = type(module).__name__ == "Conv1D"
+    if isinstance(module, nn.Embedding):
+        parameter.copy_(noise)
+    elif parameter.ndim == 2 and (isinstance(module, nn.Linear) or conv or "in_proj_weight" in key):
+        inputs = parameter.shape[0] if conv else parameter.shape[1]
+        parameter.copy_(noise * (1.5 if SHARP.search(key) else 1.0) / math.sqrt(inputs))
+    elif parameter.ndim == 1 and isinstance(module, nn.Linear):
+        parameter.copy_(0.1 * noise)
+    elif parameter.ndim == 1 and parameter.numel() > 1 and "Norm" in type(module).__name__:
+        parameter.add_(0.1 * noise)
+
+
+def plain_inputs(model: Any) -> dict[str, Tensor]:
+    """Inputs by the signature of the model's forward pass, two sequences of 12 tokens; made without attnlens."""
+    config, draw = model.config, torch.Generator().manual_seed(0)
+    taken, main = inspect.signature(model.forward).parameters, model.main_input_name
+    both = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")
+    found: dict[str, Tensor] = {}
+    if main == "input_ids" or both:
+        found["input_ids"] = torch.randint(16, 272, (2, 12), generator=draw)
+        if "attention_mask" in taken:
+            found["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
+    if "decoder_input_ids" in taken and config.is_encoder_decoder:
+        found["decoder_input_ids"] = torch.randint(16, 272, (2, 10), generator=draw)
+    if "pixel_values" in taken and (main == "pixel_values" or both):
+        size = _said(config, "image_size", "input_size", "img_size", otherwise=64)
+        channels = _said(config, "num_channels", "in_channels", "in_chans", otherwise=3)
+        sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        found["pixel_values"] = torch.randn(2, channels, *sides, generator=draw)
+    if main == "input_values":
+        found["input_values"] = torch.randn(2, 16_000, generator=draw)
+    if main == "input_features":
+        mel = _said(config, "num_mel_bins", "feature_size", "input_feat_per_channel", otherwise=80)
+        frames = 2 * _said(config, "max_source_positions", otherwise=100)
+        found["input_features"] = torch.randn(2, mel, frames, generator=draw)
+    return found
+
+
+def _said(config: Any, *names: str, otherwise: int) -> Any:
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for one in (config, *filter(None, inner)):
+        for name in names:
+            if isinstance(value := vars(one).get(name), int | list | tuple):
+                return value
+    return otherwise

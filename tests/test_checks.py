@@ -1,0 +1,225 @@
+"""Is every refusal true: what a model can't run on, what was not run, what is random, what was never tested?"""
+
+import families
+import model_types
+import pytest
+import tiny
+import torch
+import transformers as tf
+from loaded import family, loaded
+from typer.testing import CliRunner
+
+import attnlens
+from attnlens import hooks, run, texts
+from attnlens.errors import IdentityError, ModelError, TextError
+from attnlens.kernels import parsed
+from attnlens.run import checks
+from attnlens.run.tasks import task_of
+
+FEW = {"tokens": 12, "sequences": 2}
+
+
+def of_type(name):
+    return loaded(model_types.build(name), tiny.tokenizer("roberta"))
+
+
+def test_a_model_that_is_random_itself_is_named_so_and_not_misread():
+    bert = family("bert")
+    inputs = texts.placeholder(bert, 8, 0).batches[0].inputs
+    assert checks.proven(bert, inputs)[0] < 1e-5
+    passes = iter(range(1, 100))
+    bert.model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
+    with pytest.raises(IdentityError, match="the model itself is random"):
+        checks.proven(bert, inputs)
+
+
+def sites(given, inputs):
+    return tuple(found.site for found in hooks.survey(given.model, inputs))
+
+
+def test_what_a_model_draws_is_the_same_in_every_pass_and_outside_nothing_changes():
+    mae = of_type("vit_mae")
+    inputs = texts.placeholder(mae, 2, 0).batches[0].inputs
+    with torch.no_grad():
+        assert not torch.equal(mae.model(**inputs)[0], mae.model(**inputs)[0]), "the control: it is random"
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    assert hooks.repeat_error(mae.model, inputs) == 0.0
+    assert torch.equal(torch.rand(1), expected)
+    assert hooks.identity_error(mae.model, inputs) < 1e-5
+
+
+def test_a_forward_pass_asks_no_part_for_a_cache_and_gives_the_settings_back():
+    model = model_types.build("llava")
+    assert model.config.text_config.use_cache
+    asked = []
+    inner = model.model.language_model
+    inner.register_forward_pre_hook(lambda module, _args: asked.append(module.config.use_cache))
+    reached = hooks.survey(model, {"input_ids": torch.arange(5)[None] + 3})
+    assert asked == [False]
+    assert model.config.text_config.use_cache
+    assert all(found.arguments["past_key_values"] is None for found in reached)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("qwen2_5_vl_vision", "can't make up hidden_states and grid_thw for a Qwen2_5_VisionTransformer"),
+        ("instructblip", "needs qformer_input_ids, which attnlens can't make up"),
+        ("xmod", "can't run on input_ids and attention_mask: ValueError: Input language unknown"),
+    ],
+)
+def test_what_a_model_needs_and_attnlens_can_not_make_up_is_named(name, says):
+    given = of_type(name)
+    for refused in (attnlens.inspect, attnlens.swap_kernel):
+        with pytest.raises((ModelError, TextError), match=says) as caught:
+            refused(given, sequences=2)
+        assert "--source" not in caught.value.remedy, "weights are read from a running model too"
+
+
+def test_a_tower_that_is_not_run_is_said_to_be_so_and_swap_passes_over_it():
+    given = of_type("qwen3_vl")
+    report = attnlens.inspect(given, **FEW)
+    assert {(skip.site.split(".")[1], skip.reason) for skip in report.coverage.skipped} == {("visual", checks.NOT_RUN)}
+    swap = attnlens.swap_kernel(given, "exponential", **FEW)
+    assert swap.coverage.analysed == 8
+    assert {skip.reason for skip in swap.coverage.skipped} == {checks.NOT_RUN}
+
+
+def test_attention_by_hand_that_runs_still_stops_a_swap_without_layers():
+    given = of_type("siglip")
+    with pytest.raises(ModelError, match="outside transformers' attention interface"):
+        attnlens.swap_kernel(given, "exponential", **FEW)
+    assert attnlens.swap_kernel(given, "exponential", layers=[0], **FEW).coverage.analysed == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("llama", "rotary"), ("nanochat", "rotary"), ("hunyuan_v1_dense", "unknown"), ("dinov3_vit", "unknown")],
+)
+def test_rotary_types_are_called_rotary_or_unknown(name, expected, dtype):
+    given = of_type(name)
+    given.model.to(dtype)
+    options = FEW if name != "dinov3_vit" else {"sequences": 2}
+    report = attnlens.inspect(given, analyzers=["symmetry"], **options)
+    assert report.model.conventions.position == expected
+
+
+def test_an_absolute_position_is_said_where_every_site_was_tested():
+    assert attnlens.inspect(family("bert"), **FEW).model.conventions.position == "absolute"
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_of_each_site_and_of_the_model_what_was_checked():
+    whole = attnlens.doctor(family("llama"), tokens=8)
+    assert whole.summary.verdict == "agrees"
+    assert {check.verdict for check in whole.doctor} == {"agrees"}
+    latent = attnlens.doctor(of_type("deepseek_v3"), tokens=8)
+    assert {check.verdict for check in latent.doctor} == {"partly checked"}
+    assert latent.summary.verdict == "partly checked"
+    assert run.sound(latent)
+    assert not latent.coverage.complete
+    assert "without weights.*" in latent.coverage.sentence
+
+
+def test_doctor_calls_nothing_checked_where_the_eager_attention_is_another():
+    report = attnlens.doctor(of_type("paligemma"), tokens=8)
+    assert {check.verdict for check in report.doctor} == {"not checked"}
+    assert all("eager attention changes" in check.reason for check in report.doctor)
+    assert report.summary.identity_error < 1e-5
+    assert run.sound(report)
+    assert report.summary.verdict == "partly checked"
+
+
+def test_doctor_exits_with_three_where_it_is_strict_and_not_all_was_checked(tmp_path):
+    from attnlens.cli import app
+
+    model_types.build("deepseek_v3").save_pretrained(tmp_path)
+    tiny.tokenizer("roberta").save_pretrained(tmp_path)
+    words = ["doctor", str(tmp_path), "--tokens", "8", "--no-progress"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 3
+    assert CliRunner().invoke(app, ["doctor", "demo", "--tokens", "8", "--no-progress", "--strict"]).exit_code == 0
+
+
+# --- what a model reads -----------------------------------------------------------------------------------------------
+
+
+def test_a_detector_with_a_decoder_reads_no_text():
+    given = of_type("detr")
+    assert given.model.config.is_encoder_decoder
+    assert not texts.reads_text(given)
+    assert set(texts.placeholder(given, 5, 0).batches[0].inputs) == {"pixel_values"}
+
+
+def test_a_language_model_that_hears_predicts_the_next_token():
+    given = of_type("qwen2_audio")
+    assert task_of(given.model) == "causal"
+    assert task_of(families.build("whisper")) == "seq2seq"
+    assert attnlens.swap_kernel(given, "exponential", **FEW).swap.kl == pytest.approx(0, abs=1e-6)
+
+
+def test_a_start_token_may_stand_in_the_generation_config_alone():
+    model = families.build("t5")
+    ids = torch.arange(4)[None] + 3
+    expected = texts.inputs.shifted(model, ids)
+    del model.config.__dict__["decoder_start_token_id"]
+    model.config.pad_token_id = None
+    model.generation_config.decoder_start_token_id = 0
+    assert torch.equal(texts.inputs.shifted(model, ids), expected)
+
+
+def test_a_vocabulary_is_read_from_the_embedding_where_the_config_names_none(monkeypatch):
+    bert = families.build("bert")
+    monkeypatch.setattr(bert.config, "get_text_config", lambda: tf.CanineConfig())
+    assert texts.vocabulary(bert) == families.VOCABULARY
+    assert texts.vocabulary(model_types.build("canine")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("audio-spectrogram-transformer", (64, 16)),
+        ("parakeet_encoder", (100, 80)),
+        ("parakeet_ctc", (100, 80)),
+        ("glmasr_encoder", (128, 100)),
+        ("speech_to_text", (100, 80)),
+        ("wav2vec2-bert", (100, 160)),
+        ("siglip2_vision_model", (256, 192)),
+    ],
+)
+def test_spectrograms_and_patches_have_the_shape_that_the_config_says(name, shape):
+    given = of_type(name)
+    inputs = texts.placeholder(given, 6, 0, sequences=2).batches[0].inputs
+    assert tuple(inputs[given.model.main_input_name].shape) == (2, *shape)
+    with torch.no_grad():
+        hooks.forward(given.model, inputs)
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_leak_that_the_model_has_itself_is_not_blamed_on_the_kernel():
+    bert = family("bert")
+    inputs = texts.placeholder(bert, 12, 0, sequences=2).batches[0].inputs
+    kernel = dict.fromkeys(sites(bert, inputs), hooks.Swap(parsed("rbf")))
+    variant = lambda: hooks.replace(bert.model, tuple(kernel), kernel)  # noqa: E731  # one expression
+    assert run.gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
+    # a model that mixes all tokens, padding too, before its attention
+    bert.model.bert.embeddings.register_forward_hook(lambda _m, _a, output: output + output.mean(1, keepdim=True))
+    found = run.gates.leaks(bert, tuple(kernel), inputs, variant, 0)
+    assert found["mask_error"] is None
+    assert "under its own kernel too" in found["reasons"]["mask_error"]
+
+
+def test_swin_probes_windows_and_averages_them_by_image():
+    config = tf.SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
+    given = loaded(model_types.sharpened(tf.SwinModel(config).eval().requires_grad_(False)))
+    report = attnlens.inspect(given, sequences=3, analyzers=["symmetry"])
+    assert report.coverage.complete
+    assert all(head.measures["tokens.share_key"].n == 3 for head in report)
+    assert {check.verdict for check in attnlens.doctor(given).doctor} == {"agrees"}
