@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{path} can't be written: {folder} is no folder.", "Choose a path in a folder.")
     if not folder.is_dir():
-        raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {folder}")
+        raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {shlex.quote(str(folder))}")
     with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
         pass
 

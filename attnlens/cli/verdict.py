@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from attnlens.errors import IdentityError
@@ -15,7 +16,7 @@ REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keep
 
 def failure(report: Report) -> IdentityError:
     """Which sites failed and how far the worst is off, as the error that ends the command."""
-    return IdentityError(_problem(report), REMEDY.format(report.model.id))
+    return IdentityError(_problem(report), REMEDY.format(quote(report.model.id)))
 
 
 def _problem(report: Report) -> str:
