@@ -42,7 +42,9 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{path} can't be written: {folder} is no folder.", "Choose a path in a folder.")
     if not folder.is_dir():
-        raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {shlex.quote(str(folder))}")
+        raise OutputError(
+            f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {shlex.quote(str(folder))}"
+        )
     with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
         pass
 

@@ -9,12 +9,11 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
-from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnlens.records import Call
+    from attnlens.records import Call, Measure, QueryKey, Selection, Site, Source
 
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
 

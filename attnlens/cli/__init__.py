@@ -1,4 +1,4 @@
-"""Starts the program: from the first line on, an interruption ends it with 130, also while it is still being imported."""
+"""Starts the program: from its first line on, and while it is being imported, an interruption ends it with 130."""
 
 from __future__ import annotations
 

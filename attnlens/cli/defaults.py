@@ -16,7 +16,7 @@ FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 DANGEROUS = ("trust_remote_code", "allow_pickle")
 READ = ("model", "models", "revision", "revisions", "text", "calibration", "ranks")
 WRITTEN = ("json", "csv", "windows_csv", "png", "html", "markdown", "plan", "save")
-"""What is named in a call alone: a file may lie beside a stranger's model, and would choose what is read and written."""
+"""What is named in a call alone: a file may lie beside a stranger's model, and would choose what is read or written."""
 NEGATED = {"no_pack": "pack"}
 """The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnlens.errors import AttnlensError, TextError, UsageError
+from attnlens.errors import TextError
 from attnlens.files import identity
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")

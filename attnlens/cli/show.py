@@ -52,7 +52,7 @@ def complain(problem: str, remedy: str) -> None:
 
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
-    """Inside, an interruption ends the program on the spot: for imports, which may swallow it or take it for a fault."""
+    """Inside, an interruption ends the program on the spot: imports may swallow it, or take it for a fault."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
         yield
