@@ -7,6 +7,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from attnlens import calls
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
 from attnlens.models.configs import check_config, refuse_mismatch
@@ -60,6 +61,7 @@ class Loaded:
     """Tensors of the checkpoint that the model has no place for."""
 
 
+@calls.public
 def load(
     name: str | os.PathLike[str],
     *,
@@ -84,7 +86,11 @@ def load(
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
-    place_on = device_of(device)
+    switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    for what, given in switches.items():
+        calls.switch(what, given)
+    place_on = device_of(calls.word("device", device))
+    revision = None if revision is None else calls.word("revision", revision)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
         _refuse_swapped(place)
@@ -117,10 +123,11 @@ def _refuse_swapped(place: Place) -> None:
 def _written(name: object) -> str:
     """The model's name as a string; a path is written so that it can't be mistaken for a hub id or `demo`."""
     if isinstance(name, os.PathLike):
+        calls.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
         raise UsageError(f"A {type(name).__name__} names no model.", "Give a hub id, a path, or what load returned.")
-    return name
+    return calls.word("model", name)
 
 
 def _info(place: Place, model: PreTrainedModel) -> ModelInfo:

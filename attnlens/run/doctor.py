@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
+from attnlens.calls import public
 from attnlens.errors import NotBilinearError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, SiteCheck, Summary
@@ -25,6 +26,7 @@ TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
 
 
+@public
 def doctor(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
+from attnlens.calls import public
 from attnlens.errors import IdentityError, ModelError, NotBilinearError, TextError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
@@ -45,6 +46,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
     """Show no progress."""
 
 
+@public
 def inspect(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,

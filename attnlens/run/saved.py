@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from attnlens import hooks
+from attnlens import calls, hooks
 from attnlens.errors import ModelError, OutputError
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, load
@@ -130,12 +130,13 @@ def _dequantised(model: Any) -> Iterator[None]:
             config.quantization_config = kept
 
 
+@calls.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     """The model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
 
     Raises ModelError where the folder holds no such model, or its attnlens.json does not belong to it.
     """
-    place = Path(folder)
+    place = Path(calls.path("folder", folder))
     try:
         facts = SavedSwap.model_validate_json((place / FACTS).read_bytes())
         fitted = load_file(place / FITTED)
