@@ -266,6 +266,15 @@ def share(select: object) -> float | None:
     return found
 
 
+def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Content]:
+    """The texts of these files. Raises UsageError where the weights alone are read, which need none; TextError."""
+    if files and source == "weights":
+        raise UsageError(
+            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
+        )
+    return texts.read_each(files)
+
+
 def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
     """Raise UsageError where a text or its length is given for a model that reads none."""
     if texts.reads_text(loaded) or (not text and tokens is None):

@@ -71,7 +71,7 @@ def inspect(
     asked = arguments.settings(more, source=source, layers=layers, heads=heads)
     chosen, asked = arguments.chosen(asked, analyzers, select, show)
     files = arguments.words("text", more.get("text", ()))
-    named = texts.read_each(files) if source != "weights" else ()
+    named = arguments.named_texts(files, source)
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
