@@ -10,7 +10,7 @@ AttnlensError
 └── UnposedError      an Att-SVM problem has no constraint, so no direction is asked for
 """
 
-REFUSALS = ("not enough memory", "allocate memory", "out of memory", "failed to map segment")
+REFUSALS = ("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread")
 """What allocators, the operating system and its loader of libraries say where memory does not suffice."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from attnlens import calls
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import ModelError, UsageError, is_memory
 from attnlens.files import sha256
 from attnlens.models.configs import check_config, refuse_mismatch
 from attnlens.models.heads import Kind, kind_of, model_class, refuse_own_code
@@ -188,6 +188,8 @@ def _model(
             **options,
         )
     except _foreign_errors() as error:
+        if is_memory(error):
+            raise
         config_file = "" if place.gguf else f" with {CONFIG}"
         raise ModelError(
             f"{place.folder / place.file}{config_file} can't be loaded: {first_line(error)}",

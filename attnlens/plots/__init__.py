@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from attnlens.errors import OutputError, UsageError
@@ -22,6 +23,7 @@ from attnlens.plots.style import FORMATS, encoded, house_style
 from attnlens.plots.swaps import panel_figure, pictures, swap_overview
 from attnlens.records import Report
 from attnlens.shapes import Shapes
+from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,6 +43,9 @@ __all__ = [
     "swap_overview",
 ]
 
+
+FURTHEST = 1e300
+"""The largest number, either side of 0, that an axis reaches."""
 
 Drawing = Callable[[], bytes]
 """Draws one picture; the bytes of its file."""
@@ -90,6 +95,7 @@ def _figures(report: Report, *, alone: bool) -> dict[str, Callable[[], Figure]]:
     shapes = Shapes(report)
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
+    _refuse_extreme(shapes)
     if not alone:
         return _head_drawings(shapes)
     shown = report.selections
@@ -131,6 +137,16 @@ def _head_drawings(shapes: Shapes) -> dict[str, Callable[[], Figure]]:
     for name, selection in shown.items():
         found[names[name]] = partial(margins_figure, shapes.report, selection)
     return found
+
+
+def _refuse_extreme(shapes: Shapes) -> None:
+    """Raise UsageError for numbers whose differences no axis can hold: float64 ends at 1.8e308."""
+    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
+    for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
+        if np.any(np.abs(values) > FURTHEST):
+            raise UsageError(
+                f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
+            )
 
 
 def _swap_drawings(report: Report, *, alone: bool) -> dict[str, Callable[[], Figure]]:
