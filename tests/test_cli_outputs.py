@@ -92,7 +92,7 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
         return honest(shapes, name)
 
     monkeypatch.setattr(plots, "map_figure", breaking)
-    with pytest.raises(AttnlensError, match="weights.symmetry.png can't be drawn: ZeroDivisionError"):
+    with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
         deliver(Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2))
     drawn = {path.name for path in (tmp_path / "p").iterdir()}
     assert "overview.png" in drawn
