@@ -11,8 +11,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the program, and end it with the exit code that the contract says."""
-    from_terminal = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller has it ignored
-    if from_terminal:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller has it ignored
         signal.signal(signal.SIGINT, leave)
     from attnlens.cli.door import run
 

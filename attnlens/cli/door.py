@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import typer
 
+from attnlens.cli import leave
 from attnlens.cli.commands import app
 from attnlens.cli.outputs import READER_LEFT, product
 from attnlens.cli.show import UNUSABLE, complain, told
@@ -29,6 +31,7 @@ UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
 def run() -> None:
     """Run the program's own words, and end it."""
     code = exit_code()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and told
     if code == 0:
         sys.exit(0)
     # CPython holds an interruption that struck inside exec(), as dataclasses use it while torch is imported, for
@@ -60,6 +63,8 @@ def exit_code(words: Sequence[str] | None = None) -> int:
 
 def _prepare() -> None:
     """Make streams, page and libraries usable in whatever state the caller left them."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on what is finished is kept
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it lives as long as the program
     for stream in (sys.stdout, sys.stderr):

@@ -86,11 +86,8 @@ def load(
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
-    switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    for what, given in switches.items():
-        calls.switch(what, given)
-    place_on = device_of(calls.word("device", device))
-    revision = None if revision is None else calls.word("revision", revision)
+    _check_words(device, revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
         _refuse_swapped(place)
@@ -105,6 +102,15 @@ def load(
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
     return Loaded(model, tokenizer, problem, _info(place, model), kind_of(model), missing, unused)
+
+
+def _check_words(device: object, revision: object, **switches: object) -> None:
+    """Raise UsageError for options of another type than theirs."""
+    calls.word("device", device)
+    if revision is not None:
+        calls.word("revision", revision)
+    for what, given in switches.items():
+        calls.switch(what, given)
 
 
 def _refuse_swapped(place: Place) -> None:
