@@ -11,10 +11,10 @@ with another kernel.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's own costs as long as all else that the program does before it can be interrupted
 if TYPE_CHECKING:
+    from typing import Any
+
     from attnlens.errors import AttnlensError as AttnlensError
     from attnlens.models import load as load
     from attnlens.records import Report as Report
@@ -62,6 +62,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The public names load what they need when they are first used, so that importing attnlens loads no torch."""
     if name in _HOMES:
+        from importlib import import_module
+
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'attnlens' has no attribute {name!r}")
 

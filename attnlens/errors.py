@@ -10,6 +10,9 @@ AttnlensError
 └── UnposedError      an Att-SVM problem has no constraint, so no direction is asked for
 """
 
+REFUSALS = ("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread")
+"""What allocators, the operating system and its loader of libraries say where memory does not suffice."""
+
 
 class AttnlensError(Exception):
     """What is wrong (`problem`) and what to do (`remedy`), one line each; the command line exits with 2."""
@@ -60,3 +63,9 @@ class NotBilinearError(UnreadableError):
 
 class UnposedError(AttnlensError):
     """An Att-SVM problem has no constraint, so that no direction is asked for; callers turn it into a missing value."""
+
+
+def is_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice: Python says so by type, torch's CPU allocator in a plain RuntimeError."""
+    said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError) else ""
+    return isinstance(error, MemoryError) or any(words in said for words in REFUSALS)

@@ -7,6 +7,7 @@ import json
 import os
 import reprlib
 import secrets
+import shlex
 import stat
 import tempfile
 from codecs import BOM_UTF8
@@ -104,6 +105,10 @@ def written(value: object) -> str:
     return reprlib.repr(value)
 
 
+TEMPORARY = ".attnlens."
+"""How the name of a file begins that is still being written; the writing process's number follows."""
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
@@ -131,7 +136,9 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{path} can't be written: {folder} is no folder.", "Choose a path in a folder.")
     if not folder.is_dir():
-        raise OutputError(f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {folder}")
+        raise OutputError(
+            f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {shlex.quote(str(folder))}"
+        )
     with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -162,7 +169,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None:
-    temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
+    _clear_litter(target.parent)
+    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
             if found is not None:  # before the content, which may be private
@@ -172,6 +180,26 @@ def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _clear_litter(folder: Path) -> None:
+    """Remove what a killed run left there: temporary files of this user whose process is gone."""
+    for left in folder.glob(f"{TEMPORARY}*.*"):
+        process = left.name.removeprefix(TEMPORARY).partition(".")[0]
+        with suppress(OSError):  # another run may clear it as well, or it is not ours
+            if process.isdecimal() and left.stat().st_uid == os.getuid() and not _lives(int(process)):
+                left.unlink()
+
+
+def _lives(process: int) -> bool:
+    """Whether there is such a process on this machine."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _pour(path: Path, found: os.stat_result, content: bytes) -> None:
@@ -227,3 +255,5 @@ def _as_output_error(path: Path) -> Iterator[None]:
         raise OutputError(
             f"{path} can't be written: {error.strerror}.", "Choose a path in a folder that you can write."
         ) from None
+    except ValueError as error:  # a NUL, or characters that no file name can hold
+        raise OutputError(f"{str(path)!r} can't be written: {error}.", "Choose another path.") from None

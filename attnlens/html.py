@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import plots
@@ -96,9 +94,7 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def _picture(report: Report) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        (path,) = plots.save_all(report, Path(folder) / "overview.png")
-        data = base64.b64encode(path.read_bytes()).decode()
+    data = base64.b64encode(plots.overview(report)).decode()
     shown = "what the kernel does" if report.swap else "maps of layers by heads, shares and curves"
     shown = "curves of the experiments" if report.experiments else shown
     return f'<img alt="Overview: {shown}" src="data:image/png;base64,{data}">'

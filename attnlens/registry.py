@@ -9,12 +9,11 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
-from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnlens.records import Call
+    from attnlens.records import Call, Measure, QueryKey, Selection, Site, Source
 
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
 
@@ -342,9 +341,10 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     options = list(known)
     if name in options:
         return name
-    near = difflib.get_close_matches(str(name), options, n=1)
+    written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
+    near = difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"There is no {what} {name!r}.", f"{hint}There are: {', '.join(options)}.")
+    raise UsageError(f"There is no {what} {written!r}.", f"{hint}There are: {', '.join(options)}.")
 
 
 def _load() -> None:

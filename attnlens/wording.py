@@ -26,6 +26,12 @@ def clean(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in " ".join(text.split()))
 
 
+def shortened(line: str, most: int) -> str:
+    """The line, or where it has more characters than that its beginning and end, with … between them."""
+    half = most // 2
+    return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
+
+
 def source_of(name: str) -> str:
     """The source of a qualified name: `weights` of `weights.symmetry`; empty where there is none."""
     return clean(name.rpartition(".")[0])

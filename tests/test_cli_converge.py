@@ -14,7 +14,7 @@ from test_converge import checkpoint, other_shape
 from typer.testing import CliRunner
 
 from attnlens import run
-from attnlens.cli import app
+from attnlens.cli.commands import app
 from attnlens.records import read_report
 
 FAST = ("--source", "weights", "--analyzer", "symmetry", "--no-progress")

@@ -48,8 +48,8 @@ def test_broken_configuration_file(tmp_path):
         ('tokens = "x"', "tokens must be a whole number"),
         ("sequences = true", "sequences must be a whole number"),
         ('no-pack = "x"', "no-pack must be true or false"),
-        ("text = [5]", "text must be a text in quotes, or a list of them"),
-        ("json = 5", "json must be a text in quotes"),
+        ("analyzer = [5]", "analyzer must be a text in quotes, or a list of them"),
+        ("windows = 5", "windows must be a text in quotes"),
         ("seed = -1", "--seed"),
     ],
 )
@@ -92,5 +92,7 @@ def test_texts_from_the_environment_are_cut_as_PATH_is(tmp_path):  # noqa: N802
         (tmp_path / name).write_text("The cat sat on the mat and looked. " * 40)
     assert settings(*ONE, cwd=tmp_path, ATTNLENS_TEXT="a b.txt")["text"]["name"] == "a b.txt"
     assert settings(*ONE, cwd=tmp_path, ATTNLENS_TEXT="a b.txt:c.txt")["text"]["name"] == "a b.txt + c.txt"
-    (tmp_path / "attnlens.toml").write_text('text = "a b.txt"\nanalyzer = "spectrum"\n')
-    assert settings(*ONE, cwd=tmp_path)["text"]["name"] == "a b.txt"
+    (tmp_path / "attnlens.toml").write_text('analyzer = "spectrum"\n')
+    assert settings("inspect", "demo", "--source", "weights", "--json", "-", "-q", cwd=tmp_path)["analyzers"] == [
+        "spectrum"
+    ]

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from program import attnlens, environment_with, in_shell, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report
 
+from attnlens import plots
+from attnlens.cli import delivery
+from attnlens.cli.delivery import deliver
 from attnlens.cli.outputs import Outputs
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.plots import is_file
@@ -70,15 +74,65 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["png", "html"])
-def test_an_output_that_cant_be_made_leaves_no_other(tmp_path, option):
+def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
     report = synthetic_report(2, 2)
     empty = report.model_copy(update={"heads": []})
     files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / "pictures")}
     with pytest.raises(AttnlensError, match="no measures"):
-        Outputs(**files, quiet=True).deliver(empty)
-    assert list(tmp_path.iterdir()) == []
-    Outputs(**files, quiet=True).deliver(report)
+        deliver(Outputs(**files, quiet=True), empty)
+    assert {"a.json", "a.csv"} == {path.name for path in tmp_path.iterdir()}
+    deliver(Outputs(**files, quiet=True), report)
     assert {"a.json", "a.csv", "pictures"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
+    honest = plots.map_figure
+
+    def breaking(shapes, name):
+        if name == "weights.symmetry":
+            raise ZeroDivisionError
+        return honest(shapes, name)
+
+    monkeypatch.setattr(plots, "map_figure", breaking)
+    with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
+        deliver(Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2))
+    drawn = {path.name for path in (tmp_path / "p").iterdir()}
+    assert "overview.png" in drawn
+    assert "weights.symmetry.png" not in drawn
+    assert f"Wrote {tmp_path}/a.json, {len(drawn)} pictures to {tmp_path}/p" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["png", "html"])
+def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_path, monkeypatch, capsys, option):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plots, "overview_figure", interrupted)
+    files = {"json": str(tmp_path / "a.json"), "markdown": str(tmp_path / "a.md"), option: str(tmp_path / "x.png")}
+    with pytest.raises(KeyboardInterrupt):
+        deliver(Outputs(**files), synthetic_report(2, 2))
+    assert {"a.json", "a.md"} == {path.name for path in tmp_path.iterdir()}
+    shown = capsys.readouterr()
+    assert "COMPLETE" in shown.out, "the tables too come before the pictures"
+    assert "a.md" in shown.err
+
+
+def test_after_an_interruption_the_code_is_130_whatever_else_fails(tmp_path, capsys):
+    empty = synthetic_report(2, 2).model_copy(update={"heads": []})
+    with pytest.raises(typer.Exit) as stop:
+        deliver(Outputs(png=str(tmp_path / "x.png"), quiet=True), empty, interrupted=True)
+    assert stop.value.exit_code == 130
+    assert "no measures" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
+    def full(path, _content):
+        raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")
+
+    monkeypatch.setattr(delivery, "write_atomically", full)
+    with pytest.raises(OutputError, match="No space"):
+        deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pictures_are_counted(tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import attnlens
 from attnlens import hooks, texts
 from attnlens.attention import attend
-from attnlens.cli import app
+from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import read_report

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnlens"
 LAYERS = {
     "errors": 0,
+    "wording": 0,
     "files": 0,
     "records": 0,
     "linalg": 0,
@@ -18,6 +19,7 @@ LAYERS = {
     "attsvm": 0,
     "ksvd": 0,
     "registry": 1,
+    "calls": 1,
     "analyzers": 2,
     "kernels": 2,
     "attention": 2,
@@ -28,7 +30,6 @@ LAYERS = {
     "primal": 3,
     "run": 4,
     "doctor": 4,
-    "wording": 5,
     "shapes": 5,
     "tables": 5,
     "plots": 5,

@@ -264,7 +264,7 @@ def test_a_plan_is_not_overwritten_by_what_it_gives(report, tmp_path):
     report.plan.write_json(path)
     before = path.read_bytes()
     done = program("swap-kernel", "--kernel", "rank", "--ranks", path, "--plan", tmp_path / "." / "plan.json")
-    refused(done, "--ranks and --plan name the same file")
+    refused(done, "--plan would replace", "which --ranks reads")
     assert path.read_bytes() == before
 
 

@@ -19,7 +19,7 @@ from attnlens import tables
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.records import Report
 from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
-from attnlens.tables.markdown import escaped
+from attnlens.tables.markdown_page import escaped
 from attnlens.wording import spread
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"

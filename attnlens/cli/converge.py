@@ -8,10 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from attnlens.cli import options as opt
+from attnlens.cli.delivery import deliver
+from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import INTERRUPTED, complain, console, guarded
+from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import working
+from attnlens.cli.work import NO_MODEL, working
 from attnlens.errors import UnaskedError, UsageError
 
 FAILED = 1
@@ -140,10 +142,11 @@ def converge(
     kind = kind_of(given)
     refuse_other(kind, [name for name in given if _source(context, name) in GIVEN])
     outputs = Outputs.of(given)
-    outputs.check()
     settings = asked(kind, given)
     _say_demo(kind, models or [], quiet=outputs.quiet)
-    from attnlens import run
+    outputs.check(Inputs.of(given, models or []))
+    with interruptible_at_once():
+        from attnlens import run
 
     _run(lambda tell: run.converge(progress=tell, **settings), outputs, strict=strict)
 
@@ -158,8 +161,9 @@ def verify(
 ) -> None:
     """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
     outputs = Outputs.of(context.params)
-    outputs.check()
-    from attnlens import run
+    outputs.check(Inputs())
+    with interruptible_at_once():
+        from attnlens import run
     from attnlens.wording import listed
 
     report = _run(lambda tell: run.verify(quick=quick, seed=seed, progress=tell), outputs)
@@ -217,7 +221,7 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(model: str) -> str:
-    if not model.strip():
+    if not model.strip() or "\0" in model:
         raise UsageError("A model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
     return model
 
@@ -239,20 +243,20 @@ def _source(context: typer.Context, name: str) -> str:
 
 def _say_demo(kind: str, models: list[str], *, quiet: bool) -> None:
     if kind != "the synthetic experiments" and not models and not quiet:
-        console(stderr=True).print("No model named: using demo, the small model that ships with attnlens.")
+        say(NO_MODEL)
 
 
 def _run(work: Any, outputs: Outputs, *, strict: bool = False) -> Any:
     """The report of one piece of work, delivered; what is finished of an interrupted one too."""
     from attnlens import run
 
-    try:
-        with working(outputs) as tell:
+    stopped = False
+    with working(outputs) as tell:
+        try:
             report = work(tell)
-    except run.Interrupted as stop:
-        outputs.deliver(stop.report)
-        raise typer.Exit(INTERRUPTED) from None
-    outputs.deliver(report)
+        except run.Interrupted as stop:
+            report, stopped = stop.report, True
+    deliver(outputs, report, interrupted=stopped)
     if strict:
         end_strictly(report)
     return report

@@ -13,8 +13,10 @@ from attnlens.registry import checked_name
 
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 """Where options may stand, the first that has any wins; and under which table."""
-NEVER_FROM_FILES = ("trust_remote_code", "allow_pickle")
-"""A file may lie beside a stranger's model; what is dangerous is asked for on the command line alone."""
+DANGEROUS = ("trust_remote_code", "allow_pickle")
+READ = ("model", "models", "revision", "revisions", "text", "calibration", "ranks")
+WRITTEN = ("json", "csv", "windows_csv", "png", "html", "markdown", "plan", "save")
+"""What is named in a call alone: a file may lie beside a stranger's model, and would choose what is read or written."""
 NEGATED = {"no_pack": "pack"}
 """The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -32,7 +34,7 @@ def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """Options by parameter name, from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
 
     Every other ATTNLENS_<OPTION> is typer's. Raises UsageError where a file can't be read, is no TOML, or names an
-    option that does not exist, is dangerous, or has a value of another type.
+    option that does not exist, is dangerous, names what is read or written, or has a value of another type.
     """
     return _from_files(folder, known) | _from_environment()
 
@@ -72,15 +74,23 @@ def _read(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"{file} can't be read: {error.strerror}.", "Make it readable, or run in another folder."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UsageError(f"{file} is nested too deep.", "Mend the file, or run in another folder.") from None
+    except ValueError as error:  # TOML's own errors, bytes that are no UTF-8, numbers of thousands of digits
         raise UsageError(f"{file} is not valid TOML: {error}.", "Mend the file, or run in another folder.") from None
 
 
 def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     """One line of a file as a parameter and its value, checked."""
     name = key.replace("-", "_")
-    if name in NEVER_FROM_FILES:
+    if name in DANGEROUS:
         raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
+    if name in READ + WRITTEN:
+        what = "written" if name in WRITTEN else "read"
+        raise UsageError(
+            f"{file} may not say by {key} what is {what}: it may come from a stranger.",
+            f"Take {key} out of {file}, and name it on the command line or in ATTNLENS_{name.upper()}.",
+        )
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind = known[NEGATED.get(name, name)]
     kind = (get_args(kind) or (kind,))[0] if get_origin(kind) is not list else kind  # `int` of `int | None`

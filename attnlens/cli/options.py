@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from attnlens.errors import TextError, UsageError
-from attnlens.registry import checked_name
+from attnlens.registry import analyzers, checked_name
 
 EXPERIMENT, TRAINED = "Synthetic experiments", "Checkpoints and heads"
 SOURCES = ("weights", "tokens", "both")
+NAMED = {"windows": ("spread", "first", "random"), "intervals": ("windows", "texts")}
 LARGEST = 9999
 """Largest number of a layer or head that can be asked for; no model comes near it."""
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
@@ -269,8 +270,8 @@ def numbers(what: str, words: str | None) -> list[int] | None:
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those among a command's parameters that say what is looked at, checked.
 
-    Raises UsageError for an unknown source, and for layers and heads that are no numbers; TextError for `--text -`
-    without a stdin.
+    Raises UsageError for an unknown source, analyzer, place of windows or unit of intervals, and for layers and heads
+    that are no numbers; TextError for `--text -` without a stdin.
     """
     plain = ("tokens", "sequences", "batch_size", "pack", "seed", "windows", "intervals", "allow_foreign_text")
     settings = {name: given[name] for name in plain if name in given} | {
@@ -281,6 +282,11 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     if "source" in given:
         settings["source"] = checked_name("source", given["source"], SOURCES)
         settings["analyzers"] = given["analyzer"] or ()
+        if given["analyzer"]:
+            analyzers(given["analyzer"])  # an unknown one is refused before torch is imported
+    for name, known in NAMED.items():
+        if given.get(name) is not None:
+            checked_name(name, given[name], known)
     return settings
 
 

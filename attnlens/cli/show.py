@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import time
 import traceback
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from attnlens.errors import AttnlensError
-from attnlens.wording import clean
+from attnlens.cli import INTERRUPTED, leave
+from attnlens.errors import AttnlensError, is_memory
+from attnlens.wording import clean, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,73 +25,98 @@ UNUSABLE = 2
 """Exit code where the words of the call or its input can't be used."""
 BUG = 70
 """Exit code where attnlens itself went wrong."""
-INTERRUPTED = 130
-"""Exit code of an interrupted command."""
 PLAIN_SECONDS = 10.0
 """How often progress is told where nothing can be animated."""
+LONGEST_LINE = 600
+"""Characters of a message's line beyond which its middle is left out; a stranger's file may fill it with megabytes."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where text goes; imported late, so that `--help` loads no tables."""
+    """Where tables and bars go; imported late, so that what needs neither is answered without them."""
     from attnlens.tables import console
 
     return console(stderr=stderr)
 
 
+def say(line: str) -> None:
+    """One line on stderr, with nothing in it that could steer the terminal."""
+    with suppress(OSError):  # where stderr takes nothing, the exit code must do
+        print(shortened(clean(line), LONGEST_LINE), file=sys.stderr, flush=True)
+
+
 def complain(problem: str, remedy: str) -> None:
     """Say on stderr what is wrong and what to do, a line each."""
-    with suppress(OSError):  # where stderr takes nothing, the exit code must do
-        console(stderr=True).print(f"Error: {clean(problem)}\n{clean(remedy)}", soft_wrap=True, markup=False)
+    say(f"Error: {problem}")
+    say(remedy)
+
+
+@contextmanager
+def interruptible_at_once() -> Iterator[None]:
+    """Inside, an interruption ends the program on the spot: imports may swallow it, or take it for a fault."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn errors into two lines and exit code 2, an interruption into 130; with --debug a traceback stands above."""
+    """End a command that went wrong with words and an exit code; with --debug a traceback stands above."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except typer.Exit:
+        except (typer.Exit, SystemExit):
             raise
-        except (Exception, KeyboardInterrupt) as error:  # the outermost door: nothing else turns bugs into words
+        except BaseException as error:
             if kwargs.get("debug"):
                 traceback.print_exc()
-            raise typer.Exit(_told(error)) from error
+            raise typer.Exit(told(error)) from error
 
     return run
 
 
-def _told(error: BaseException) -> int:
-    """Say what ended a command; the exit code."""
+def told(error: BaseException) -> int:
+    """Say what ended a command; the exit code. A panic of a Rust library, which is no Exception, is told too."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)
         return UNUSABLE
     if isinstance(error, KeyboardInterrupt):
-        console(stderr=True).print("Interrupted.")
+        say("Interrupted.")
         return INTERRUPTED
-    talk = console(stderr=True)
-    talk.print(f"Internal error: {type(error).__name__}: {clean(str(error))}", soft_wrap=True, markup=False)
-    talk.print("Run it again with --debug and report what it prints.")
+    if is_memory(error):
+        complain("Not enough memory.", "Use a smaller --batch-size, fewer --tokens or --layers, or a smaller model.")
+        return UNUSABLE
+    name = type(error).__name__
+    if name == "PanicException":
+        complain(f"A library broke down over a file of the model or over the text: {error}", "Give it sound ones.")
+        return UNUSABLE
+    say(f"Internal error: {name}: {error}")
+    say("Run it again with --debug and report what it prints.")
     return BUG
 
 
 @contextmanager
 def progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar with ETA on a terminal, else one plain line now and then; yields (stage, done, total) → None."""
-    talk = console(stderr=True)
     if not shown:
         yield lambda _stage, _done, _total: None
-    elif _may_move(talk):
+    elif _may_move() and not (talk := console(stderr=True)).is_dumb_terminal:
         with _bars(talk) as tell:
             yield tell
     else:
-        yield _plain(talk)
+        yield _plain()
 
 
-def _may_move(talk: Console) -> bool:
-    """Whether stderr is a terminal that can draw over a line, and neither CI nor NO_COLOR asks for plain lines."""
+def _may_move() -> bool:
+    """Whether stderr is a terminal, and neither CI nor NO_COLOR asks for plain lines."""
     unmoving = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
-    return sys.stderr.isatty() and not talk.is_dumb_terminal and not unmoving
+    return sys.stderr.isatty() and not unmoving
 
 
 @contextmanager
@@ -108,13 +135,13 @@ def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
-def _plain(talk: Console) -> Callable[[str, int, int], None]:
+def _plain() -> Callable[[str, int, int], None]:
     last = time.monotonic()
 
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= PLAIN_SECONDS:
             last = time.monotonic()
-            talk.print(f"{stage}: {done} of {total}")
+            say(f"{stage}: {done} of {total}")
 
     return tell

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from attnlens.cli import options as opt
+from attnlens.cli.delivery import deliver
+from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import INTERRUPTED, console, guarded
+from attnlens.cli.show import guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
-from attnlens.files import identity
-from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS
 from attnlens.registry import checked_name
 
 Kernels = Annotated[
@@ -135,10 +135,11 @@ def swap_kernel(
 
 def _swap(model: str | None, given: Mapping[str, Any]) -> None:
     outputs = Outputs.of(given)
-    outputs.check()
     settings = opt.asked(given) | opt.loading(given) | asked(given)
     name = named_model(model, quiet=outputs.quiet)
-    from attnlens import run
+    outputs.check(Inputs.of(given, [name]))
+    with interruptible_at_once():
+        from attnlens import run
 
     stopped = False
     with working(outputs) as tell:
@@ -146,11 +147,9 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
             report = run.swap_kernel(name, progress=tell, **settings)
         except run.Interrupted as stop:
             report, stopped = stop.report, True
-    outputs.deliver(report)
     if given["save"] is not None and not outputs.quiet:
-        console(stderr=True).print(f"Saved the changed model to {given['save']}", soft_wrap=True, markup=False)
-    if stopped:
-        raise typer.Exit(INTERRUPTED)
+        say(f"Saved the changed model to {given['save']}")
+    deliver(outputs, report, interrupted=stopped)
     if given["strict"]:
         end_strictly(report)
 
@@ -161,6 +160,8 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for an unknown part, path or sweep (did you mean), for a folder without a name, and where stdin
     should be two texts; TextError for a stdin that is not there.
     """
+    from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS
+
     known = {"part": PARTS, "path": PATHS, "sweep": SWEEPS, "ksvd_convention": CONVENTIONS}
     spelled = {"ksvd_convention": "--ksvd-convention"}
     chosen = {
@@ -177,7 +178,15 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     if given["ranks"] is not None and (not given["ranks"].strip() or "\0" in given["ranks"]):
         raise UsageError("--ranks names no file.", "Give the path of a plan after --ranks, or leave it out.")
-    if given["ranks"] and given["plan"] and identity(Path(given["ranks"])) == identity(Path(given["plan"])):
-        raise UsageError("--ranks and --plan name the same file.", "Write the new plan to a file of its own.")
+    if given["budget"] is None and given["ranks"] is None:
+        _check_kernels(given["kernel"] or (), allow_signed=given["allow_signed"])
     plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed", "eta", "budget", "ranks")}
     return {**chosen, **plain, "kernels": given["kernel"] or ["rbf"], "calibration": calibration}
+
+
+def _check_kernels(spellings: Sequence[str], *, allow_signed: bool) -> None:
+    """Raise UsageError for a kernel that does not exist, or not with these parameters."""
+    from attnlens.kernels import parsed
+
+    for words in spellings:
+        parsed(words, allow_signed=allow_signed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import typer
@@ -32,7 +33,7 @@ def end_strictly(report: Report) -> None:
 
 def failure(report: Report) -> IdentityError:
     """Which sites failed and how far the worst is off, as the error that ends the command."""
-    return IdentityError(_problem(report), REMEDY.format(report.model.id))
+    return IdentityError(_problem(report), REMEDY.format(quote(report.model.id)))
 
 
 def _problem(report: Report) -> str:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from attnlens.errors import AttnlensError, ModelError, UsageError
+from attnlens import calls
+from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
 from attnlens.models.bounds import bounded
 from attnlens.models.configs import check_config, check_counts, take_choices
@@ -31,10 +32,6 @@ __all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfin
 
 SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
-
-
-NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-"""What torch's allocators say, as plain RuntimeErrors."""
 
 
 class Loading(TypedDict, total=False):
@@ -68,6 +65,7 @@ class Loaded:
     """Tensors of the checkpoint that the model has no place for."""
 
 
+@calls.public
 def load(
     name: str | os.PathLike[str],
     *,
@@ -92,6 +90,7 @@ def load(
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
+    _check_words(device, revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
@@ -124,6 +123,15 @@ def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
     return stored
 
 
+def _check_words(device: object, revision: object, **switches: object) -> None:
+    """Raise UsageError for options of another type than theirs."""
+    calls.word("device", device)
+    if revision is not None:
+        calls.word("revision", revision)
+    for what, given in switches.items():
+        calls.switch(what, given)
+
+
 def _refuse_swapped(place: Place) -> None:
     if SWAPPED in names_in(place.folder):
         raise ModelError(
@@ -140,10 +148,11 @@ def _refuse_swapped(place: Place) -> None:
 def _written(name: object) -> str:
     """The model's name as a string; a path is written so that it can't be mistaken for a hub id or `demo`."""
     if isinstance(name, os.PathLike):
+        calls.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
         raise UsageError(f"A {type(name).__name__} names no model.", "Give a hub id, a path, or what load returned.")
-    return name
+    return calls.word("model", name)
 
 
 def _info(place: Place, model: PreTrainedModel, unused: tuple[str, ...]) -> ModelInfo:
@@ -217,6 +226,6 @@ def _foreign(problem: str, remedy: str) -> Iterator[None]:
     except ImportError as error:
         raise ModelError(f"{problem}: {first_line(error)}", "Install the package that it asks for.") from error
     except Exception as error:
-        if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+        if is_memory(error):
             raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
         raise ModelError(f"{problem}: {first_line(error)}", remedy) from error

@@ -7,15 +7,19 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
-ANSWER = 20.0
+ANSWER = 8.0
 """Seconds within which it must answer the first question."""
 
 
@@ -45,13 +49,28 @@ class Hub:
         if not reachable(constants.ENDPOINT):
             return self.cached("the hub can't be reached")
         try:
-            siblings = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER).siblings or []
-            names = wanted([sibling.rfilename for sibling in siblings])
-            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=names))
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(self._names(HfApi()))))
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
         except ConnectionFailure:
             return self.cached("the hub can't be reached")
+
+    def _names(self, api: HfApi) -> list[str]:
+        """The names of the repository's files. Raises ModelError where what answers is no hub, as a log-in page."""
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = api.model_info(self.id, revision=self.revision, timeout=ANSWER)
+            if not found.sha:
+                raise ValueError("it names no commit")  # noqa: TRY301  # one refusal for all that is no answer of a hub
+            return [sibling.rfilename for sibling in found.siblings or []]
+        except HFValidationError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ModelError(
+                f"What answers at {api.endpoint} is no model hub: {first_line(error)}",
+                "Log in to the network, or mend HF_ENDPOINT; with --offline the local cache is asked.",
+            ) from None
 
     def cached(self, why: str) -> Path:
         """The folder in the local cache, which alone is asked because of `why`; its name is the commit.
@@ -118,11 +137,13 @@ def first_line(error: BaseException) -> str:
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether `endpoint`, or the proxy that leads there, accepts a connection within PATIENCE seconds."""
-    parts = urlsplit(endpoint)
+    """Whether `endpoint`, or the proxy that leads there, accepts a connection within PATIENCE seconds.
+
+    Raises ModelError where one of them is no address.
+    """
+    parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
-    target = urlsplit(proxy if proxy and "://" in proxy else f"//{proxy}") if proxy else parts
-    port = target.port or (443 if target.scheme == "https" else 80)
+    target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
     answers: list[bool] = []
 
     def knock() -> None:
@@ -137,3 +158,13 @@ def reachable(endpoint: str) -> bool:
     thread.start()
     thread.join(PATIENCE)
     return answers == [True]
+
+
+def _address(written: str, variable: str) -> tuple[SplitResult, int]:
+    """An address and its port. Raises ModelError, which does not repeat it: a proxy's may hold a password."""
+    try:
+        found = urlsplit(written if "://" in written else f"//{written}")
+        port = found.port
+    except ValueError as error:
+        raise ModelError(f"{variable} is no address: {error}", f"Mend the variable {variable}, or unset it.") from None
+    return found, port or (443 if found.scheme == "https" else 80)

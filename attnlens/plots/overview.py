@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.lines import Line2D
 
+from attnlens.errors import UsageError
 from attnlens.plots.captions import (
     coverage_line,
     fitted,
@@ -60,6 +61,8 @@ class Panel:
 def overview_figure(shapes: Shapes) -> Figure:
     """A page of up to six pictures: a row for each source, or both rows for a single one."""
     rows = page_rows(shapes)
+    if not rows:
+        raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
     height = HEIGHT if len(rows) > 1 else 0.57 * HEIGHT
     figure = new_figure(WIDTH, height, dpi=300)
     _head(figure, shapes, height, any(panel.hatched for row in rows for panel in row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,12 @@ CROWD = 400
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draw and save within: matplotlib's settings are the house's inside and the caller's again outside."""
-    with matplotlib.style.context(["default", SETTINGS]):
+    """Draw and save within: matplotlib's settings are the house's inside and the caller's again outside.
+
+    A letter that the font lacks, as in a folder's name, is drawn as an empty box and not told.
+    """
+    with matplotlib.style.context(["default", SETTINGS]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 

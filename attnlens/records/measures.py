@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,7 +28,15 @@ def _nine_digits(number: float) -> float:
 
 
 Number = Annotated[float, PlainSerializer(_nine_digits, when_used="json")]
-Count = Annotated[int, Field(ge=0)]
+
+
+def _countable(number: int) -> int:
+    if number > 2**63 - 1:
+        raise ValueError("no count is beyond 2^63")
+    return number
+
+
+Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
 
 
 class Record(BaseModel):
@@ -94,10 +104,11 @@ class Measure(Record):
 
     @property
     def z(self) -> float | None:
-        """(value − null mean) / null sd, or None where either is missing."""
+        """(value − null mean) / null sd, or None where either is missing or the quotient is beyond all numbers."""
         if self.value is None or self.null is None or self.null.sd == 0:
             return None
-        return (self.value - self.null.mean) / self.null.sd
+        found = (self.value - self.null.mean) / self.null.sd
+        return found if math.isfinite(found) else None
 
 
 class HeadId(Record):

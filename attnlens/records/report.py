@@ -20,6 +20,7 @@ from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.tensors import Part
 from attnlens.records.windows import Windows
+from attnlens.wording import clean
 
 if TYPE_CHECKING:
     import pandas
@@ -179,7 +180,7 @@ class Report(Record):
     _windows: Windows | None = PrivateAttr(None)
 
     def __repr__(self) -> str:
-        return f"<Report {self.command} {self.model.id}: {self.coverage.sentence}>"
+        return clean(f"<Report {self.command} {self.model.id}: {self.coverage.sentence}>")
 
     __str__ = __repr__
 

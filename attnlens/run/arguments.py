@@ -10,6 +10,7 @@ from operator import index
 from typing import Any, cast
 
 from attnlens import models, registry, texts
+from attnlens.calls import LARGEST, several, shown, switch, word
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Intervals, Settings, Text
@@ -19,7 +20,6 @@ from attnlens.statistics.design import FEWEST_TEXTS
 
 SOURCES = ("weights", "tokens", "both")
 INTERVALS = ("windows", "texts")
-LARGEST_SEED = 2**63 - 1
 NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
 """What the settings of a run without any input say."""
 
@@ -30,21 +30,22 @@ Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def words(what: str, given: Words) -> list[str]:
     """Several names or paths as strings; a plain one means itself and not its letters.
 
-    Raises UsageError where one of them is neither a string nor a path.
+    Raises UsageError where one of them is neither a string nor a path, or an empty one.
     """
-    several = [given] if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable) else list(given)
-    for one in several:
+    alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if alone else several(what, cast("Iterable[Any]", given))
+    for one in found:
         if not isinstance(one, str | os.PathLike):
-            raise UsageError(f"{what}={_shown(given)} holds no string: {_shown(one)}.", "Give strings or paths.")
-    return [os.fspath(one) for one in several]
+            raise UsageError(f"{what}={shown(given)} holds no string: {shown(one)}.", "Give strings or paths.")
+    return [word(what, os.fspath(one)) for one in found]
 
 
-def whole(what: str, given: Any, least: int, most: int | None = None) -> int:
+def whole(what: str, given: Any, least: int, most: int = LARGEST) -> int:
     """`given`, if it is a whole number from `least` to `most`; else UsageError."""
     number = _integer(given)
-    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    if number is None or number < least or (most is not None and number > most):
-        raise UsageError(f"{what}={_shown(given)} makes no sense.", f"Give a whole number, {bounds}.")
+    bounds = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
+    if number is None or not least <= number <= most:
+        raise UsageError(f"{what}={shown(given)} makes no sense.", f"Give a whole number, {bounds}.")
     return number
 
 
@@ -57,11 +58,11 @@ def numbers(what: str, given: Any) -> list[int] | None:
         return None
     say = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise UsageError(f"{what}={_shown(given)} is no list of numbers.", say)
-    several = list(given)
-    found = [number for one in several if (number := _integer(one)) is not None]
-    if len(found) < len(several) or min(found, default=0) < 0:
-        raise UsageError(f"{what}={_shown(several)} does not hold whole numbers from 0 on alone.", say)
+        raise UsageError(f"{what}={shown(given)} is no list of numbers.", say)
+    items = several(what, given)
+    found = [number for one in items if (number := _integer(one)) is not None]
+    if len(found) < len(items) or min(found, default=0) < 0 or max(found, default=0) > LARGEST:
+        raise UsageError(f"{what}={shown(items)} does not hold whole numbers from 0 on alone.", say)
     if not found:
         raise UsageError(f"{what}=[] asks for nothing.", say)
     return list(dict.fromkeys(found))
@@ -69,12 +70,12 @@ def numbers(what: str, given: Any) -> list[int] | None:
 
 def head(given: Any) -> tuple[int, int]:
     """(layer, head), or `3.7`, as two whole numbers from 0 on; UsageError for anything else."""
-    several = given.strip().split(".") if isinstance(given, str) else given
-    if isinstance(given, str) and all(part.isascii() and part.isdecimal() for part in several):
-        several = [int(part) for part in several]
-    found = [_integer(part) for part in several] if isinstance(several, Iterable) else []
-    if len(found) != 2 or any(part is None or part < 0 for part in found):
-        raise UsageError(f"head={_shown(given)} is no head.", "Give layer and head, such as (3, 7) or '3.7'.")
+    parts = given.strip().split(".") if isinstance(given, str) else given
+    if isinstance(given, str) and all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        parts = [int(part) for part in parts]
+    found = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
+    if len(found) != 2 or any(part is None or not 0 <= part <= LARGEST for part in found):
+        raise UsageError(f"head={shown(given)} is no head.", "Give layer and head, such as (3, 7) or '3.7'.")
     layer, number = (part for part in found if part is not None)
     return layer, number
 
@@ -127,16 +128,15 @@ def settings(
     heads: Sequence[int] | None = None,
 ) -> Settings:
     """What was asked for, if it makes sense; UsageError where it does not."""
-    pack, intervals, tokens = given.get("pack", True), given.get("intervals"), given.get("tokens")
-    if not isinstance(pack, bool):
-        raise UsageError(f"pack={_shown(pack)} is neither True nor False.", "Give pack=True or pack=False.")
+    intervals, tokens = given.get("intervals"), given.get("tokens")
+    switch("allow_foreign_text", given.get("allow_foreign_text", False))
     whole("batch_size", given.get("batch_size", 8), 1)
     return Settings(
-        seed=whole("seed", given.get("seed", 0), 0, LARGEST_SEED),
+        seed=whole("seed", given.get("seed", 0), 0),
         source=checked_name("source", source, SOURCES),
         sequences=whole("sequences", given.get("sequences", 32), 1),
         tokens=None if tokens is None else whole("tokens", tokens, 2),
-        pack=pack,
+        pack=switch("pack", given.get("pack", True)),
         windows=_one_of("windows", given.get("windows", "spread"), texts.PLACEMENTS),
         intervals=None if intervals is None else _one_of("intervals", intervals, INTERVALS),
         layers=numbers("layers", layers),
@@ -275,8 +275,17 @@ def share(select: object) -> float | None:
     except ValueError:
         found = math.nan
     if kind != "top-p" or not 0 < found < 1:
-        raise UsageError(f"select={_shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
+        raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
     return found
+
+
+def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Content]:
+    """The texts of these files. Raises UsageError where the weights alone are read, which need none; TextError."""
+    if files and source == "weights":
+        raise UsageError(
+            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
+        )
+    return texts.read_each(files)
 
 
 def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
@@ -309,9 +318,3 @@ def _integer(given: Any) -> int | None:
         return index(given)
     except TypeError:
         return None
-
-
-def _shown(given: object) -> str:
-    """As it would be written, on one line and not too long."""
-    line = " ".join(repr(given).split())
-    return line if len(line) <= 60 else f"{line[:57]}..."

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypedDict, Unpack
 
+from attnlens.calls import public
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.registry import checked_name
@@ -22,6 +23,7 @@ WIDTH = 10
 """d of the paper's experiments."""
 
 
+@public
 def converge(
     model: str | PathLike[str] | None = None,
     *,
@@ -104,7 +106,7 @@ def synthetic(
     that are finished.
     """
     overrides = checked({NAMES.get(name, name): value for name, value in sizes.items()})
-    arguments.whole("seed", seed, 0, arguments.LARGEST_SEED)
+    arguments.whole("seed", seed, 0)
     wanted = arguments.words("experiments", experiments) or list(names())
     chosen = [checked_name("experiment", name, names()) for name in dict.fromkeys(wanted)]
     refuse_ignored(chosen, overrides)

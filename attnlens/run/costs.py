@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import hooks
-from attnlens.errors import ModelError
+from attnlens.errors import ModelError, is_memory
 from attnlens.run.compare import Variant
 
-REFUSALS = ("not enough memory", "can't allocate memory")
-"""What torch's CPU allocator says on Windows and macOS, and on Linux."""
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -50,8 +48,8 @@ def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Va
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory(error):
             raise
         size = next(iter(inputs.values())).shape[0]
         if variant is None:
@@ -76,14 +74,8 @@ def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant:
     try:
         with torch.no_grad(), variant():
             hooks.forward(model, {name: tensor[:size] for name, tensor in inputs.items()})
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory(error):
             raise
         return False
     return True
-
-
-def _is_memory(error: BaseException) -> bool:
-    """The CPU allocator raises a plain RuntimeError."""
-    said = any(words in str(error) for words in REFUSALS)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or said

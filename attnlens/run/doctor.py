@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
+from attnlens.calls import public
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
@@ -28,6 +29,7 @@ TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
 
 
+@public
 def doctor(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,

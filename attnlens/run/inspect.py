@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
+from attnlens.calls import public
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
@@ -47,6 +48,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
     """Show no progress."""
 
 
+@public
 def inspect(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,
@@ -71,7 +73,7 @@ def inspect(
     asked = arguments.settings(more, source=source, layers=layers, heads=heads)
     chosen, asked = arguments.chosen(asked, analyzers, select, show)
     files = arguments.words("text", more.get("text", ()))
-    named = texts.read_each(files) if source != "weights" else ()
+    named = arguments.named_texts(files, source)
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}

@@ -49,7 +49,7 @@ def series(
     chosen, asked = arguments.chosen(asked, wanted, select, None)
     found = _found(arguments.words("checkpoints", names), arguments.words("revisions", revisions), loading)
     checkpoints.refuse_different(found)
-    contents = texts.read_each(arguments.words("text", more.get("text", ()))) if source != "weights" else ()
+    contents = arguments.named_texts(arguments.words("text", more.get("text", ())), source)
     if source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, arguments.cut_of(asked, more), progress, loading).run()

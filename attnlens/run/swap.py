@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Unpack, cast
 
 from attnlens import models, texts
+from attnlens.calls import public
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
 from attnlens.run import arguments, budget, calibration
@@ -21,6 +22,7 @@ FITTING, HEALING = 32, 512
 """Sequences of calibration text for a fit, and at most for a healing."""
 
 
+@public
 def swap_kernel(
     model: str | PathLike[str] | models.Loaded = "demo",
     kernels: arguments.Words = "rbf",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from attnlens.calls import public, switch
 from attnlens.records import Experiment, Report, Skipped
 from attnlens.run import arguments
 from attnlens.run.converge import WIDTH, finished
@@ -71,13 +72,15 @@ LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than 
 """What a quick report says is missing."""
 
 
+@public
 def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -> Report:
     """Every row of the papers' small experiments, judged; `passed` of each experiment says how it went.
 
     `quick` takes fewer trials, and tolerances that are as much wider, and trains no model. Raises UsageError for a seed
     that is none, and Interrupted with the rows that are finished.
     """
-    arguments.whole("seed", seed, 0, arguments.LARGEST_SEED)
+    arguments.whole("seed", seed, 0)
+    switch("quick", quick)
     wanted = Wanted(quick, seed, progress)
     report = finished("verify", [partial(row, wanted) for row in ROWS], seed, WIDTH)
     left_out = report.coverage.model_copy(update={"skipped": [LEFT_OUT] if quick else []})

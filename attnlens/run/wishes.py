@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from attnlens import calls
 from attnlens.attention import Path as Route
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
@@ -86,8 +86,8 @@ class Wish:
         for option in given:
             checked_name("option", option, Wishes.__annotations__)
         spellings = dict.fromkeys(arguments.words("kernels", kernels))
-        allow = bool(given.get("allow_signed", False))
-        save = given.get("save")
+        allow = calls.switch("allow_signed", given.get("allow_signed", False))
+        save = None if given.get("save") is None else calls.path("save", given["save"])
         budget, ranks = given.get("budget"), _ranks(given)
         if budget is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings))])
@@ -98,7 +98,7 @@ class Wish:
             part=cast("Part | None", _one_of("part", given.get("part"), PARTS)) if ranks is None else part_of(ranks),
             path=cast("Route", _one_of("path", given.get("path", "auto"), PATHS)),
             sweep=cast("Unit | None", _one_of("sweep", given.get("sweep"), SWEEPS)),
-            fit=bool(given.get("fit", False)),
+            fit=calls.switch("fit", given.get("fit", False)),
             heal=arguments.whole("heal", given.get("heal", 0), 0),
             calibration=arguments.words("calibration", given.get("calibration", ())),
             save=None if save is None else Path(save),
@@ -165,8 +165,10 @@ def _ranks(given: Mapping[str, Any]) -> Plan | None:
     if given.get("part") is not None:
         raise UsageError(*BOTH)
     if not isinstance(ranks, Plan | str | os.PathLike):
-        raise UsageError(f"ranks={ranks!r} is neither a plan nor a path.", "Give the path of a plan from --plan.")
-    return ranks if isinstance(ranks, Plan) else read_plan(os.fspath(ranks))
+        raise UsageError(
+            f"ranks={calls.shown(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan."
+        )
+    return ranks if isinstance(ranks, Plan) else read_plan(calls.path("ranks", ranks))
 
 
 def _without_rank(kernels: list[str]) -> str:
@@ -193,8 +195,8 @@ def _eta(given: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
         return None
     if eta is None:
         return ETA
-    if isinstance(eta, bool) or not isinstance(eta, int | float) or not math.isfinite(eta) or eta < 0:
-        raise UsageError(f"eta must be 0 or more, not {eta}.", f"The published code has 0.01 to {ETA:g}.")
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= calls.LARGEST:
+        raise UsageError(f"eta must be 0 or more, not {calls.shown(eta)}.", f"The published code has 0.01 to {ETA:g}.")
     return float(eta)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from pydantic import JsonValue
 
+from attnlens import calls
 from attnlens.attsvm.descent import Loss
 from attnlens.errors import UsageError
 from attnlens.records.experiments import Experiment
@@ -124,7 +124,7 @@ def checked(wishes: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: checked_name(name, given[name], known) for name, known in words.items() if name in given}
     other = {name: value for name, value in given.items() if name in ("seed", "lr")}
     if "seed" in other:
-        arguments.whole("seed", other["seed"], 0, arguments.LARGEST_SEED - LARGEST["trials"])
+        arguments.whole("seed", other["seed"], 0, calls.LARGEST - LARGEST["trials"])
     if "lr" in other:
         _rate(other["lr"])
     if "m" in given and given.get("parameterisation") == "W":
@@ -135,8 +135,8 @@ def checked(wishes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rate(lr: Any) -> None:
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr <= 0:
-        raise UsageError(f"lr={lr!r} is no step downhill.", "Give a number above 0, such as 0.1.")
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= calls.LARGEST:
+        raise UsageError(f"lr={calls.shown(lr)} is no step downhill.", "Give a number above 0, such as 0.1.")
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:

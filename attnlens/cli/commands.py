@@ -1,0 +1,168 @@
+"""What can be typed? Each command parses, calls one function, and shows what comes back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import attnlens
+from attnlens.cli import options as opt
+from attnlens.cli.converge import converge, verify
+from attnlens.cli.defaults import defaults, kinds
+from attnlens.cli.delivery import deliver
+from attnlens.cli.inputs import Inputs
+from attnlens.cli.outputs import Outputs, product
+from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
+from attnlens.cli.swap import swap_kernel
+from attnlens.cli.verdict import PARTLY, end_strictly, failure
+from attnlens.cli.work import named_model, working
+from attnlens.registry import checked_name
+
+app = typer.Typer(
+    name="attnlens",
+    help="Look at the attention of pretrained transformers as kernel machines.",
+    epilog="Exit codes: 0 done · 1 a check failed · 2 the words or the input can't be used · 3 done in part, with "
+    "--strict · 130 interrupted, finished work is kept · 141 the reader of stdout left early.",
+    invoke_without_command=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attnlens {attnlens.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+@guarded
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Look at the attention of pretrained transformers as kernel machines."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(UNUSABLE)
+    if context.invoked_subcommand == "list" or "--help" in sys.argv:
+        return  # neither reads a default, and a slip in a file must not stand in the way of help
+    found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
+    context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)
+
+
+@app.command()
+@guarded
+@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
+def inspect(
+    context: typer.Context,
+    model: opt.Model = None,
+    source: opt.Source = "both",
+    analyzer: opt.Analyzers = None,
+    head: opt.Head = None,
+    select: opt.Select = "argmax",
+    show: opt.Show = None,
+    seed: opt.Seed = 0,
+    all_heads: opt.AllHeads = False,
+    strict: opt.Strict = False,
+    **_shared: Any,
+) -> None:
+    """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
+    _inspect(model, context.params)
+
+
+def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
+    outputs = Outputs.of(given)
+    settings = opt.asked(given) | opt.loading(given) | opt.shown(given)
+    name = named_model(model, quiet=outputs.quiet)
+    outputs.check(Inputs.of(given, [name]))
+    with interruptible_at_once():
+        from attnlens import run
+
+    stopped = False
+    with working(outputs) as tell:
+        try:
+            report = run.inspect(name, progress=tell, **settings)
+        except run.Interrupted as stop:
+            if not any(head.measures for head in stop.report.heads):
+                raise
+            report, stopped = stop.report, True
+    deliver(outputs, report, interrupted=stopped)
+    if given["strict"]:
+        end_strictly(report)
+
+
+app.command(name="swap-kernel")(swap_kernel)
+app.command()(converge)
+
+
+@app.command()
+@guarded
+@opt.also(opt.LOADED)
+def doctor(
+    context: typer.Context,
+    model: opt.Model = None,
+    layers: opt.Layers = None,
+    heads: opt.Heads = None,
+    text: opt.Text = None,
+    tokens: opt.Tokens = None,
+    sequences: opt.Sequences = 2,
+    pack: opt.Pack = True,
+    dtype: opt.Dtype = "float64",
+    seed: opt.Seed = 0,
+    strict: opt.Strict = False,
+    json: opt.Json = None,
+    quiet: opt.Quiet = False,
+    no_progress: opt.NoProgress = False,
+    debug: opt.Debug = False,
+    **_shared: Any,
+) -> None:
+    """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
+    outputs = Outputs.of(context.params)
+    settings = opt.asked(context.params) | opt.loading(context.params)
+    name = named_model(model, quiet=quiet)
+    outputs.check(Inputs.of(context.params, [name]))
+    with interruptible_at_once():
+        from attnlens import run
+
+    with working(outputs) as tell:
+        report = run.doctor(name, progress=tell, **settings)
+    deliver(outputs, report)
+    if not run.sound(report):
+        raise failure(report)
+    if strict and report.summary.verdict != "agrees":
+        raise typer.Exit(PARTLY)
+
+
+app.command()(verify)
+
+
+@app.command(name="list")
+@guarded
+def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
+    """List kernels, analyzers and measures with their one-line meaning, or print the report's JSON Schema."""
+    kind = None if what is None else checked_name("list", what, ("kernels", "analyzers", "measures", "schema"))
+    if kind == "schema":
+        from attnlens.records import json_schema
+
+        with product():
+            typer.echo(json_schema(), nl=False)
+        return
+    from attnlens import kernels, registry, tables
+
+    shown = console()
+    with product():
+        if kind in (None, "kernels"):
+            shown.print(
+                tables.kernels_table(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
+            )
+        if kind in (None, "analyzers"):
+            shown.print(tables.analyzers_table(registry.every_analyzer()))
+        if kind in (None, "measures"):
+            shown.print(tables.measures_table(registry.measure_infos().values()))

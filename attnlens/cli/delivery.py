@@ -1,0 +1,181 @@
+"""How are results handed over? Data first, then tables, pictures last; what fails costs itself alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from attnlens.cli import INTERRUPTED
+from attnlens.cli.outputs import DATA, STDOUT, Outputs, product
+from attnlens.cli.show import complain, console, say
+from attnlens.errors import AttnlensError, OutputError
+from attnlens.files import make_folder, write_atomically
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from attnlens.records import Report
+
+
+def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> None:
+    """Write the data, show the tables, draw the pictures, and tell which files there are.
+
+    What fails is told when the rest is done: raised as an AttnlensError, or as Exit where the reader of stdout left.
+    `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption.
+    """
+    failures = Failures()
+    written: list[str] = []
+    try:
+        for option, path in outputs.files(*DATA).items():
+            with failures.kept():
+                write_atomically(path, _text(option, report).encode())
+                written.append(str(path))
+        with failures.kept():
+            _show(outputs, report)
+        if outputs.png is not None:
+            written += _draw(report, Path(outputs.png), failures)
+        if outputs.html is not None:
+            with failures.kept():
+                write_atomically(Path(outputs.html), _drawn(outputs.html, lambda: _page(report)))
+                written.append(outputs.html)
+    finally:
+        if written and not outputs.quiet:
+            say(f"Wrote {', '.join(written)}")
+            if older := _older(outputs, report):
+                say(older)
+    failures.end(interrupted=interrupted)
+
+
+class Failures:
+    """What failed while there was more to do."""
+
+    def __init__(self) -> None:
+        self.errors: list[AttnlensError] = []
+        self.exits: list[typer.Exit] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, a failure ends the block and nothing else."""
+        try:
+            yield
+        except AttnlensError as error:
+            self.errors.append(error)
+        except typer.Exit as stop:
+            self.exits.append(stop)
+
+    def end(self, *, interrupted: bool) -> None:
+        """Tell them, and raise the last, or Exit of the interruption."""
+        for error in self.errors if interrupted else self.errors[:-1]:
+            complain(error.problem, error.remedy)
+        if interrupted:
+            say("Interrupted.")
+            raise typer.Exit(INTERRUPTED)
+        for last in (self.errors or self.exits)[-1:]:
+            raise last
+
+
+def _text(option: str, report: Report) -> str:
+    """What stands in the file of that option."""
+    from attnlens import tables
+
+    makers: dict[str, Callable[[Report], str]] = {
+        "json": lambda report: report.to_json(),
+        "csv": tables.csv,
+        "windows_csv": tables.windows_csv,
+        "markdown": tables.markdown,
+        "plan": _plan,
+    }
+    return makers[option](report)
+
+
+def _plan(report: Report) -> str:
+    """The plan of a budget alone; --plan is refused where there is none."""
+    assert report.plan is not None  # noqa: S101
+    return report.plan.to_json()
+
+
+def _show(outputs: Outputs, report: Report) -> None:
+    with product():
+        if outputs.json == STDOUT:
+            sys.stdout.buffer.write(report.to_json().encode())
+        if not outputs.quiet:
+            for table in _tables(outputs, report):
+                console(stderr=outputs.json == STDOUT).print(table)
+
+
+def _tables(outputs: Outputs, report: Report) -> Iterator[RenderableType]:
+    from attnlens import tables
+
+    if report.command == "doctor":
+        yield tables.doctor_table(report.doctor)
+        return
+    yield tables.summary(report)
+    if report.selections:
+        yield tables.selections(report)
+    if outputs.all_heads:
+        yield tables.all_heads(report)
+    if outputs.verbose:
+        yield tables.details(report)
+
+
+def _draw(report: Report, target: Path, failures: Failures) -> list[str]:
+    """Draw and write each picture; what to tell of them."""
+    from attnlens import plots
+
+    made: list[Path] = []
+    with failures.kept():
+        for path, draw in plots.drawings(report, target).items():
+            with failures.kept():
+                content = _drawn(path, draw)
+                _write_into_folder(path, content)
+                made.append(path)
+    return [f"{len(made)} pictures to {target}"] if len(made) > 1 else [str(path) for path in made]
+
+
+def _older(outputs: Outputs, report: Report) -> str:
+    """How many pictures of other runs stay in the folder that got this one's; empty where none do."""
+    from attnlens import plots
+
+    folder = Path(outputs.png) if outputs.png is not None else None
+    if folder is None or not folder.is_dir():
+        return ""
+    count = len(set(folder.glob("*.png")) - plots.drawings(report, folder).keys())
+    several = "older picture" + "s" * (count != 1)
+    return f"{folder} holds {count} {several} that this run did not write." if count else ""
+
+
+def _page(report: Report) -> bytes:
+    from attnlens import html  # late, because it loads matplotlib
+
+    return html.page(report).encode()
+
+
+def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
+    """A picture's file. Whatever goes wrong in drawing it costs that picture alone, hence the broad except."""
+    try:
+        return draw()
+    except AttnlensError:
+        raise
+    except Exception as error:
+        raise OutputError(
+            f"{path} can't be drawn: {type(error).__name__}: {error}.",
+            "The other results are written; run it again with --debug and report what it prints.",
+        ) from error
+
+
+def _write_into_folder(path: Path, content: bytes) -> None:
+    """Write a picture; the folder is made for it, and does not stay where that fails."""
+    new = not path.parent.exists()
+    make_folder(path.parent)
+    try:
+        write_atomically(path, content)
+    except OutputError:
+        if new:
+            with suppress(OSError):
+                path.parent.rmdir()
+        raise

@@ -1,0 +1,87 @@
+"""Runs one command line, and turns whatever it could not turn into words itself into words and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import typer
+
+from attnlens.cli import leave
+from attnlens.cli.commands import app
+from attnlens.cli.outputs import READER_LEFT, product
+from attnlens.cli.show import UNUSABLE, complain, told
+
+TypedWrong: Any = typer.BadParameter.__base__
+"""What click raises for words that it can't parse; typer carries its own click, or uses the package, by its version."""
+WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
+WIDEST = 1000
+"""Columns or lines beyond which no page is; a table is filled up to them."""
+UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
+"""What click adds to an option's name, whether or not the variable is set."""
+
+
+def run() -> None:
+    """Run the program's own words, and end it."""
+    code = exit_code()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and told
+    if code == 0:
+        sys.exit(0)
+    # CPython holds an interruption that struck inside exec(), as dataclasses use it while torch is imported, for
+    # unhandled even when it was caught; and a library that memory did not suffice for may crash when it is wound up.
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def exit_code(words: Sequence[str] | None = None) -> int:
+    """Run these words (none: the program's own); the exit code, after everything was said."""
+    try:
+        _prepare()
+        if sys.stdout is None:
+            complain("stdout is closed.", "Send it somewhere, as in: attnlens list > FILE")
+            return UNUSABLE
+        with product():
+            return app(words, prog_name="attnlens", standalone_mode=False) or 0
+    except TypedWrong as error:
+        return _mistyped(error, sys.argv[1:] if words is None else words)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except SystemExit:  # so does typer itself end where nobody reads its help
+        return READER_LEFT
+    except BaseException as error:
+        return told(error)
+
+
+def _prepare() -> None:
+    """Make streams, page and libraries usable in whatever state the caller left them."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on what is finished is kept
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it lives as long as the program
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone still gets its numbers
+    for name in WIDTHS:
+        given = os.environ.pop(name, "")
+        if given.isascii() and given.isdecimal() and given.strip("0"):  # typer's help would believe a width of 0
+            os.environ[name] = given if len(given) <= 3 else str(WIDEST)
+    os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own to the programs that it starts
+    warnings.simplefilter("ignore")  # other libraries' talk; PYTHONWARNINGS=error would make it end the program
+
+
+def _mistyped(error: Any, words: Sequence[str]) -> int:
+    """Say which words could not be parsed, and where they are explained."""
+    # an option without its value is told without a context, and only within a command
+    command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
+    told = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
+    complain(told, f"Run: {command} --help")
+    return UNUSABLE

@@ -1,0 +1,98 @@
+"""Which files does a command read? They are looked for before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnlens.errors import TextError
+from attnlens.files import identity
+
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
+"""What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
+FILES = (".gguf", ".safetensors")
+STDIN = "-"
+
+
+@dataclass
+class Inputs:
+    """The files that a command reads, and the folders of its models."""
+
+    files: dict[object, str] = field(default_factory=dict)
+    """What each is, in words, by the identity that all its names have in common."""
+    folders: dict[Path, str] = field(default_factory=dict)
+    """The same of models' folders, by real path."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], models: Iterable[str]) -> Inputs:
+        """Those of a command's parameters, and of these models.
+
+        Raises TextError for a text that is not there, ModelError for a model that is not where its name says (the hub
+        is not asked), UsageError for a plan that can't be read.
+        """
+        found = cls()
+        for option in ("text", "calibration"):
+            for path in given.get(option) or ():
+                if str(path) != STDIN:
+                    found._add(_readable(path), f"which --{option} reads")
+        if given.get("ranks") is not None:
+            found._add(_plan(given["ranks"]), "which --ranks reads")
+        for name in models:
+            found._add_model(name, given)
+        return found
+
+    def holding(self, output: Path) -> str:
+        """What `output` is an input as, in words; empty where it is none, as a file that is not there."""
+        if not output.exists():
+            return ""
+        real = Path(os.path.realpath(output))
+        beside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
+        return self.files.get(identity(output)) or ("" if output.is_dir() else next(beside, ""))
+
+    def _add(self, path: Path, what: str) -> None:
+        self.files[identity(path)] = what
+
+    def _add_model(self, name: str, given: Mapping[str, Any]) -> None:
+        """The files of a model on this machine: of its folder all, wherever links lead; a bare file."""
+        here = os.path.exists(os.path.expanduser(name))  # noqa: PTH110, PTH111  # never raise, whatever the name
+        asked_of_hub = HUB.fullmatch(name) and not name.endswith(FILES) and not here and name != "demo"
+        if asked_of_hub and not given["offline"]:
+            return
+        from attnlens.models.places import find
+
+        revision = given.get("revision") if len(given.get("models") or ()) < 2 else None
+        place = find(name, revision, offline=given["offline"], allow_pickle=given["allow_pickle"])
+        what = f"a file of the model {name}"
+        if place.form == "gguf" and not os.path.isdir(os.path.expanduser(name)):  # noqa: PTH111, PTH112  # as above
+            self._add(place.folder / place.file, what)
+            return
+        self.folders[Path(os.path.realpath(place.folder))] = what
+        for file in place.folder.iterdir():
+            self._add(file, what)
+
+
+def _readable(path: Path) -> Path:
+    """The path of a text. Raises TextError where there is none that can be read."""
+    found = Path(os.path.expanduser(path))  # noqa: PTH111  # never raises
+    try:
+        problem = "Is a directory" if found.stat() and found.is_dir() else ""
+        problem = problem or ("" if os.access(found, os.R_OK) else "Permission denied")
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", "") or str(error)
+    if problem:
+        raise TextError(f"The text {path} can't be read: {problem}.", "Give a plain text file in UTF-8.")
+    return found
+
+
+def _plan(name: str) -> Path:
+    """The path of a plan. Raises UsageError where it is none; what can be read only once is left to the run."""
+    from attnlens.records import read_plan
+
+    path = Path(name)
+    if path.is_file() or not path.exists():
+        read_plan(path)
+    return path
