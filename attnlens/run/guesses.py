@@ -32,6 +32,8 @@ class Guesses:
     """Mean loss of each sequence read so far."""
     counts: list[Tensor] = field(default_factory=list)
     """How many tokens of it are predicted."""
+    vocabulary: int = 0
+    """Among how many tokens it guesses."""
 
     @classmethod
     def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
@@ -46,18 +48,19 @@ class Guesses:
             return
         for logits, targets in zip(logits_of(result), self.targets[number], strict=True):
             mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
+            self.vocabulary = logits.shape[-1]
             self.means.append(mean)
             self.counts.append(count)
 
-    def notes(self, names: Sequence[str], vocabulary: int) -> list[str]:
+    def notes(self, names: Sequence[str]) -> list[str]:
         """A sentence for each text that is guessed worse than evenly; `names` are those of the sequences."""
         if not self.means:
             return []
-        return guess_notes(torch.cat(self.means), torch.cat(self.counts), names, vocabulary)
+        return guess_notes(torch.cat(self.means), torch.cat(self.counts), names, self.vocabulary)
 
 
 def guess_notes(
-    means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: int
+    means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """The same of any losses: those of texts whose mean over tokens is above ln(vocabulary)."""
     even, told = math.log(vocabulary), []

@@ -270,8 +270,7 @@ class Inspection:
                         guesses.add(number, hooks.forward(self.loaded.model, batch.inputs))
                         self.finished += batch.size
                 self.progress("tokens", total, total)
-                vocabulary = self.loaded.model.config.get_text_config().vocab_size
-                told = guesses.notes(self.fed.parts if self.fed is not None else (), vocabulary)
+                told = guesses.notes(self.fed.parts if self.fed is not None else ())
                 self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
             finally:
                 self.collector.close_tokens(analyzers, self.finished)

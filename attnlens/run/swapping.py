@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -247,8 +248,8 @@ class Swapping:
         """A note for each text that the original guesses worse than evenly."""
         texts_of, sampled = [text.name for text in self.settings.texts], found.sampled
         means, counts = torch.cat(found.before), torch.cat(found.counts)
-        vocabulary = self.loaded.model.config.get_text_config().vocab_size
-        told = guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary)
+        vocabulary = texts.vocabulary(self.loaded.model)
+        told = guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary or math.inf)
         self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
 
     def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
