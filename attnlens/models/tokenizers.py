@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnlens.models.heads import text_config
 from attnlens.models.hub import first_line
 from attnlens.models.places import Place
 
@@ -38,7 +39,7 @@ def load_tokenizer(place: Place, config: PreTrainedConfig, *, trust_remote_code:
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         return None, f"the tokenizer can't be loaded: {first_line(error)}"
-    known, wanted = len(tokenizer), getattr(config.get_text_config(), "vocab_size", None) or 0
+    known, wanted = len(tokenizer), getattr(text_config(config), "vocab_size", None) or 0
     if known * TINY < wanted:
         return (
             None,
