@@ -49,6 +49,14 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
         )
 
 
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the part that reads text; of two, the encoder's (MusicGen)."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # transformers calls it ambiguous
+        return config.get_text_config(encoder=True)
+
+
 def kind_of(model: PreTrainedModel) -> Kind:
     """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
     main = model.main_input_name

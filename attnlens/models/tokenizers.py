@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
 from attnlens.models.folders import TOKENIZERS
+from attnlens.models.heads import text_config
 from attnlens.models.hub import first_line
 from attnlens.models.places import Place
 
@@ -42,7 +43,7 @@ def load_tokenizer(place: Place, config: PreTrainedConfig, *, trust_remote_code:
             known = len(tokenizer)
     except TextError as error:
         return None, error.problem
-    wanted = getattr(config.get_text_config(), "vocab_size", None) or 0
+    wanted = getattr(text_config(config), "vocab_size", None) or 0
     if known * TINY < wanted:
         return (
             None,

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
+from attnlens.models.heads import text_config
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -62,7 +63,7 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 def vocabulary(model: PreTrainedModel) -> int | None:
     """How many token ids the model knows, by its config or else its embedding; None where neither says."""
-    said: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
+    said: int | None = getattr(text_config(model.config), "vocab_size", None)
     if said is not None:
         return said
     try:

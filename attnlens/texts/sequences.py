@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
+from attnlens.models.heads import text_config
 from attnlens.models.tokenizers import foreign
 from attnlens.texts.sources import Content
 
@@ -87,7 +88,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """How many tokens the model has positions for; None where positions are relative without an end (T5)."""
     from torch.nn import Embedding
 
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     if hasattr(config, "relative_attention_num_buckets"):
         return None
     limits = [limit for name in LIMITS if isinstance(limit := getattr(config, name, None), int) and limit > 0]
