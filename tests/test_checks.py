@@ -136,7 +136,7 @@ def test_doctor_calls_nothing_checked_where_the_eager_attention_is_another():
 
 
 def test_doctor_exits_with_three_where_it_is_strict_and_not_all_was_checked(tmp_path):
-    from attnlens.cli import app
+    from attnlens.cli.commands import app
 
     model_types.build("deepseek_v3").save_pretrained(tmp_path)
     tiny.tokenizer("roberta").save_pretrained(tmp_path)

@@ -23,7 +23,7 @@ from attnlens.kernels import parsed
 from attnlens.run import saved as room
 from attnlens.run.fit import fit
 from attnlens.run.heal import changed_weights
-from attnlens.run.saved import load_swapped, save_swapped
+from attnlens.run.saved import UnsavedError, load_swapped, save_swapped
 from attnlens.run.swap import swap_kernel
 from attnlens.run.swapping import Swapping
 
@@ -240,8 +240,9 @@ def test_a_full_disk_is_an_output_error_and_leaves_nothing(demo, tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(room, "save_file", full)
-    with pytest.raises(OutputError, match="No space left on device"):
+    with pytest.raises(UnsavedError, match="No space left on device") as failure:
         swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
+    assert failure.value.report.swap.loss is not None, "what was measured is not lost"
     assert not list(tmp_path.iterdir())
 
 

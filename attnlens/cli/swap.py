@@ -141,15 +141,19 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
     with interruptible_at_once():
         from attnlens import run
 
-    stopped = False
+    stopped, unsaved = False, None
     with working(outputs) as tell:
         try:
             report = run.swap_kernel(name, progress=tell, **settings)
         except run.Interrupted as stop:
             report, stopped = stop.report, True
-    if given["save"] is not None and not outputs.quiet:
+        except run.UnsavedError as error:
+            report, unsaved = error.report, error
+    if given["save"] is not None and unsaved is None and not outputs.quiet:
         say(f"Saved the changed model to {given['save']}")
     deliver(outputs, report, interrupted=stopped)
+    if unsaved is not None:
+        raise unsaved
     if given["strict"]:
         end_strictly(report)
 

@@ -23,7 +23,7 @@ from attnlens.files import make_folder, read_object, sha256
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, first_line, load
 from attnlens.models.quiet import quiet
-from attnlens.records import Record, Site
+from attnlens.records import Record, Report, Site
 from attnlens.records.tensors import Part
 from attnlens.run.checks import FAILURES
 
@@ -35,6 +35,14 @@ FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 PART, LOCK = ".attnlens-save-", "lock"
 """How the name begins under which a folder is written, and the file in it that its process holds locked."""
 WRITTEN = "Give a folder that --save wrote, unchanged."
+
+
+class UnsavedError(OutputError):
+    """The changed model could not be saved; `report` holds what was measured."""
+
+    def __init__(self, error: OutputError, report: Report) -> None:
+        super().__init__(error.problem, error.remedy)
+        self.report = report
 
 
 class SavedSite(Record):

@@ -14,6 +14,7 @@ from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
 from attnlens.run import arguments, budget, calibration
 from attnlens.run.inspect import Interrupted, Progress, silent
+from attnlens.run.saved import UnsavedError
 from attnlens.run.swapping import Swapping
 from attnlens.run.tasks import check_input, feed, task_of
 from attnlens.run.wishes import Wish, Wishes
@@ -59,12 +60,17 @@ def swap_kernel(
 
 
 def _reported(work: Swapping, start: float) -> Report:
-    """The run's report; raises Interrupted, which holds it, where the user ended the run early."""
+    """The run's report; raises Interrupted or UnsavedError, which hold it.
+
+    The first where the user ended the run early, the second where the changed model could not be saved.
+    """
     swaps = work.run()
     work.timings["all"] = time.perf_counter() - start
     report = work.report(swaps)
     if work.interrupted:
         raise Interrupted(report)
+    if work.unsaved is not None:
+        raise UnsavedError(work.unsaved, report)
     return report
 
 

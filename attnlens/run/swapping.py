@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
 from attnlens.run import checks
@@ -91,6 +91,8 @@ class Swapping:
     identity_error: float = 0.0
     own_peak: int | None = None
     interrupted: bool = False
+    unsaved: OutputError | None = None
+    """Why the changed model could not be saved."""
     plan: Plan | None = None
     found: dict[tuple[str, str], Comparison] = field(default_factory=dict)
     """What was measured, by kernel and stage."""
@@ -131,7 +133,10 @@ class Swapping:
                 swaps = [self._swept(*pair) for pair in zip(swaps, candidates, strict=True)]
         if self.wish.save is not None:
             with changed_weights(self.loaded.model, candidates[0].weights):
-                save_swapped(self.wish.save, self.loaded, self.sites, candidates[0].last)
+                try:
+                    save_swapped(self.wish.save, self.loaded, self.sites, candidates[0].last)
+                except OutputError as error:  # raised when the report is made
+                    self.unsaved = error
         return swaps
 
     def _survey(self) -> None:
