@@ -92,7 +92,7 @@ def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Ten
     if own is None:
         names += ["bos_token_id", "pad_token_id"]
     else:
-        with suppress(ValueError, AttributeError):  # T5 wants it in its config
+        with suppress(ValueError, AttributeError, IndexError):  # T5 wants it in its config; MusicGen writes no text
             result: Tensor = own(labels=ids)
             return result
     settings = model.config, getattr(model, "generation_config", None)
