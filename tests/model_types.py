@@ -168,7 +168,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 24}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     "moonshine_streaming": {"num_key_value_heads": 4},
-    "nemo_speechlm": {"audio_config": {"asr_config": {"num_key_value_heads": 4}}},
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": {"num_key_value_heads": 4},
+            "diarization_config": {"audio_config": {"num_key_value_heads": 4}},
+        }
+    },
     "nemotron": {"num_key_value_heads": 2},
     "perceiver": {"d_model": 64, "num_latents": 8, "d_latents": 64, "num_blocks": 1, "num_self_attends_per_block": 2},
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 2, "hidden_size": 64}

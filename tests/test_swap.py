@@ -769,8 +769,11 @@ def test_attention_outside_the_interface_is_named_unless_layers_leave_it_out():
         def forward(self, x):
             return x
 
-    model.model.bert.extra = HandWrittenAttention()
-    with pytest.raises(ModelError, match=r"bert\.extra can't be swapped") as refusal:
+    embeddings = model.model.bert.embeddings
+    embeddings.by_hand = HandWrittenAttention()
+    assert len(swap_kernel(model, "rbf", **READ).swap.sites) == 2, "what is not run is not in the way"
+    embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
+    with pytest.raises(ModelError, match=r"bert\.embeddings\.by_hand can't be swapped") as refusal:
         swap_kernel(model, "rbf", **READ)
     assert "--layers 0-1" in refusal.value.remedy
     assert len(swap_kernel(model, "rbf", layers=[0, 1], **READ).swap.sites) == 2

@@ -390,7 +390,7 @@ def test_a_decoder_reads_the_same_text_shifted() -> None:
 
 def test_a_decoder_without_a_start_token_is_refused() -> None:
     t5 = families.build("t5")
-    t5.config.decoder_start_token_id = None
+    t5.config.decoder_start_token_id = t5.generation_config.decoder_start_token_id = None
     error = rejected(TextError, texts.placeholder, loaded("t5", tiny.tokenizer("t5"), t5), 9, 0)
     assert "no start token" in error.problem
 

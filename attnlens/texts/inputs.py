@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -87,15 +88,14 @@ def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Ten
     Raises TextError where neither model, config.json nor generation_config.json names a start token.
     """
     own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if own is not None:
-        try:
+    names = ["decoder_start_token_id"]
+    if own is None:
+        names += ["bos_token_id", "pad_token_id"]
+    else:
+        with suppress(ValueError, AttributeError, IndexError):  # T5 wants it in its config; MusicGen writes no text
             result: Tensor = own(labels=ids)
-        except (ValueError, AttributeError):  # T5 wants decoder_start_token_id in its config
-            own = None
-        else:
             return result
     settings = model.config, getattr(model, "generation_config", None)
-    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     starts = (getattr(config, name, None) for name in names for config in settings)
     start = next((found for found in starts if found is not None), None)
     if start is None:
