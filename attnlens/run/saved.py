@@ -219,8 +219,8 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
         facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
         changed = sorted(dict(facts.files.items() ^ _digests(place).items()))
         fitted = load_file(place / FITTED)
-    except (OSError, ValidationError, SafetensorError) as error:
-        raise _none(place, str(error).splitlines()[0], "Give a folder that --save wrote.") from None
+    except (OSError, ModelError, ValidationError, SafetensorError) as error:
+        raise _none(place, str(error).splitlines()[0].rstrip("."), "Give a folder that --save wrote.") from None
     if changed:
         raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
