@@ -116,6 +116,7 @@ HALF_TURNED = {
 }
 THREE_AXES_INSIDE = {"text_config": THREE_AXES}
 SERIES = {"prediction_length": 4, "context_length": 8}
+ALL_HEADS = {"num_key_value_heads": 4}
 STARTS = {"decoder_start_token_id": 0}
 PROJECTED = {"text_config": {"projection_size": 64}}
 SAM = {
@@ -169,10 +170,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemo_speechlm": {
-        "audio_config": {
-            "asr_config": {"num_key_value_heads": 4},
-            "diarization_config": {"audio_config": {"num_key_value_heads": 4}},
-        }
+        "word_timestamp_config": ALL_HEADS,
+        "audio_config": {"asr_config": ALL_HEADS, "diarization_config": {"audio_config": ALL_HEADS}},
     },
     "nemotron": {"num_key_value_heads": 2},
     "perceiver": {"d_model": 64, "num_latents": 8, "d_latents": 64, "num_blocks": 1, "num_self_attends_per_block": 2},

@@ -26,7 +26,7 @@ READ: dict[str, str] = {
     **dict.fromkeys(("lw_detr_vit", "vitpose_backbone", "rf_detr_dinov2", "siglip2_vision_model"), ABSOLUTE),
     **dict.fromkeys(("audio-spectrogram-transformer", "speech_to_text", "siglip_vision_model"), ABSOLUTE),
     **dict.fromkeys(("jamba", "m2m_100", "wav2vec2", "beit"), ABSOLUTE),
-    **dict.fromkeys(("parakeet_encoder", "wav2vec2-bert", "switch_transformers", "longt5", "pop2piano"), "all bias"),
+    **dict.fromkeys(("parakeet_encoder", "wav2vec2-bert", "longt5", "pop2piano"), "all bias"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "kimi_k25", "youtu"), HIDDEN),
     **dict.fromkeys(("longcat_flash", "persimmon", "fuyu", "hunyuan_v1_dense", "zaya", "jetmoe"), HIDDEN),
     **dict.fromkeys(("dinov3_vit", "pixtral", "mlcd_vision_model", "eomt_dinov3"), HIDDEN),
@@ -39,6 +39,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("mamba",), "has no softmax attention"),
     **dict.fromkeys(("qwen2_5_vl_vision", "glm4v_vision"), "can't make up hidden_states and grid_thw"),
     "patchtst": "can't make up past_values",
+    "switch_transformers": "config names no start token for its decoder",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "gives every query a sink of its own",
 }
