@@ -16,6 +16,7 @@ from swap_reports import swap_report
 from attnlens import plots
 from attnlens.cli import delivery
 from attnlens.cli.delivery import deliver
+from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.plots import is_file
@@ -145,20 +146,20 @@ def test_pictures_are_counted(tmp_path):
 
 def test_pictures_of_another_run_are_told(tmp_path, capsys):
     folder = tmp_path / "all"
-    Outputs(png=str(folder)).deliver(swap_report())
+    deliver(Outputs(png=str(folder)), swap_report())
     assert "older" not in capsys.readouterr().err
     (folder / "another.png").touch()
-    Outputs(png=str(folder)).deliver(swap_report())
+    deliver(Outputs(png=str(folder)), swap_report())
     assert "holds 1 older picture that this run did not write." in capsys.readouterr().err
 
 
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
     with pytest.raises(OutputError, match=r"\.xyz is not offered") as refusal:
-        Outputs(png=str(tmp_path / "one.xyz")).check()
+        Outputs(png=str(tmp_path / "one.xyz")).check(Inputs())
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.2").mkdir()
-    Outputs(png=str(tmp_path / "run.2")).check()
+    Outputs(png=str(tmp_path / "run.2")).check(Inputs())
     assert not is_file(tmp_path / "run.2"), "a folder that is there is one"
 
 

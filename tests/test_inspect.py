@@ -447,7 +447,8 @@ def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(t
     settings = report.settings
     assert (settings.text, settings.pack, settings.sequences, settings.tokens) == (None, None, 3, 10)
     assert "random pixels, 3 images of 10 tokens each" in facts.header(report)
-    for words in ({"tokens": 16}, {"text": "-", "source": "weights"}):
+    (tmp_path / "text.txt").write_text("In the beginning. " * 50)
+    for words in ({"tokens": 16}, {"text": str(tmp_path / "text.txt")}):
         with pytest.raises(UsageError, match="reads pixels"):
             attnlens.inspect(tmp_path, **words)
 

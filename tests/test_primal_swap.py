@@ -226,7 +226,7 @@ def test_too_little_calibration_text_is_refused():
     [
         ("primal:4", {"heal": 1, "eta": -0.1}, "eta must be 0 or more"),
         ("primal:4", {"heal": 1, "eta": math.nan}, "eta must be 0 or more"),
-        ("primal:4", {"heal": 1, "eta": "x"}, "eta must be 0 or more, not x"),
+        ("primal:4", {"heal": 1, "eta": "x"}, "eta must be 0 or more, not 'x'"),
         ("primal:4", {"heal": 1, "ksvd_convention": "cod"}, "'cod'"),
         ("primal:4", {"eta": 0.1}, "Only the healing"),
         ("rbf", {"heal": 1, "eta": 0.1}, "Only the healing"),
