@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     """
     failures = Failures()
     written: list[str] = []
+    older = ""
     try:
         for option, path in outputs.files(*DATA).items():
             with failures.kept():
@@ -38,7 +39,9 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
         with failures.kept():
             _show(outputs, report)
         if outputs.png is not None:
-            written += _draw(report, Path(outputs.png), failures)
+            made = _draw(report, Path(outputs.png), failures)
+            written += [f"{len(made)} pictures to {outputs.png}"] if len(made) > 1 else map(str, made)
+            older = _older(Path(outputs.png), made)
         if outputs.html is not None:
             with failures.kept():
                 write_atomically(Path(outputs.html), _drawn(outputs.html, lambda: _page(report)))
@@ -46,7 +49,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     finally:
         if written and not outputs.quiet:
             say(f"Wrote {', '.join(written)}")
-            if older := _older(outputs, report):
+            if older:
                 say(older)
     failures.end(interrupted=interrupted)
 
@@ -123,8 +126,8 @@ def _tables(outputs: Outputs, report: Report) -> Iterator[RenderableType]:
         yield tables.details(report)
 
 
-def _draw(report: Report, target: Path, failures: Failures) -> list[str]:
-    """Draw and write each picture; what to tell of them."""
+def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
+    """Draw and write each picture; which files were made."""
     from attnlens import plots
 
     made: list[Path] = []
@@ -134,19 +137,14 @@ def _draw(report: Report, target: Path, failures: Failures) -> list[str]:
                 content = _drawn(path, draw)
                 _write_into_folder(path, content)
                 made.append(path)
-    return [f"{len(made)} pictures to {target}"] if len(made) > 1 else [str(path) for path in made]
+    return made
 
 
-def _older(outputs: Outputs, report: Report) -> str:
+def _older(target: Path, made: Sequence[Path]) -> str:
     """How many pictures of other runs stay in the folder that got this one's; empty where none do."""
-    from attnlens import plots
-
-    folder = Path(outputs.png) if outputs.png is not None else None
-    if folder is None or not folder.is_dir():
-        return ""
-    count = len(set(folder.glob("*.png")) - plots.drawings(report, folder).keys())
+    count = len(set(target.glob("*.png")) - set(made)) if target.is_dir() else 0
     several = "older picture" + "s" * (count != 1)
-    return f"{folder} holds {count} {several} that this run did not write." if count else ""
+    return f"{target} holds {count} {several} that this run did not write." if count else ""
 
 
 def _page(report: Report) -> bytes:

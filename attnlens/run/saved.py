@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,9 +204,11 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     place = Path(calls.path("folder", folder))
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
-    sites = _sites(facts, loaded, place)
+    _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
+    inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
+    sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
     swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
-    _try(loaded, sites, swaps, place)
+    _try(loaded, inputs, sites, swaps, place)
     door = ExitStack()
     # A tool may use the encoder alone, or nothing at all before it closes.
     door.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
@@ -217,12 +219,10 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
     try:
         facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
-        changed = sorted(dict(facts.files.items() ^ _digests(place).items()))
+        _check_files(facts, {FITTED: sha256(place / FITTED)}, place)
         fitted = load_file(place / FITTED)
     except (OSError, ModelError, ValidationError, SafetensorError) as error:
         raise _none(place, str(error).splitlines()[0].rstrip("."), "Give a folder that --save wrote.") from None
-    if changed:
-        raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
         raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
@@ -231,10 +231,16 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     return facts, fitted
 
 
-def _sites(facts: SavedSwap, loaded: Loaded, place: Path) -> tuple[Site, ...]:
+def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
+    """Raise ModelError where a file is not the one that attnlens.json names, or one more or less lies beside it."""
+    here = {path.name for path in place.glob("*.safetensors")}
+    changed = sorted(here ^ facts.files.keys()) or [n for n, own in digests.items() if facts.files.get(n, own) != own]
+    if changed:
+        raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
+
+
+def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
     """The model's sites, which must be those that attnlens.json names, with the heads that it swaps."""
-    inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    reached = hooks.survey(loaded.model, inputs)
     for saved, found in zip(facts.sites, reached, strict=False):
         if _saved(found.site, None) != saved.model_copy(update={"heads": None}):
             raise _none(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
@@ -266,9 +272,14 @@ def _swaps(
     return {sites[layer]: hooks.Swap(kernel.with_fitted(parameters), heads[layer]) for layer, parameters in own.items()}
 
 
-def _try(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap], place: Path) -> None:
+def _try(
+    loaded: Loaded,
+    inputs: Mapping[str, Tensor],
+    sites: tuple[Site, ...],
+    swaps: dict[Site, hooks.Swap],
+    place: Path,
+) -> None:
     """Raise ModelError where the swapped model can't run."""
-    inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
     try:
         with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
