@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from functools import wraps
 from inspect import Parameter, signature
@@ -71,6 +73,37 @@ def switch(what: str, given: Any) -> bool:
     if not isinstance(given, bool):
         raise UsageError(f"{what}={shown(given)} is neither True nor False.", f"Give {what}=True or {what}=False.")
     return given
+
+
+def selection_share(select: object) -> float | None:
+    """p of `top-p:p`, None for `argmax`; UsageError for anything else."""
+    if select == "argmax":
+        return None
+    kind, _, number = select.partition(":") if isinstance(select, str) else ("", "", "")
+    try:
+        found = float(number)
+    except ValueError:
+        found = math.nan
+    if kind != "top-p" or not 0 < found < 1:
+        raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
+    return found
+
+
+def budget_share(words: str) -> float:
+    """`loss:1%` → 0.01. Raises UsageError for anything else, and for a budget that is not positive."""
+    if not isinstance(words, str):
+        raise UsageError(f"The budget {words!r} can't be read.", 'Write it as in budget="loss:1%".')
+    found = re.fullmatch(r"loss:([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)%", words.replace(" ", ""))
+    try:
+        share = float(found.group(1)) / 100 if found else math.nan
+    except ValueError:
+        share = math.nan
+    if math.isnan(share):
+        raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1%.")
+    if not 0 < share < math.inf:
+        limit = "is no limit" if share > 0 else "leaves nothing to spend"
+        raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
+    return share
 
 
 def several(what: str, given: Iterable[Any]) -> list[Any]:

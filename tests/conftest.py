@@ -1,9 +1,13 @@
 """How do the tests see wrong shapes? The maths rooms are imported with jaxtyping and beartype watching every call."""
 
 import os
+import shutil
 import typing
+from collections.abc import Iterator
+from pathlib import Path
 
 import beartype.door  # noqa: F401  # before the switch below, which is meant for the maths rooms alone
+import pytest
 import torch
 from jaxtyping import install_import_hook
 
@@ -23,3 +27,32 @@ with install_import_hook(["attnlens.linalg", "attnlens.statistics", *KERNELS], "
     import attnlens.linalg
     import attnlens.statistics  # noqa: F401
 typing.TYPE_CHECKING = False
+
+import fake_hub  # noqa: E402
+import hostile  # noqa: E402  # both import attnlens, which the hook above must see first
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 with its tokenizer, as save_pretrained writes it; for tests that only read it."""
+    return hostile.saved(tmp_path_factory.mktemp("models") / "gpt2")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy of `original` that a test may spoil."""
+    return Path(shutil.copytree(original, tmp_path / "gpt2"))
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub on this machine that hands out `folder`, an empty cache, and the paths that were asked for."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with fake_hub.serving(folder) as (address, asked):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        yield asked

@@ -91,6 +91,10 @@ WORDS = {
     "inspect --png -": "does not write to stdout",
     "inspect --tokens 1": "'--tokens'",
     "verify --seed x": "--seed",
+    "inspect --select top-k:3": "select='top-k:3' makes no sense",
+    "inspect --dtype float31": "No such dtype",
+    "doctor --device abacus": "no kind of device 'abacus'",
+    "swap-kernel --kernel rank --budget 1%": "budget '1%' can't be read",
 }
 
 

@@ -1,4 +1,4 @@
-"""Does any word or file, at random, end in an exception outside the family? Kernels, lists, plans, reports, TOML.
+"""Does any word or file, at random, end in an exception outside the family? Kernels, lists, plans, reports, swaps, TOML.
 
 ATTNLENS_FUZZ multiplies how many cases are tried; a few hundred in CI.
 """
@@ -14,6 +14,7 @@ from reports import synthetic_report
 from swap_reports import planned
 
 from attnlens import tables
+from attnlens.calls import budget_share, selection_share
 from attnlens.cli import options
 from attnlens.cli.commands import app
 from attnlens.cli.defaults import defaults, kinds
@@ -21,6 +22,8 @@ from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.records import Report, read_plan, read_report
 from attnlens.run import arguments
+from attnlens.run.saved import load_swapped
+from attnlens.run.swap import swap_kernel
 
 CASES = 150 * int(os.environ.get("ATTNLENS_FUZZ", "1"))
 fuzzed = settings(
@@ -89,7 +92,8 @@ def test_lists_of_layers_and_heads_are_read_or_refused(words):
     family(lambda: options.numbers("layers", words))
     family(lambda: options.head(words))
     family(lambda: arguments.head(words))
-    family(lambda: arguments.share(words))
+    family(lambda: selection_share(words))
+    family(lambda: budget_share(words))
 
 
 @fuzzed
@@ -137,6 +141,24 @@ def test_plans_are_read_or_refused(tmp_path, data):
     plan = family(lambda: read_plan(file))
     if plan is not None:
         assert plan.kept in (True, False)
+
+
+@pytest.fixture(scope="module")
+def saved_swap(original, tmp_path_factory):
+    """A folder that --save wrote, and what its attnlens.json says."""
+    folder = tmp_path_factory.mktemp("swaps") / "saved"
+    swap_kernel(str(original), "rbf", fit=True, heads=[1], save=folder, sequences=2, tokens=8)
+    return folder, (folder / "attnlens.json").read_text()
+
+
+@fuzzed
+@given(st.data())
+def test_saved_swaps_are_loaded_or_refused(saved_swap, data):
+    folder, facts = saved_swap
+    (folder / "attnlens.json").write_text(altered(json.loads(facts), data.draw))
+    swapped = family(lambda: load_swapped(folder))
+    if swapped is not None:
+        swapped.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import families
 import program
 import pytest
 import torch
-from hostile import DEEP, edited, refused, saved, stored, weights
+from hostile import DEEP, edited, refused, stored, weights
 
 import attnlens
 from attnlens import models
@@ -27,16 +27,6 @@ from attnlens.errors import ModelError, UsageError
 
 INDEX = "model.safetensors.index.json"
 Edit = Callable[[Path], Any]
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("models") / "m")
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "m"))
 
 
 @pytest.fixture
@@ -177,20 +167,6 @@ def test_a_shard_named_by_itself_opens_no_pickle(folder: Path, trace: Path) -> N
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": table}))
     refused(ModelError, lambda: models.load(str(folder / "part.safetensors")), "'evil.model'")
     assert not trace.exists()
-
-
-@pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub on this machine that hands out `folder`, and the paths that were asked for."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with fake_hub.serving(folder) as (address, asked):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        )
-        yield asked
 
 
 @pytest.mark.parametrize("shard", ["w.model", "w.txt", "model.bin"])

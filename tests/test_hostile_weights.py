@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,11 @@ import families
 import pytest
 import torch
 import transformers as tf
-from hostile import called, edited, refused, saved, stored, weights
+from hostile import called, edited, refused, stored, weights
 
 from attnlens import models
 from attnlens.errors import ModelError
 from attnlens.records import read_report
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("models") / "m")
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "m"))
 
 
 def _codes(folder: Path, kind: torch.dtype, names: tuple[str, ...] = ("c_attn.weight", "c_fc.weight")) -> None:

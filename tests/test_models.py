@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,6 @@ from safetensors.torch import load_file, save_file
 from attnlens import models
 from attnlens.errors import AttnlensError, ModelError, UsageError
 from attnlens.models.places import DEMO
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A tiny GPT-2 with its tokenizer, as save_pretrained writes it."""
-    place = tmp_path / "gpt2"
-    tiny.gpt2().save_pretrained(place)
-    tiny.tokenizer("gpt2").save_pretrained(place)
-    return place
-
-
-@pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub on this machine that has that GPT-2, an empty cache, and the paths that were asked for."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with fake_hub.serving(folder) as (address, asked):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        )
-        yield asked
 
 
 def rejected(kind: type[AttnlensError], name: object, **options: Any) -> AttnlensError:

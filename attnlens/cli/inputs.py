@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Inputs:
     """The same of models' folders, by real path."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], models: Iterable[str]) -> Inputs:
+    def of(cls, given: Mapping[str, Any], models: Sequence[str]) -> Inputs:
         """Those of a command's parameters, and of these models.
 
         Raises TextError for a text that is not there, ModelError for a model that is not where its name says (the hub
@@ -41,6 +41,10 @@ class Inputs:
                     found._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:
             found._add(_plan(given["ranks"]), "which --ranks reads")
+        if models:
+            from attnlens.models.hub import check_endpoint
+
+            check_endpoint()
         for name in models:
             found._add_model(name, given)
         return found

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnlens.calls import selection_share
 from attnlens.errors import TextError, UsageError
 from attnlens.registry import analyzers, checked_name
 
@@ -296,6 +297,7 @@ def shown(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for a head beside other layers or heads, and for something to show without a head.
     """
     found, show = head(given["head"]), given["show"]
+    selection_share(given["select"])
     if show is not None:
         checked_name("show", show, ("selection",))
         if found is None:
@@ -324,6 +326,13 @@ def texts(what: str, paths: Sequence[Path]) -> list[str]:
 
 
 def loading(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those among a command's parameters that say how a model is loaded."""
+    """Those among a command's parameters that say how a model is loaded.
+
+    Raises UsageError for an unknown device or type.
+    """
+    from attnlens.models.placement import check_named
+
+    if "device" in given:
+        check_named(given["device"], given["dtype"])
     names = ("device", "dtype", "offline", "revision", "trust_remote_code", "allow_pickle")
     return {name: given[name] for name in names if name in given}

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnlens.calls import budget_share
 from attnlens.cli import options as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.inputs import Inputs
@@ -182,7 +183,9 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     if given["ranks"] is not None and (not given["ranks"].strip() or "\0" in given["ranks"]):
         raise UsageError("--ranks names no file.", "Give the path of a plan after --ranks, or leave it out.")
-    if given["budget"] is None and given["ranks"] is None:
+    if given["budget"] is not None:
+        budget_share(given["budget"])
+    elif given["ranks"] is None:
         _check_kernels(given["kernel"] or (), allow_signed=given["allow_signed"])
     plain = {name: given[name] for name in ("fit", "heal", "save", "allow_signed", "eta", "budget", "ranks")}
     return {**chosen, **plain, "kernels": given["kernel"] or ["rbf"], "calibration": calibration}

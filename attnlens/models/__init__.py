@@ -16,7 +16,7 @@ from attnlens.models.configs import check_config, check_counts, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.heads import Kind, kind_of, model_class, refuse_own_code
 from attnlens.models.hub import first_line
-from attnlens.models.placement import device_of, dtype_of
+from attnlens.models.placement import check_named, device_of, dtype_of
 from attnlens.models.places import CONFIG, Place, find
 from attnlens.models.quiet import no_kernels, quiet
 from attnlens.models.soundness import check_loaded, nonfinite_tensors
@@ -90,7 +90,8 @@ def load(
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
-    _check_words(device, revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    check_named(device, dtype)
+    _check_words(revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
@@ -123,9 +124,8 @@ def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
     return stored
 
 
-def _check_words(device: object, revision: object, **switches: object) -> None:
+def _check_words(revision: object, **switches: object) -> None:
     """Raise UsageError for options of another type than theirs."""
-    calls.word("device", device)
     if revision is not None:
         calls.word("revision", revision)
     for what, given in switches.items():

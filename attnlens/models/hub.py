@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -134,6 +135,11 @@ def first_line(error: BaseException) -> str:
     if not lines or isinstance(error, KeyError):  # whose text is the key alone
         return shortened(" ".join([type(error).__name__, *lines[:1]]))
     return shortened(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
+
+
+def check_endpoint() -> None:
+    """Raise ModelError where HF_ENDPOINT is no address: importing the hub's library would fail on it."""
+    _address(os.environ.get("HF_ENDPOINT") or "", "HF_ENDPOINT")
 
 
 def reachable(endpoint: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from attnlens.calls import shown, word
 from attnlens.errors import ModelError, UsageError
 from attnlens.registry import checked_name
 
@@ -12,25 +14,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 NO_SUCH = "Choose --device auto or --device cpu."
+
+
+def check_named(device: str, dtype: str) -> None:
+    """Raise UsageError for words that name no device, or no type of numbers; torch is not asked."""
+    if not DEVICES.fullmatch(word("device", device)):
+        raise UsageError(f"There is no kind of device {shown(device)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+    checked_name("dtype", dtype, DTYPES)
 
 
 def device_of(name: str) -> torch.device:
     """The device called `name`; `auto` is the first of cuda, mps, cpu that is there.
 
-    Raises UsageError for a word that names no device, ModelError for one that this machine does not have.
+    Raises ModelError for one that this machine does not have.
     """
     import torch
 
     if name == "auto":
         mps = "mps" if torch.backends.mps.is_available() else "cpu"
         return torch.device("cuda" if torch.cuda.is_available() else mps)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"There is no kind of device {name!r}.", "There are: auto, cpu, cuda, cuda:1, mps.") from None
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise UsageError(f"attnlens does not run on {name!r}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"This machine has no {name}: torch sees {torch.cuda.device_count()} CUDA devices.", NO_SUCH)
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -41,11 +46,10 @@ def device_of(name: str) -> torch.device:
 def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:
     """The type called `name`; `auto` is the checkpoint's own, but half precision is raised to float32 on the CPU.
 
-    There, half precision is slow, and its rounding would be read as asymmetry. Raises UsageError for an unknown name.
+    There, half precision is slow, and its rounding would be read as asymmetry.
     """
     import torch
 
-    checked_name("dtype", name, DTYPES)
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype

@@ -54,6 +54,8 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
     Raises UsageError, which says `remedy`, where the file is missing, is not JSON, or is `otherwise`
     (`not a report`).
     """
+    if not isinstance(path, str | Path):
+        raise UsageError(f"A {type(path).__name__} is no path.", remedy)
     content = read_bytes(path, UsageError, remedy)
     try:
         return kind.model_validate_json(content.removeprefix(BOM_UTF8))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, cast
 
 from attnlens import models, registry, texts
-from attnlens.calls import LARGEST, several, shown, switch, word
+from attnlens.calls import LARGEST, selection_share, several, shown, switch, word
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Intervals, Settings, Text
@@ -247,7 +246,7 @@ def chosen(
     Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that can't be
     read or would be ignored, and where nothing can be shown.
     """
-    share(select)
+    selection_share(select)
     if show is not None:
         checked_name("show", show, ("selection",))
     named = words("analyzers", analyzers)
@@ -263,20 +262,6 @@ def chosen(
         word = f"--select {select}" if show is None else f"--show {show}"
         raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
     return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
-
-
-def share(select: object) -> float | None:
-    """p of `top-p:p`, None for `argmax`; UsageError for anything else."""
-    if select == "argmax":
-        return None
-    kind, _, number = select.partition(":") if isinstance(select, str) else ("", "", "")
-    try:
-        found = float(number)
-    except ValueError:
-        found = math.nan
-    if kind != "top-p" or not 0 < found < 1:
-        raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
-    return found
 
 
 def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Content]:

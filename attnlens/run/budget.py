@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -32,23 +31,6 @@ all windows keeps the budget too, but the promise made from as much other text r
 with two in 5 % of them (benchmarks/promises.py), for ranks larger by 0.4 to 0.6 of 16."""
 TRIES = 7
 """How many nested plans are measured."""
-
-
-def parsed_budget(words: str) -> float:
-    """`loss:1%` → 0.01. Raises UsageError for anything else, and for a budget that is not positive."""
-    if not isinstance(words, str):
-        raise UsageError(f"The budget {words!r} can't be read.", 'Write it as in budget="loss:1%".')
-    found = re.fullmatch(r"loss:([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)%", words.replace(" ", ""))
-    try:
-        share = float(found.group(1)) / 100 if found else math.nan
-    except ValueError:
-        share = math.nan
-    if math.isnan(share):
-        raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1%.")
-    if not 0 < share < math.inf:
-        limit = "is no limit" if share > 0 else "leaves nothing to spend"
-        raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
-    return share
 
 
 def check_task(task: Task) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
-from attnlens.calls import public
+from attnlens.calls import public, selection_share
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
@@ -109,7 +109,7 @@ class Inspection:
         self.gathered = Gathered(gatherings, self.collector, self._place)
 
     def _place(self, site: Site, form: QueryKey | str) -> Place:
-        return Place(site, form, self.settings.seed, arguments.share(self.settings.select or "argmax"), self.shown)
+        return Place(site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown)
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""

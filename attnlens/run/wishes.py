@@ -16,7 +16,6 @@ from attnlens.ksvd import Convention
 from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS, Part, Plan, read_plan
 from attnlens.registry import checked_name
 from attnlens.run import arguments
-from attnlens.run.budget import parsed_budget
 from attnlens.run.fit import check_fit
 from attnlens.run.given import part_of
 from attnlens.run.saved import check_folder
@@ -102,7 +101,7 @@ class Wish:
             heal=arguments.whole("heal", given.get("heal", 0), 0),
             calibration=arguments.words("calibration", given.get("calibration", ())),
             save=None if save is None else Path(save),
-            budget=None if budget is None else parsed_budget(budget),
+            budget=None if budget is None else calls.budget_share(budget),
             ranks=ranks,
             eta=_eta(given, kernels_asked),
             convention=cast(

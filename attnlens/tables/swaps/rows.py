@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from attnlens.records import Change, Effect, Outcome, Swap
+from attnlens.records import Change, Effect, Outcome, Swap, TextChange, TextCosine
 from attnlens.tables.sections import Rows
 from attnlens.tables.swaps.facts import diverged, figures, interval, loss_decimals, percent, ratio
 from attnlens.tables.terminal import Column
@@ -46,10 +46,6 @@ def stage_rows(swap: Swap) -> Rows:
 def text_rows(swaps: Sequence[Swap]) -> Rows:
     """A row a text: how many of its windows were read, and what each swap does to the loss there."""
     texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
-    names = (
-        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
-        Column("", "windows", tuple(str(text.sequences) for text in texts)),
-    )
     columns = []
     for swap in swaps:
         changes = {text.name: text.change for text in swap.loss_by_text}
@@ -60,16 +56,12 @@ def text_rows(swaps: Sequence[Swap]) -> Rows:
             Column(group, "Δ", tuple(_delta(change, decimals) for change in found)),
             Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
         ]
-    return Rows(names, tuple(columns))
+    return Rows(_text_names(texts), tuple(columns))
 
 
 def cosine_rows(swaps: Sequence[Swap]) -> Rows:
     """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
     texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
-    names = (
-        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
-        Column("", "windows", tuple(str(text.sequences) for text in texts)),
-    )
     columns = []
     for swap in swaps:
         known = {text.name: text for text in swap.hidden_cosine_by_text}
@@ -78,7 +70,14 @@ def cosine_rows(swaps: Sequence[Swap]) -> Rows:
         cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
         ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
         columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
-    return Rows(names, tuple(columns))
+    return Rows(_text_names(texts), tuple(columns))
+
+
+def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
+    return (
+        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
+        Column("", "windows", tuple(str(text.sequences) for text in texts)),
+    )
 
 
 def kernel_rows(swaps: Sequence[Swap]) -> Rows:
