@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,14 +50,3 @@ def refused(kind: type[AttnlensError], call: Callable[[], object], *words: str) 
         assert word in str(error), str(error)
     assert "weights_only" not in str(error)
     return error
-
-
-def called(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str, str]:
-    """The finished program in this process: its exit code, stdout and stderr."""
-    from attnlens.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["attnlens", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err

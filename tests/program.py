@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
+
 DEMO = Path(__file__).parent.parent / "attnlens" / "demo"
 SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
 
@@ -18,10 +20,13 @@ def environment_with(**changed):
 
 def attnlens(*words, cwd=None, stdin=None, **environment):
     """The finished program: returncode, stdout, stderr."""
+    env = environment_with(**environment)
+    if forkserver.takes(env):
+        return forkserver.run(["-m", "attnlens", *map(str, words)], cwd, env, stdin, seconds=300)
     return subprocess.run(
         [sys.executable, "-m", "attnlens", *map(str, words)],
         cwd=cwd,
-        env=environment_with(**environment),
+        env=env,
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
@@ -46,15 +51,19 @@ def without_torch(*words, cwd=None):
     )
 
 
-def in_shell(line, **environment):
-    """A line of bash, in which `attnlens` is the finished program."""
+def in_shell(line, cwd=None, *, afresh=False):
+    """Lines of bash, in which `attnlens` is the finished program; `afresh` where it is run without a stream."""
+    env = environment_with()
+    folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
+    env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
     return subprocess.run(
-        ["bash", "-c", f'attnlens() {{ "{sys.executable}" -m attnlens "$@"; }}; {line}'],
-        env=environment_with(**environment),
+        ["bash", "-c", line],
+        cwd=cwd,
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 

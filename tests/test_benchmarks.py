@@ -1,9 +1,10 @@
 """Do the benchmarks still run? Not how fast: no timing is asserted."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ SCRIPTS = [file for file in FILES if "__main__" in file.read_text()]
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_benchmark_runs_and_prints_its_rows(script):
-    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, timeout=600)
+    done = forkserver.run([str(script), "--quick"], None, os.environ, None, seconds=600)
     if script.stem.startswith("gpu_") and not torch.cuda.is_available():
         assert (done.returncode, done.stdout) == (2, "")
         assert "no CUDA" in done.stderr
@@ -53,7 +54,6 @@ def test_there_are_benchmarks_and_none_hides_a_standard_module():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 def test_primal_attention_on_a_gpu_is_refused_in_a_line_where_there_is_none():
     script = next(file for file in SCRIPTS if file.stem == "primal")
-    command = [sys.executable, str(script), "--quick", "--device", "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forkserver.run([str(script), "--quick", "--device", "cuda"], None, os.environ, None, seconds=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "no CUDA device: not measured on a GPU\n"

@@ -88,8 +88,8 @@ def test_a_switch_that_is_neither_yes_nor_no():
 
 
 def test_texts_from_the_environment_are_cut_as_PATH_is(tmp_path):  # noqa: N802
-    for name in ("a b.txt", "c.txt"):
-        (tmp_path / name).write_text("The cat sat on the mat and looked. " * 40)
+    for name, animal in (("a b.txt", "cat"), ("c.txt", "dog")):
+        (tmp_path / name).write_text(f"The {animal} sat on the mat and looked. " * 40)
     assert settings(*ONE, cwd=tmp_path, ATTNLENS_TEXT="a b.txt")["text"]["name"] == "a b.txt"
     assert settings(*ONE, cwd=tmp_path, ATTNLENS_TEXT="a b.txt:c.txt")["text"]["name"] == "a b.txt + c.txt"
     (tmp_path / "attnlens.toml").write_text('analyzer = "spectrum"\n')

@@ -74,9 +74,9 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("--windows", "middle"), "--windows middle is none of spread, first, random.", "Choose one of them."),
-        (("--windows", "sprad"), "--windows sprad is none of spread, first, random.", "Did you mean spread?"),
-        (("--intervals", "txts"), "--intervals txts is none of windows, texts.", "Did you mean texts?"),
+        (("--windows", "middle"), "There is no placement of windows 'middle'.", "There are: spread, first, random."),
+        (("--windows", "sprad"), "There is no placement of windows 'sprad'.", "Did you mean 'spread'?"),
+        (("--intervals", "txts"), "There is no unit of intervals 'txts'.", "Did you mean 'texts'?"),
         (("--text", "."), "--text names no file: it is empty, or a folder.", "Give the path of a text file"),
         (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
         (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import DEEP, called, edited, refused
+from hostile import DEEP, edited, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from program import attnlens
 from safetensors.torch import save
 
 from attnlens import models
@@ -166,19 +167,13 @@ def test_a_tokenizers_file_of_anything_is_a_reason(name: str, text: str, folder:
     assert (loaded.tokenizer is None) == bool(loaded.tokenizer_problem)
 
 
-def test_a_tokenizer_that_panics_on_the_text_ends_in_two_lines(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_panics_on_the_text_ends_in_two_lines(folder: Path) -> None:
     edited(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     edited(folder / "tokenizer.json", **_splitting_at("(x+x+)+y"))
     (folder / "text.txt").write_text("x" * 60 + " and more text of this kind\n")
-    monkeypatch.setattr(sys, "argv", ["attnlens", "inspect", str(folder), "--text", str(folder / "text.txt")])
-    from attnlens.cli import main
-
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    *_, problem, remedy = capfd.readouterr().err.strip().splitlines()
+    done = attnlens("inspect", folder, "--text", folder / "text.txt")
+    assert done.returncode == 2
+    *_, problem, remedy = done.stderr.strip().splitlines()
     assert "The tokenizer fails on the text (text.txt)" in problem
     assert "--source weights" in remedy
 
@@ -266,11 +261,9 @@ def test_plans_and_reports_of_anything(read: Any, tmp_path: Path) -> None:
         refused(UsageError, lambda path=name: read(path), words)
 
 
-def test_a_report_with_a_byte_order_mark_is_read(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_with_a_byte_order_mark_is_read(folder: Path) -> None:
     words = ("inspect", folder, "--source", "weights", "--layers", "0", "--json", folder / "r.json", "-q")
-    assert called(capsys, monkeypatch, *words)[0] == 0
+    assert attnlens(*words).returncode == 0
     report = read_report(folder / "r.json")
     (folder / "r.json").write_bytes(b"\xef\xbb\xbf" + (folder / "r.json").read_bytes())
     assert read_report(folder / "r.json") == report

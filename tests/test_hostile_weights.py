@@ -9,7 +9,8 @@ import families
 import pytest
 import torch
 import transformers as tf
-from hostile import called, edited, refused, stored, weights
+from hostile import edited, refused, stored, weights
+from program import attnlens
 
 from attnlens import models
 from attnlens.errors import ModelError
@@ -156,17 +157,27 @@ def test_mxfp4_is_decoded(tmp_path: Path) -> None:
 
 
 def test_tensors_without_a_place_are_named_and_strict_sees_them(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
 ) -> None:
-    words = ("inspect", folder, "--source", "weights", "--layers", "0", "--strict", "--json", folder / "r.json", "-q")
-    assert called(capsys, monkeypatch, *words)[0] == 0
-    assert read_report(folder / "r.json").model.unexpected == []
+    words = (
+        "inspect",
+        folder,
+        "--source",
+        "weights",
+        "--layers",
+        "0",
+        "--strict",
+        "--json",
+        folder.parent / "r.json",
+        "-q",
+    )
+    assert attnlens(*words).returncode == 0
+    assert read_report(folder.parent / "r.json").model.unexpected == []
     stored(folder, weights(folder) | {"head.of.another": torch.ones(2)})
-    code, _, err = called(capsys, monkeypatch, *words)
-    assert code == 3
-    assert "head.of.another" in err
-    report = read_report(folder / "r.json")
+    strict = attnlens(*words)
+    assert strict.returncode == 3
+    assert "head.of.another" in strict.stderr
+    report = read_report(folder.parent / "r.json")
     assert report.model.unexpected == ["head.of.another"]
     assert report.coverage.complete
-    lax = called(capsys, monkeypatch, *(word for word in words if word != "--strict"))
-    assert lax[0] == 0
+    assert attnlens(*(word for word in words if word != "--strict")).returncode == 0

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from program import in_shell
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,19 +32,11 @@ def test_every_command_runs(block, tmp_path):
     for variable, package in PACKAGES.items():
         if variable in block and find_spec(package) is None:
             pytest.skip(f"the package {package}, which carries a trained model, is not installed")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     known = "".join(
         f"{name}{value}\n" for name, value in SET.items() if f"${name}/" in block and f"{name}=" not in block
     )
     script = f"set -e\n{known}{without_installation(block)}"
-    result = subprocess.run(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = in_shell(script, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in re.findall(r"[\w-]+\.(?:png|json|html|csv|md)\b", without_installation(block)):
         assert (tmp_path / name).stat().st_size > 100, name

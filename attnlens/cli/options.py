@@ -18,7 +18,11 @@ from attnlens.registry import analyzers, checked_name
 
 EXPERIMENT, TRAINED = "Synthetic experiments", "Checkpoints and heads"
 SOURCES = ("weights", "tokens", "both")
-NAMED = {"windows": ("spread", "first", "random"), "intervals": ("windows", "texts")}
+NAMED = {
+    "windows": ("placement of windows", ("spread", "first", "random")),
+    "intervals": ("unit of intervals", ("windows", "texts")),
+}
+"""What each of these options names, and the names that there are."""
 LARGEST = 9999
 """Largest number of a layer or head that can be asked for; no model comes near it."""
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
@@ -285,9 +289,9 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         settings["analyzers"] = given["analyzer"] or ()
         if given["analyzer"]:
             analyzers(given["analyzer"])  # an unknown one is refused before torch is imported
-    for name, known in NAMED.items():
+    for name, (what, known) in NAMED.items():
         if given.get(name) is not None:
-            checked_name(name, given[name], known)
+            checked_name(what, given[name], known)
     return settings
 
 

@@ -1,0 +1,209 @@
+"""A process that has imported the libraries and forks for each command, which saves the seconds that importing takes.
+
+Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
+attnlens` or `python SCRIPT` starts it; only what torch, transformers and others do while they are imported is done
+once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pandas",
+    "pydantic",
+    "rich.table",
+    "scipy.optimize",
+    "scipy.stats",
+    "torch",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "OMP_", "MKL_", "LD_", "SSL_")
+"""How variables begin that libraries read while they are imported: with another value a command starts afresh."""
+LARGEST = 1 << 17
+"""Bytes of a request: its words and its environment."""
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+request = {{"words": ["-m", "attnlens", *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ)}}
+socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+child = int(server.recv(64))
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: os.kill(child, number))
+code = int(server.recv(64))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+_folder: list[Path] = []
+
+
+def takes(environment: Mapping[str, str]) -> bool:
+    """Whether a command with this environment can be forked: the libraries would have been imported alike."""
+    here = _environment()
+    return all(here.get(name) == value for name, value in environment.items() if name.startswith(READ_ONCE))
+
+
+def run(
+    words: Sequence[str], cwd: Path | str | None, env: Mapping[str, str], stdin: str | None, seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """What subprocess.run([python, *words]) gives; raises TimeoutExpired after that many seconds."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(str(commands() / "socket"))
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    given, feed = (os.open(os.devnull, os.O_RDONLY), None) if stdin is None else os.pipe()
+    request = json.dumps({"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env)})
+    socket.send_fds(server, [request.encode()], [given, to_out, to_err])
+    for end in (given, to_out, to_err):
+        os.close(end)
+    told: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda end=end: told.update({end: _read(end)})) for end in (out, err)]
+    if feed is not None:
+        threads.append(threading.Thread(target=_write, args=(feed, stdin)))
+    for thread in threads:
+        thread.start()
+    with server:
+        child = int(server.recv(64))
+        server.settimeout(seconds)
+        try:
+            code = int(server.recv(64))
+        except TimeoutError:
+            os.kill(child, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(list(words), seconds) from None
+        finally:
+            for thread in threads:
+                thread.join()
+    return subprocess.CompletedProcess(list(words), code, told[out], told[err])
+
+
+def _read(end: int) -> str:
+    with os.fdopen(end, encoding="utf-8") as stream:
+        return stream.read()
+
+
+def _write(end: int, text: str) -> None:
+    try:
+        with os.fdopen(end, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except BrokenPipeError:
+        pass  # the command did not read what it was given
+
+
+def commands() -> Path:
+    """A folder with the command `attnlens`, for the PATH of a shell; this test process's server runs behind it."""
+    if not _folder:
+        folder = Path(tempfile.mkdtemp(prefix="attnlens-tests-"))
+        server = subprocess.Popen([sys.executable, __file__, str(folder / "socket")], env=_environment())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(server.kill)
+        while not (folder / "ready").exists():
+            assert server.poll() is None, "the server broke down"
+            time.sleep(0.05)
+        client = folder / "attnlens"
+        client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket")))
+        client.chmod(0o755)
+        _folder.append(folder)
+    return _folder[0]
+
+
+def _environment() -> dict[str, str]:
+    """The server's own: offline, and with one thread, since as many tests run at once as there are cores."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _serve(address: Path) -> None:
+    """Fork for every request, once to run the command and once to wait for it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(address))
+        door.listen()
+        for library in LIBRARIES:
+            importlib.import_module(library)
+        (address.parent / "ready").touch()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        parent = os.getppid()
+        while os.getppid() == parent:
+            connection = door.accept()[0]
+            if os.fork() == 0:
+                door.close()
+                _answer(connection)
+            connection.close()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Run one command, tell its process number and its exit code, and end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        _become(json.loads(request), files)
+    for file in files:
+        os.close(file)
+    connection.send(str(child).encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        connection.send(str(code).encode())
+    finally:
+        os._exit(0)
+
+
+def _become(request: dict[str, Any], files: Sequence[int]) -> None:
+    """Be the command, and end with its exit code."""
+    code = 0
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            for number, mode in enumerate(("r", "w", "w"))
+        )
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        flag, *rest = request["words"]
+        if flag == "-m":
+            sys.argv, sys.path[0] = rest, request["cwd"]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = request["words"], str(Path(flag).parent)
+            runpy.run_path(flag, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
