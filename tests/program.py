@@ -51,9 +51,9 @@ def without_torch(*words, cwd=None):
     )
 
 
-def in_shell(line, cwd=None, *, afresh=False):
+def in_shell(line, cwd=None, *, afresh=False, **environment):
     """Lines of bash, in which `attnlens` is the finished program; `afresh` where it is run without a stream."""
-    env = environment_with()
+    env = environment_with(**environment)
     folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
     env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
     return subprocess.run(
