@@ -25,10 +25,11 @@ import torch
 from scipy import stats
 
 from attnlens import hooks, models, texts
+from attnlens.calls import budget_share
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
 from attnlens.records import Rise, Site
-from attnlens.run.budget import Budgeting, Choice, parsed_budget
+from attnlens.run.budget import Budgeting, Choice
 from attnlens.run.calibration import Sample, samples
 from attnlens.run.rises import Losses, losses
 from attnlens.run.tasks import Fed, feed, task_of
@@ -108,7 +109,7 @@ def main() -> None:
     contents = [
         part for text in texts.read_each(asked.text) or texts.sample("demo") for part in split(text, asked.parts)
     ]
-    budget = parsed_budget(asked.budget)
+    budget = budget_share(asked.budget)
     found = [
         outcome
         for content in (contents[:1] if asked.quick else contents)

@@ -14,7 +14,7 @@ RUN = 32
 """Tokens of a run that is no coincidence, some 10 to 25 words: the first and the second half of the demo's text, one
 book, share no run of 12."""
 LEAST = 8
-"""Tokens below which a run proves nothing: those halves share runs of 8 that hold 1 to 7 % of their tokens."""
+"""Tokens below which a whole line proves nothing: those halves share runs of 8 that hold 1 to 7 % of their tokens."""
 MOST_SHARED = 0.1
 """Share of the evaluated tokens above which a measurement is not held out. At worst the shared part shows no loss at
 all, so that a tenth of it hides a tenth of what is measured: less than the interval of a rise over 32 sequences."""
@@ -27,8 +27,8 @@ def shared_share(
 ) -> float:
     """The share, 0 to 1, of evaluated tokens in runs of at least RUN that a calibration passage has too.
 
-    Special tokens are left out. Of passages shorter than two runs, half is a run, from LEAST tokens on. 0 where no
-    tokens are fed.
+    Special tokens are left out. A passage shorter than RUN counts where all of it is found, from LEAST tokens on. 0
+    where no tokens are fed.
     """
     return share_in_runs(*(_bare(tokenizer, rows) for rows in (evaluated, calibrated)))
 
@@ -44,13 +44,15 @@ def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequenc
 
 
 def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
-    """The same of passages of ids, across whose ends no run goes."""
-    longest = max(map(len, calibrated), default=0)
+    """The same of passages of ids, across whose ends no run goes; where all of `calibrated` are shorter than RUN, the
+    longest of them is as long as a run.
+    """
+    longest = min(RUN, max(map(len, calibrated), default=0))
     alike: dict[int, list[list[bytes]]] = {}
     for passage in evaluated:
-        # half of a short passage: two windows of one text that is repeated are seldom cut at the same place
-        length = min(RUN, max(LEAST, min(longest, len(passage)) // 2))
-        alike.setdefault(length, []).append(_runs(passage, length))
+        length = min(longest, len(passage))
+        if length >= LEAST:
+            alike.setdefault(length, []).append(_runs(passage, length))
     total = sum(map(len, evaluated))
     return sum(_covered(runs, length, calibrated) for length, runs in alike.items()) / total if total else 0.0
 
