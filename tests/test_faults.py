@@ -92,7 +92,7 @@ WORDS = {
     "inspect --tokens 1": "'--tokens'",
     "verify --seed x": "--seed",
     "inspect --select top-k:3": "select='top-k:3' makes no sense",
-    "inspect --dtype float31": "No such dtype",
+    "inspect --dtype float31": "no dtype 'float31'",
     "doctor --device abacus": "no kind of device 'abacus'",
     "swap-kernel --kernel rank --budget 1%": "budget '1%' can't be read",
 }

@@ -91,7 +91,7 @@ def load(
     its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
     check_named(device, dtype)
-    _check_words(revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    _check_types(revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
@@ -99,9 +99,8 @@ def load(
     stored = _checked(place, trust_remote_code)
     with quiet(), no_kernels():
         config = _config(place, trust_remote_code)
-        typed = dtype_of(dtype, config, place_on)
         with bounded(place, stored):
-            model, found = _model(place, config, typed, trust_remote_code)
+            model, found = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
         check_loaded(place, model, stored, found)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
@@ -124,7 +123,7 @@ def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
     return stored
 
 
-def _check_words(revision: object, **switches: object) -> None:
+def _check_types(revision: object, **switches: object) -> None:
     """Raise UsageError for options of another type than theirs."""
     if revision is not None:
         calls.word("revision", revision)
