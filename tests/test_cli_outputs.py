@@ -4,9 +4,9 @@ import os
 import pty
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 import typer
 from program import attnlens, environment_with, in_shell, refused, without_torch
@@ -195,7 +195,7 @@ def test_a_page_of_no_columns_shows_all_the_same(words):
 def on_a_terminal(*words, **environment):
     """What the program writes to a terminal on stderr."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "attnlens", *words]
+    command = [str(forkserver.commands() / "attnlens"), *words]
     env = environment_with(**{"TERM": "xterm"} | environment)
     with subprocess.Popen(command, env=env, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs) as process:
         os.close(theirs)

@@ -8,8 +8,7 @@ import families
 import pytest
 import tiny
 import torch
-from loaded import apart, family, loaded, outputs, sites_of
-from test_inspect import package
+from loaded import apart, family, loaded, outputs, package, sites_of
 from typer.testing import CliRunner
 
 import attnlens

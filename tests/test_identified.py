@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 import torch
 from heads import query_key, random
-from loaded import family
-from test_inspect import package
+from loaded import family, package
 
 import attnlens
 from attnlens import hooks, linalg, models, registry, tables, texts

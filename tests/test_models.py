@@ -8,7 +8,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from loaded import package
 from safetensors.torch import load_file, save_file
 
 from attnlens import models
@@ -45,13 +45,6 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
     weights = load_file(folder / "model.safetensors")
     edit(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def package(name: str) -> Path:
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"the package {name} is not installed (pip install --no-deps)")
-    return Path(spec.submodule_search_locations[0])
 
 
 # what is right

