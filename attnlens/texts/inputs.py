@@ -9,6 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
+from attnlens.files import shortened
 from attnlens.models.heads import text_config
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+LARGEST_INPUT = 2**26
+"""Numbers in one image or sound beyond which none is made: 8192 × 8192, or an hour at 16 kHz."""
 IMAGE_SIZE = 224
 """Height and width of an image where the config names none."""
 NO_START = ("The model's config names no start token for its decoder.", "Set decoder_start_token_id in it.")
@@ -108,13 +111,16 @@ def noise(model: PreTrainedModel, name: str, count: int, seed: int, skip: int = 
 
     They are the draws `skip`, `skip` + 1, … of the seed, whatever their count.
 
-    Raises TextError for inputs whose shape attnlens does not know.
+    Raises TextError for inputs whose shape attnlens does not know, or whose config asks for an endless one.
     """
     import torch
 
     shape = _shape(model, name)
     if shape is None:
         raise TextError(f"attnlens can't make up {name} for a {type(model).__name__}.", NO_NOISE)
+    if not all(isinstance(size, int) and size > 0 for size in shape) or math.prod(shape) > LARGEST_INPUT:
+        asked = " × ".join(shortened(str(size)) for size in shape)
+        raise TextError(f"The config asks for {name} of {asked} numbers, which attnlens does not make up.", NO_NOISE)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(skip):
         torch.randn(shape, generator=generator)
@@ -180,7 +186,6 @@ def _patches_shape(config: Any) -> tuple[int, int]:
     return config.num_patches, config.num_channels * config.patch_size**2
 
 
-def _image_shape(config: Any) -> tuple[int, int, int]:
+def _image_shape(config: Any) -> tuple[int, ...]:
     size = getattr(config, "image_size", None) or IMAGE_SIZE
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    return getattr(config, "num_channels", 3), height, width
+    return getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size))
