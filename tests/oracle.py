@@ -1,0 +1,114 @@
+"""Runs a fixed list of commands on the demo model and keeps, or compares, all that they print and write.
+
+python tests/oracle.py FOLDER                  run, and keep everything in this new folder
+python tests/oracle.py FOLDER --against OTHER  the same, then name every difference from what OTHER holds
+
+A restructuring changes nothing that a user sees: run it before and after, on one machine. Times, memory and the
+environment are left out; numbers have to be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from program import attnlens
+
+FEW = "--sequences 8 --tokens 32 --no-progress"
+REPORT = "--json report.json --csv heads.csv --markdown report.md"
+COMMANDS = {
+    "inspect": f"inspect demo {FEW} {REPORT} --windows-csv windows.csv --html report.html",
+    "inspect-all-heads": f"inspect demo {FEW} --layers 0-1 --all-heads -v {REPORT}",
+    "inspect-weights": f"inspect demo --source weights --no-progress {REPORT}",
+    "inspect-tokens": f"inspect demo --source tokens --heads 0,3 --windows random --seed 3 {FEW} {REPORT}",
+    "inspect-selection": f"inspect demo --analyzer selection --layers 1 {FEW} {REPORT} --html report.html",
+    "inspect-top-p": f"inspect demo --analyzer selection --select top-p:0.9 --layers 1 --heads 0,1 {FEW} {REPORT}",
+    "inspect-margins": f"inspect demo --head 3.2 --show selection {FEW} {REPORT} --html report.html",
+    "inspect-ksvd": f"inspect demo --analyzer ksvd --analyzer extended --layers 2 {FEW} {REPORT}",
+    "swap": f"swap-kernel demo --kernel rbf {FEW} {REPORT} --windows-csv windows.csv --html report.html",
+    "swap-several": f"swap-kernel demo --kernel linear --kernel cosine --kernel window:8 --sweep layers {FEW} {REPORT}",
+    "swap-heads": f"swap-kernel demo --kernel symmetric --layers 0-1 --sweep heads {FEW} {REPORT} --html report.html",
+    "swap-healed": f"swap-kernel demo --kernel rbf --fit --heal 4 --heads 1,2 --save saved {FEW} {REPORT}",
+    "swap-primal": f"swap-kernel demo --kernel primal:8 --heal 2 --eta 0.05 {FEW} {REPORT}",
+    "swap-budget": f"swap-kernel demo --kernel rank --budget loss:2% --plan plan.json {FEW} {REPORT}",
+    "converge": f"converge --trials 2 --no-progress {REPORT} --html report.html",
+    "converge-head": f"converge demo --head 3.2 {FEW} {REPORT} --html report.html",
+    "converge-checkpoints": f"converge --checkpoints --layers 1 --heads 0,5 {FEW} {REPORT} --html report.html",
+    "doctor": "doctor demo --no-progress --json report.json",
+    "verify": "verify --quick --no-progress --json report.json",
+    "list": "list",
+    "list-schema": "list schema",
+    "help": "--help",
+    **{f"help-{name}": f"{name} --help" for name in ("inspect", "swap-kernel", "converge", "doctor", "verify", "list")},
+}
+DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second"}
+"""Fields of a report, and beginnings of columns, that are not the same in two runs."""
+COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[.,;)<])|(?<=, )[0-9.]+$")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where everything is kept; new")
+    parser.add_argument("--against", type=Path, help="what to compare with")
+    asked = parser.parse_args()
+    for name, words in COMMANDS.items():
+        place = asked.folder / name
+        place.mkdir(parents=True)
+        run = attnlens(*words.split(), cwd=place, COLUMNS="120")
+        (place / "stdout.txt").write_text(run.stdout)
+        (place / "stderr.txt").write_text(f"{run.stderr}exit {run.returncode}\n")
+        print(f"{name}: exit {run.returncode}", flush=True)
+    if asked.against is not None:
+        found = list(differences(asked.against, asked.folder))
+        print(*found, f"{len(found)} differences", sep="\n")
+        sys.exit(bool(found))
+
+
+def differences(before: Path, after: Path) -> Iterator[str]:
+    """A line for each value that is not the same."""
+    kept = {os.path.relpath(path, before) for path in before.rglob("*") if path.is_file()}
+    made = {os.path.relpath(path, after) for path in after.rglob("*") if path.is_file()}
+    yield from (f"{name}: missing" for name in sorted(kept - made))
+    yield from (f"{name}: new" for name in sorted(made - kept))
+    for name in sorted(kept & made):
+        if "/saved/" in name:
+            continue
+        first, second = (read(folder / name) for folder in (before, after))
+        yield from (f"{name}: {line}" for line in unlike(first, second))
+
+
+def read(path: Path) -> Any:
+    """A file's content without what differs from run to run."""
+    text = path.read_text()
+    if path.suffix == ".json":
+        return json.loads(text)
+    if path.suffix == ".csv":
+        rows = csv.DictReader(text.splitlines())
+        return [{name: cell for name, cell in row.items() if name.split(".")[0] not in DROPPED} for row in rows]
+    return [COST.sub("COST", line) for line in text.splitlines()]
+
+
+def unlike(first: Any, second: Any, where: str = "") -> Iterator[str]:
+    """Where two documents differ; a field that is new in the second one is no difference."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in first.keys() - DROPPED:
+            if key in second:
+                yield from unlike(first[key], second[key], f"{where}.{key}")
+            else:
+                yield f"{where}.{key} is gone"
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        for number, pair in enumerate(zip(first, second, strict=True)):
+            yield from unlike(*pair, f"{where}[{number}]")
+    elif first != second:
+        yield f"{where}: {str(first)[:200]} → {str(second)[:200]}"
+
+
+if __name__ == "__main__":
+    main()
