@@ -87,7 +87,7 @@ class Healer:
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
-            raise ModelError("No weight of this model makes queries and keys alone.", "Swap without --heal.")
+            raise ModelError("No weight moves queries or keys of swapped heads, and those alone.", "Swap without --heal.")
         self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
         if self.convention == "code":
             self.swaps = {site: _as_code(swap) for site, swap in self.swaps.items()}
