@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from attnlens.records import Report as Report
     from attnlens.records import read_plan as read_plan
     from attnlens.records import read_report as read_report
-    from attnlens.run.converge import converge as converge
     from attnlens.run.doctor import doctor as doctor
-    from attnlens.run.inspect import inspect as inspect
-    from attnlens.run.saved import load_swapped as load_swapped
-    from attnlens.run.swap import swap_kernel as swap_kernel
+    from attnlens.run.inspect.survey import inspect as inspect
+    from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
+    from attnlens.run.swap.saved import load_swapped as load_swapped
+    from attnlens.run.training.converge import converge as converge
     from attnlens.run.verify import verify as verify
 
 __version__ = "0.1.0"

@@ -163,7 +163,7 @@ def svc(problem: Problem, tolerance: float) -> tuple[float, float]:
 def extra(model: str) -> int:
     """By how many bytes solving one head's problem raises this process's peak memory, the problem being there."""
     from attnlens.attsvm import solve
-    from attnlens.run.collect import peak_memory
+    from attnlens.run.inspect.collector import peak_memory
 
     problem = next(heads("", model, quick=model == "demo"))[1]
     solve(random_problem(4, 4, 6))
@@ -248,7 +248,7 @@ def scs(problem: Problem) -> float:
     import cvxpy
     import numpy as np
 
-    from attnlens.attsvm.nuclear import row_basis
+    from attnlens.attsvm.solvers.nuclear import row_basis
 
     u = (problem.differences @ row_basis(problem.differences)).numpy()
     z = (problem.paired_queries @ row_basis(problem.queries)).numpy()

@@ -130,7 +130,7 @@ def extra(words: str, tokens: int) -> int:
 
     from attnlens.attention import attend
     from attnlens.kernels import parsed
-    from attnlens.run.collect import peak_memory
+    from attnlens.run.inspect.collector import peak_memory
 
     torch.set_num_threads(1)
     kernel, asked = parsed(words), call(tokens)
@@ -181,8 +181,8 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Swap], inpu
     import torch
 
     from attnlens import hooks
-    from attnlens.run.sweep import sweep, units
-    from attnlens.run.tasks import feed, task_of
+    from attnlens.run.swap.sweep import sweep, units
+    from attnlens.run.swap.targets import feed, task_of
     from attnlens.statistics import Design
     from attnlens.texts import Batch
 

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from attnlens import hooks, models
-from attnlens.models.heads import kind_of
+from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo, Part, Site
 
 SMALL: dict[str, Any] = {"sequences": 4, "tokens": 16, "batch_size": 2}

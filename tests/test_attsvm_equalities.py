@@ -15,7 +15,6 @@ from attnlens.attsvm import (
     causal,
     certified,
     certified_nuclear,
-    frobenius,
     head,
     prompt,
     selection,
@@ -25,6 +24,7 @@ from attnlens.attsvm import (
     solve,
     solve_nuclear,
 )
+from attnlens.attsvm.solvers import frobenius
 from attnlens.errors import UsageError
 
 

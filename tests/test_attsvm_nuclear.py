@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlens import attsvm
-from attnlens.attsvm import Problem, certified_nuclear, nuclear, nuclear_rank, solve, solve_nuclear
+from attnlens.attsvm import Problem, certified_nuclear, nuclear_rank, solve, solve_nuclear
+from attnlens.attsvm.solvers import nuclear
 from attnlens.errors import AttnlensError
 
 GOLDEN = Path(__file__).parent / "data" / "attsvm_golden.json"

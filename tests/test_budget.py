@@ -19,14 +19,14 @@ from attnlens import calls, hooks, plots, texts
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
-from attnlens.run import budget as room
-from attnlens.run import calibration
-from attnlens.run.nested import nested
-from attnlens.run.plan import Sizes, break_even, costs, saving, sizes
-from attnlens.run.rises import Losses, losses, rise_of
-from attnlens.run.sensitivities import _between, bases, levels, sensitivities
-from attnlens.run.swap import swap_kernel
-from attnlens.run.tasks import feed
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import search as room
+from attnlens.run.swap.ranks.nested import nested
+from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
+from attnlens.run.swap.ranks.savings import Sizes, break_even, costs, saving, sizes
+from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
+from attnlens.run.swap.targets import feed
 from attnlens.statistics import Design
 from attnlens.tables.swaps.plans import plan_lines, plan_rows
 from attnlens.texts import Cut

@@ -11,8 +11,8 @@ from test_heal import watched
 import attnlens
 from attnlens import texts
 from attnlens.errors import TextError, UsageError
-from attnlens.run import calibration
-from attnlens.run.swap import swap_kernel
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.ranks import calibration
 from attnlens.tables import markdown
 from attnlens.texts import overlap
 

@@ -14,7 +14,7 @@ from attnlens import hooks, run, texts
 from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.run import checks
-from attnlens.run.tasks import task_of
+from attnlens.run.swap.targets import task_of
 
 FEW = {"tokens": 12, "sequences": 2}
 

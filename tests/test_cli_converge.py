@@ -174,7 +174,7 @@ def test_an_interruption_keeps_the_finished_checkpoints(tmp_path):
 INTERRUPTING = f"""
 import os, sys
 sys.argv[0] = "attnlens"
-from attnlens.run import series
+from attnlens.run.training import series
 read = series.Series._read
 def interrupted(self, checkpoint, tokenizer):
     if checkpoint.step == 100:

@@ -16,9 +16,9 @@ import attnlens
 from attnlens import run
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Experiment
-from attnlens.run.checkpoints import of_demo, step_of
-from attnlens.run.converge import finished, synthetic
-from attnlens.run.series import series
+from attnlens.run.training.checkpoints import of_demo, step_of
+from attnlens.run.training.converge import finished, synthetic
+from attnlens.run.training.series import series
 from attnlens.run.verify import ROWS
 
 SMALL = {"sequences": 2, "tokens": 32}

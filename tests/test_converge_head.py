@@ -10,8 +10,8 @@ from attnlens.analyzers.selection import Selector
 from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
-from attnlens.run.experiments import options
-from attnlens.run.head import FACTORS, as_instances, hardening, head_experiments, posed, starts, trained
+from attnlens.experiments import options
+from attnlens.run.training.one_head import FACTORS, as_instances, hardening, head_experiments, posed, starts, trained
 
 HEAD = (3, 2)
 
@@ -19,14 +19,13 @@ HEAD = (3, 2)
 @pytest.fixture(scope="module")
 def gathered() -> tuple[Selector, Nearness]:
     """What a head of the demo sees of a little text, and the problem that it poses there."""
-    from attnlens import models, texts
-    from attnlens.run import arguments
+    from attnlens import models, requests, texts
 
     loaded = models.load("demo")
-    read: arguments.Feeding = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
-    asked = arguments.settings(read, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
-    settings = arguments.of_model(asked, loaded)
-    return posed(loaded, settings, texts.sample("demo"), arguments.cut_of(settings, read))[1:]
+    read: requests.Feeding = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
+    asked = requests.settings(read, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
+    settings = requests.of_model(asked, loaded)
+    return posed(loaded, settings, texts.sample("demo"), requests.cut_of(settings, read))[1:]
 
 
 @pytest.fixture(scope="module")

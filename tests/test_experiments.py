@@ -8,12 +8,12 @@ import torch
 
 from attnlens import attsvm
 from attnlens.errors import UsageError
+from attnlens.experiments import EXPERIMENTS, golden, names, refuse_ignored, run_experiments
+from attnlens.experiments.data import draw, grid, starts
+from attnlens.experiments.golden import instances
+from attnlens.experiments.next_token import corpus
+from attnlens.experiments.options import checked
 from attnlens.records.experiments import Experiment
-from attnlens.run.experiments import EXPERIMENTS, golden, names, refuse_ignored, run_experiments
-from attnlens.run.experiments.data import draw, grid, starts
-from attnlens.run.experiments.golden import instances
-from attnlens.run.experiments.next_token import corpus
-from attnlens.run.experiments.options import checked
 
 SMALL = {"trials": 3, "iterations": 30}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reports import synthetic_report
 from swap_reports import planned
 
-from attnlens import tables
+from attnlens import requests, tables
 from attnlens.calls import budget_share, selection_share
 from attnlens.cli import options
 from attnlens.cli.commands import app
@@ -21,9 +21,8 @@ from attnlens.cli.defaults import defaults, kinds
 from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.records import Report, read_plan, read_report
-from attnlens.run import arguments
-from attnlens.run.saved import load_swapped
-from attnlens.run.swap import swap_kernel
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.saved import load_swapped
 
 CASES = 150 * int(os.environ.get("ATTNLENS_FUZZ", "1"))
 fuzzed = settings(
@@ -91,7 +90,7 @@ def test_kernels_are_spelled_or_refused(words, signed):
 def test_lists_of_layers_and_heads_are_read_or_refused(words):
     family(lambda: options.numbers("layers", words))
     family(lambda: options.head(words))
-    family(lambda: arguments.head(words))
+    family(lambda: requests.head(words))
     family(lambda: selection_share(words))
     family(lambda: budget_share(words))
 
@@ -99,10 +98,10 @@ def test_lists_of_layers_and_heads_are_read_or_refused(words):
 @fuzzed
 @given(VALUES)
 def test_arguments_from_python_are_read_or_refused(given_):
-    family(lambda: arguments.numbers("layers", given_))
-    family(lambda: arguments.head(given_))
-    family(lambda: arguments.words("text", given_))
-    family(lambda: arguments.whole("tokens", given_, 1))
+    family(lambda: requests.numbers("layers", given_))
+    family(lambda: requests.head(given_))
+    family(lambda: requests.words("text", given_))
+    family(lambda: requests.whole("tokens", given_, 1))
 
 
 def altered(document, draw):

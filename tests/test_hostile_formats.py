@@ -22,7 +22,7 @@ from safetensors.torch import save
 from attnlens import models
 from attnlens.errors import AttnlensError, ModelError, TextError, UsageError
 from attnlens.models.gguf import read_header
-from attnlens.models.places import find
+from attnlens.models.locate import find
 from attnlens.models.stored import tensors_in
 from attnlens.records import read_plan, read_report
 from attnlens.texts import read_each

@@ -15,7 +15,7 @@ from attnlens.analyzers.selection import Selector
 from attnlens.plots.captions import full_caption, short_caption
 from attnlens.plots.overview import page_rows
 from attnlens.registry import Analyzer, Place
-from attnlens.run.pieces import pieces
+from attnlens.run.inspect.chunks import pieces
 from attnlens.shapes import Shapes
 
 N = 14

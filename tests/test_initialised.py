@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import attnlens
 from attnlens.errors import ModelError
-from attnlens.run.swap import swap_kernel
+from attnlens.run.swap.pipeline import swap_kernel
 
 DEMO = Path(attnlens.__file__).parent / "demo"
 SMALL = {"sequences": 1, "tokens": 16}

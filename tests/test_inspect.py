@@ -20,7 +20,7 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
 from attnlens.run import Interrupted
-from attnlens.run.extremes import extremes
+from attnlens.run.inspect.extremes import extremes
 from attnlens.tables import facts
 from attnlens.tables.population import population
 

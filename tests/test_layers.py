@@ -28,6 +28,8 @@ LAYERS = {
     "hooks": 3,
     "weights": 3,
     "primal": 3,
+    "requests": 3,
+    "experiments": 4,
     "run": 4,
     "doctor": 4,
     "shapes": 5,

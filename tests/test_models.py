@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from attnlens import models
 from attnlens.errors import AttnlensError, ModelError, UsageError
-from attnlens.models.places import DEMO
+from attnlens.models.locate import DEMO
 
 
 def rejected(kind: type[AttnlensError], name: object, **options: Any) -> AttnlensError:

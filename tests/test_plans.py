@@ -13,9 +13,9 @@ from test_budget import grouped
 import attnlens
 from attnlens.errors import UsageError
 from attnlens.records import Plan
-from attnlens.run import budget as room
-from attnlens.run import calibration
-from attnlens.run.swap import swap_kernel
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import search as room
 from attnlens.tables.swaps.plans import plan_lines
 
 READ = {"sequences": 8, "tokens": 32, "batch_size": 4}

@@ -10,16 +10,16 @@ from test_heal import READ
 import attnlens
 from attnlens import hooks, texts
 from attnlens.attention import attend, route, weights
-from attnlens.attention.primal import features
+from attnlens.attention.primal_scores import features
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.primal import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
 from attnlens.records import Call
 from attnlens.registry import Fit, OutputFit
-from attnlens.run.fit import fit
-from attnlens.run.heal import Healer
-from attnlens.run.saved import load_swapped
-from attnlens.run.swap import swap_kernel
+from attnlens.run.swap.fit import fit
+from attnlens.run.swap.heal import Healer
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.saved import load_swapped
 
 HEADS, DIM, TOKENS = 2, 6, 20
 

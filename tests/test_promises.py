@@ -8,11 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
-from attnlens.run import rises
-from attnlens.run.budget import Budgeting
-from attnlens.run.nested import nested
-from attnlens.run.rises import Losses, rise_of
-from attnlens.run.sensitivities import Basis
+from attnlens.run.swap.ranks import rises
+from attnlens.run.swap.ranks.nested import nested
+from attnlens.run.swap.ranks.rises import Losses, rise_of
+from attnlens.run.swap.ranks.search import Budgeting
+from attnlens.run.swap.ranks.sensitivity import Basis
 from attnlens.statistics import Design
 from attnlens.texts.sampling import chosen
 

@@ -19,12 +19,12 @@ from attnlens import hooks, texts
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.files import sha256
 from attnlens.kernels import parsed
-from attnlens.run import saved as room
-from attnlens.run.fit import fit
-from attnlens.run.heal import changed_weights
-from attnlens.run.saved import UnsavedError, load_swapped, save_swapped
-from attnlens.run.swap import swap_kernel
-from attnlens.run.swapping import Swapping
+from attnlens.run.swap import saved as room
+from attnlens.run.swap.fit import fit
+from attnlens.run.swap.heal import changed_weights
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.saved import UnsavedError, load_swapped, save_swapped
+from attnlens.run.swap.session import Swapping
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 4}
 
@@ -199,9 +199,9 @@ def test_a_run_that_breaks_off_leaves_no_folder_of_that_name(demo, tmp_path, mon
 def test_a_killed_run_leaves_no_folder_of_that_name(tmp_path):
     code = (
         "import os, signal\n"
-        "from attnlens.run import saved, swap\n"
+        "from attnlens.run.swap import pipeline, saved\n"
         "saved.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"swap.swap_kernel('demo', 'rbf', sequences=2, tokens=16, save={str(tmp_path / 'model')!r})\n"
+        f"pipeline.swap_kernel('demo', 'rbf', sequences=2, tokens=16, save={str(tmp_path / 'model')!r})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment_with(), check=False, capture_output=True)
     assert done.returncode == -9, done.stderr

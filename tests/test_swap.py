@@ -24,9 +24,9 @@ from attnlens.errors import IdentityError, ModelError, OutputError, TextError, U
 from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
-from attnlens.run import compare, costs, gates
-from attnlens.run.swap import swap_kernel
-from attnlens.run.tasks import NOTHING, feed, task_of
+from attnlens.run.swap import gates, measure, resources
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.targets import NOTHING, feed, task_of
 from attnlens.statistics import Design, paired_difference
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 2}
@@ -580,7 +580,7 @@ def test_a_diverged_model_is_not_healed(demo, broken):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory: x")])
 def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
-    honest = compare.run
+    honest = measure.run
 
     def greedy(model, fed, task):
         if len(fed.inputs["input_ids"]) > 3:
@@ -595,7 +595,7 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
             raise error
         return forward(model, inputs, **more)
 
-    monkeypatch.setattr("attnlens.run.swapping.run", greedy)
+    monkeypatch.setattr("attnlens.run.swap.session.run", greedy)
     monkeypatch.setattr(hooks, "forward", small)
     with pytest.raises(ModelError) as refusal:
         swap_kernel(demo, "rbf", sequences=8, tokens=16, batch_size=8)
@@ -612,10 +612,10 @@ def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
     fed = batches(demo).batches[0].inputs
     with (
         pytest.raises(ModelError, match="Not enough memory for 2 sequences"),
-        costs.enough_memory(demo.model, fed, nullcontext),
+        resources.enough_memory(demo.model, fed, nullcontext),
     ):
         really_failing()
-    monkeypatch.setattr("attnlens.run.swapping.run", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.run.swap.session.run", lambda *_: really_failing())
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
         swap_kernel(demo, "rbf", **READ)
     assert refusal.value.remedy == "Use --batch-size 1, which fits."
@@ -629,7 +629,7 @@ def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
 
 def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
     """A forward pass that fits says nothing of one that trains."""
-    monkeypatch.setattr("attnlens.run.swapping.heal", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.run.swap.session.heal", lambda *_: really_failing())
     with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
         swap_kernel(demo, "rbf", heal=2, **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."
@@ -639,7 +639,7 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     def failing(*_):
         raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr("attnlens.run.swapping.run", failing)
+    monkeypatch.setattr("attnlens.run.swap.session.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
 

@@ -17,7 +17,7 @@ import transformers
 
 from attnlens import models, texts
 from attnlens.errors import AttnlensError, TextError, UsageError
-from attnlens.models.heads import kind_of
+from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo
 from attnlens.texts import inputs
 from attnlens.texts.sequences import position_limit

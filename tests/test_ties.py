@@ -14,7 +14,7 @@ from attnlens import hooks
 from attnlens.attention import attend, route, weights
 from attnlens.errors import UsageError
 from attnlens.kernels import TIES, parsed
-from attnlens.run.swap import swap_kernel
+from attnlens.run.swap.pipeline import swap_kernel
 
 PARTS = [name for name, tie in TIES.items() if tie.part is not None]
 KERNELS = ["exponential", "rbf", "laplacian", "polynomial", "cosine"]

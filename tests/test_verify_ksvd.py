@@ -10,13 +10,13 @@ import torch
 
 import attnlens
 from attnlens import ksvd, primal, tables
-from attnlens.run.experiments import depth_decay as depth
-from attnlens.run.experiments import ksvd_identities as identities
-from attnlens.run.experiments import primal_decay as training
-from attnlens.run.experiments.equal_training import CANONICAL, PRIMAL, Training, fit, nats, pair
-from attnlens.run.experiments.primal_decay import MATRICES, compared, read
-from attnlens.run.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
-from attnlens.run.inspect import silent
+from attnlens.experiments import depth_decay as depth
+from attnlens.experiments import ksvd_identities as identities
+from attnlens.experiments import primal_decay as training
+from attnlens.experiments.equal_training import CANONICAL, PRIMAL, Training, fit, nats, pair
+from attnlens.experiments.primal_decay import MATRICES, compared, read
+from attnlens.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
+from attnlens.run.progress import silent
 from attnlens.run.verify import ROWS, Wanted
 
 verifying = importlib.import_module("attnlens.run.verify")  # `run.verify` is the function of that name

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from train_demo import BATCH, LEARNING_RATE, WINDOW, split_text
 
-from attnlens.run.experiments.equal_training import Training
-from attnlens.run.experiments.primal_decay import compared
-from attnlens.run.experiments.trained import demo
+from attnlens.experiments.equal_training import Training
+from attnlens.experiments.primal_decay import compared
+from attnlens.experiments.trained import demo
 
 
 def windows(tokenizer, text: str) -> torch.Tensor:

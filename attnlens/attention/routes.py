@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from attnlens.attention.positions import unplaced
-from attnlens.attention.primal import by_primal
-from attnlens.attention.primal import refuse as refuse_primal
+from attnlens.attention.primal_scores import by_primal
+from attnlens.attention.primal_scores import refuse as refuse_primal
 from attnlens.attention.products import by_products
 from attnlens.attention.rows import in_tiles
 from attnlens.attention.scores import by_scores
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-Path = Literal["auto", "eager", "fused"]
+Route = Literal["auto", "eager", "fused"]
 """The fastest exact path there is; row tiles; a fused path or an error."""
 
 
 CAPPED = "the model caps its scores (softcap)"
 
 
-def attend(call: Call, kernel: Kernel, path: Path = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
+def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
     """softmax(log k(q, k) + bias, over the keys allowed) v, for signed kernels Σ k v / Σ k; laid out as models want.
 
     All paths are exact: each computes this sum over the same keys, cuts nothing off, and differs from the others by the
@@ -39,7 +39,7 @@ def attend(call: Call, kernel: Kernel, path: Path = "auto") -> Float[Tensor, "ba
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
-def route(call: Call, kernel: Kernel, path: Path = "auto") -> str:
+def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles, row tiles, whole matrices, or
     primal scores.
 

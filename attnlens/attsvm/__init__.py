@@ -3,13 +3,13 @@
 from attnlens.attsvm.builders import causal, finite_part, prompt, selection, selection_sets
 from attnlens.attsvm.certificates import certified
 from attnlens.attsvm.descent import LOSSES, Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
-from attnlens.attsvm.frobenius import solve
 from attnlens.attsvm.graph import next_token
-from attnlens.attsvm.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
 from attnlens.attsvm.problem import Problem
 from attnlens.attsvm.separable import Separability, separable
-from attnlens.attsvm.soft import SoftMargin, soft_margin
 from attnlens.attsvm.solution import Solution, Status
+from attnlens.attsvm.solvers.frobenius import solve
+from attnlens.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
+from attnlens.attsvm.solvers.soft import SoftMargin, soft_margin
 
 __all__ = [
     "LOSSES",

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.arguments import indices, real
 from attnlens.attsvm.problem import Problem
+from attnlens.attsvm.validation import indices, real
 from attnlens.errors import UnposedError, UsageError
 
 if TYPE_CHECKING:

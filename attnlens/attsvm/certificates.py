@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.arguments import bounded, ordinary
 from attnlens.attsvm.solution import Solution
+from attnlens.attsvm.validation import bounded, ordinary
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:

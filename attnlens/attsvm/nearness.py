@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.frobenius import solve
 from attnlens.attsvm.head import Chosen, Form, Posed, Scene, Softmax, choose, pose
 from attnlens.attsvm.problem import Problem
+from attnlens.attsvm.solvers.frobenius import solve
 from attnlens.errors import UnposedError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attnlens.attsvm.frobenius import solve
+from attnlens.attsvm.solvers.frobenius import solve
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -66,7 +66,7 @@ class Inputs:
         asked_of_hub = HUB.fullmatch(name) and not name.endswith(FILES) and not here and name != "demo"
         if asked_of_hub and not given["offline"]:
             return
-        from attnlens.models.places import find
+        from attnlens.models.locate import find
 
         revision = given.get("revision") if len(given.get("models") or ()) < 2 else None
         place = find(name, revision, offline=given["offline"], allow_pickle=given["allow_pickle"])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from attnlens.attention import Path, attend
+from attnlens.attention import Route, attend
 from attnlens.errors import ModelError
 from attnlens.hooks.call import OWN, read_call
 from attnlens.kernels import Kernel
@@ -161,7 +161,7 @@ def replace(
     model: PreTrainedModel,
     sites: tuple[Site, ...],
     swaps: Mapping[Site, Swap],
-    path: Path = "auto",
+    path: Route = "auto",
     *,
     every_site: bool = True,
     visit: Callable[[Site, Call], None] | None = None,
@@ -190,7 +190,7 @@ def replace(
         )
 
 
-def swapped(call: Call, swap: Swap, path: Path = "auto") -> Tensor:
+def swapped(call: Call, swap: Swap, path: Route = "auto") -> Tensor:
     """The output of one site under a swap: (batch, queries, heads, value_dim)."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Convention = Literal["paper", "code"]
 """paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
+ETA = 0.1
+"""η of the published code for language modelling; 0.01 for Long Range Arena."""
 
 
 def objective(

@@ -12,14 +12,14 @@ from attnlens import calls
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
 from attnlens.models.bounds import bounded
+from attnlens.models.classes import Kind, kind_of, model_class, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
-from attnlens.models.heads import Kind, kind_of, model_class, refuse_own_code
 from attnlens.models.hub import first_line
+from attnlens.models.integrity import check_loaded, nonfinite_tensors
+from attnlens.models.locate import CONFIG, Place, find
 from attnlens.models.placement import check_named, device_of, dtype_of
-from attnlens.models.places import CONFIG, Place, find
 from attnlens.models.quiet import no_kernels, quiet
-from attnlens.models.soundness import check_loaded, nonfinite_tensors
 from attnlens.models.stored import Stored, tensors_in
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import File, ModelInfo

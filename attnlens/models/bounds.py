@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
 from attnlens.models.configs import fields
-from attnlens.models.places import CONFIG, Place
+from attnlens.models.locate import CONFIG, Place
 from attnlens.models.stored import Stored, numbers_in
 
 if TYPE_CHECKING:

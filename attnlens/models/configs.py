@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
-from attnlens.models.places import CONFIG, Place
+from attnlens.models.locate import CONFIG, Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

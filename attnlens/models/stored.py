@@ -13,7 +13,7 @@ from attnlens.files import shortened
 from attnlens.models.gguf import read_header
 
 if TYPE_CHECKING:
-    from attnlens.models.places import Place
+    from attnlens.models.locate import Place
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the types in which a number is stored as itself."""

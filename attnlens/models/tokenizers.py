@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
+from attnlens.models.classes import text_config
 from attnlens.models.folders import TOKENIZERS
-from attnlens.models.heads import text_config
 from attnlens.models.hub import first_line
-from attnlens.models.places import Place
+from attnlens.models.locate import Place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnlens import ksvd
-from attnlens.attention.primal import objectives, of_layer, running
+from attnlens.attention.primal_scores import objectives, of_layer, running
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import wide
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.attention import attend
-from attnlens.attention.primal import whole_reach
+from attnlens.attention.primal_scores import whole_reach
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.primal.attention import PrimalHeads
 from attnlens.records import Call
@@ -106,7 +106,7 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
     """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
-    from attnlens.models.heads import kind_of
+    from attnlens.models.classes import kind_of
     from attnlens.texts.inputs import beside_noise, noise
 
     main, kind, made = model.main_input_name, kind_of(model), {}

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from attnlens import requests
 from attnlens.calls import public, switch
+from attnlens.experiments import golden, names, one_thread, run_experiments
+from attnlens.experiments.depth_decay import depth_decay
+from attnlens.experiments.ksvd_identities import ksvd_identities
+from attnlens.experiments.primal_decay import primal_decay
 from attnlens.records import Experiment, Report, Skipped
-from attnlens.run import arguments
-from attnlens.run.converge import WIDTH, finished
-from attnlens.run.experiments import golden, names, one_thread, run_experiments
-from attnlens.run.experiments.depth_decay import depth_decay
-from attnlens.run.experiments.ksvd_identities import ksvd_identities
-from attnlens.run.experiments.primal_decay import primal_decay
-from attnlens.run.inspect import Progress, silent
+from attnlens.run.progress import Progress, silent
+from attnlens.run.training.converge import WIDTH, finished
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -
     `quick` takes fewer trials, and tolerances that are as much wider, and trains no model. Raises UsageError for a seed
     that is none, and Interrupted with the rows that are finished.
     """
-    arguments.whole("seed", seed, 0)
+    requests.whole("seed", seed, 0)
     switch("quick", quick)
     wanted = Wanted(quick, seed, progress)
     report = finished("verify", [partial(row, wanted) for row in ROWS], seed, WIDTH)

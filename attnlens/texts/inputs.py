@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
 from attnlens.files import shortened
-from attnlens.models.heads import text_config
+from attnlens.models.classes import text_config
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

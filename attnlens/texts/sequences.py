@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
-from attnlens.models.heads import text_config
+from attnlens.models.classes import text_config
 from attnlens.models.tokenizers import foreign
 from attnlens.texts.sources import Content
 

@@ -1,0 +1,1 @@
+"""Solvers of the Att-SVM problems; each answer carries its certificate."""

@@ -1,0 +1,65 @@
+"""How often does descent from zero select the best token of every input, and how does that grow with d?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from attnlens.attsvm.descent import descend
+from attnlens.experiments.data import chunks, draw, starts
+from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.records.experiments import Curve, Experiment
+
+PUBLISHED = {2: 0.12, 3: 0.28, 4: 0.35, 6: 0.49, 8: 0.62, 10: 0.67, 15: 0.85, 20: 0.82, 30: 0.91, 50: 0.96, 100: 0.955}
+PUBLISHED_TRIALS = 200
+SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
+
+
+def global_selection(settings: Settings, published: bool, progress: Progress) -> Experiment:
+    """Share of trials whose α_i is argmax_t Y_i γ_it for every input i, by d.
+
+    The tolerance is three standard errors of the difference of the two shares.
+    """
+    shares = {d: _share(settings, d, place, progress) for place, d in enumerate(settings.d)}
+    known = {d: PUBLISHED[d] for d in shares if d in PUBLISHED} if published else {}
+    trials = settings.trials
+    return Experiment(
+        name="global selection",
+        question="How often does descent from zero select the best token of every input?",
+        final={f"d{d}": share for d, share in shares.items()},
+        errors={f"d{d}": (share * (1 - share) / trials) ** 0.5 for d, share in shares.items()},
+        published={f"d{d}": share for d, share in known.items()} or None,
+        tolerance={f"d{d}": spread(share, trials, PUBLISHED_TRIALS) for d, share in known.items()} or None,
+        source=SOURCE if known else None,
+        axis="d",
+        curves={"all best tokens selected": Curve(steps=list(shares), median=list(shares.values()))},
+    )
+
+
+def spread(share: float, ours: int, theirs: int) -> float:
+    """3 √(p(1 − p)(1/n + 1/n')), with p at least one trial from 0 and 1."""
+    p = min(max(share, 1 / ours), 1 - 1 / ours)
+    return 3 * math.sqrt(p * (1 - p) * (1 / ours + 1 / theirs))
+
+
+def _share(s: Settings, d: int, place: int, progress: Progress) -> float:
+    hits, done = 0, 0
+    for trials, seed in chunks(s.trials, s.seed):
+        drawn = draw(s.n, s.T, d, trials, seed, s.attention)
+        first = done
+
+        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
+            part = (first + trials * step / s.iterations) / s.trials
+            progress("global selection", round(1000 * (place + part)), 1000 * len(s.d))
+
+        W, _ = starts(drawn, 1, s.start)
+        descent = descend(drawn.instances, W, s.iterations, lr=s.lr, loss=s.loss, progress=tick)
+        hits += int((descent.chosen[-1] == drawn.best).all(-1).sum())
+        done += trials
+    return hits / s.trials
+
+
+FULL = Settings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
+QUICK = replace(FULL, trials=50, d=(2, 4, 10))
+USES = frozenset({"trials", "seed", "n", "T", "d", "lr", "loss", "iterations", "attention", "start"})
+STUDY = Study(global_selection, FULL, QUICK, USES)

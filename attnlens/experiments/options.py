@@ -1,0 +1,142 @@
+"""How large are the synthetic experiments? Their settings, what may be changed, when the published still count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from attnlens import calls, requests
+from attnlens.attsvm.descent import Loss
+from attnlens.errors import UsageError
+from attnlens.records.experiments import Experiment
+from attnlens.registry import checked_name
+
+Progress = Callable[[str, int, int], None]
+"""(stage, steps done, steps in all)."""
+
+HEADS = ("linear", "relu")
+PARAMETERISATIONS = ("both", "W", "KQ")
+ATTENTIONS = ("cross", "self")
+STARTS = ("random", "zero")
+LOSSES = ("logistic", "exponential")
+LARGEST = {"n": 4096, "T": 4096, "d": 4096, "m": 4096, "trials": 100_000, "iterations": 10_000_000}
+"""More is a slip, and would fill the memory or never end."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of the experiments; each uses some of them. The defaults are those of Tarzanagh et al. 2023."""
+
+    trials: int
+    """Random instances; of each size, where there are several."""
+    seed: int = 0
+    """Trial i draws from seed + i."""
+    n: int = 6
+    """Inputs (sequences) of an instance."""
+    T: int = 8
+    """Tokens of an input."""
+    d: tuple[int, ...] = (10,)
+    """Dimension of a token; several: one point of the curve each."""
+    m: int | None = None
+    """Columns of K and Q; None: d."""
+    lr: float = 0.1
+    """Length of a step."""
+    loss: Loss = "logistic"
+    """Of Y·f."""
+    head: Literal["linear", "relu"] = "linear"
+    """vᵀa, or 1ᵀrelu(Va)."""
+    parameterisation: Literal["both", "W", "KQ"] = "both"
+    """What is trained."""
+    iterations: int = 1000
+    """Steps of gradient descent."""
+    attention: Literal["cross", "self"] = "cross"
+    """Whether z is drawn, or is the input's own first token."""
+    start: Literal["random", "zero"] = "random"
+    """Where W begins; K and Q always begin at random."""
+
+    def same_but_for_trials(self, other: Settings) -> bool:
+        """Whether it asks the same, but for the seed and for at least as many trials."""
+        return replace(self, seed=other.seed, trials=other.trials) == other and self.trials >= other.trials
+
+
+@dataclass(frozen=True)
+class Study:
+    """One experiment: its function, and the settings that it uses."""
+
+    function: Callable[[Settings, bool, Progress], Experiment]
+    """(settings, whether they are the published ones, progress) → what was found."""
+    full: Settings
+    """The published sizes."""
+    quick: Settings
+    """The same sizes with fewer trials, or fewer of the sizes."""
+    uses: frozenset[str]
+    """Names of the settings that it uses."""
+
+    def run(self, wishes: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
+        """With those wishes that it uses; what was published is compared only where no wish changes what is asked.
+
+        Trials and seed say how surely it is answered and not what is asked: the published are compared from as many
+        trials as the quick run takes, for all sizes.
+        """
+        standard = self.quick if quick else self.full
+        used: dict[str, Any] = {
+            name: (value,) if name == "d" else value for name, value in wishes.items() if name in self.uses
+        }
+        settings = replace(standard, **used)
+        published = settings.same_but_for_trials(replace(standard, trials=self.quick.trials))
+        found = self.function(settings, published, progress)
+        shown = {name: value for name, value in asdict(settings).items() if name in self.uses and value is not None}
+        wide = {name: _plain(value) for name, value in shown.items()}
+        return found.model_copy(update={"settings": wide | found.settings}).judged()
+
+
+def _plain(value: Any) -> JsonValue:
+    if isinstance(value, tuple):
+        return list(value) if len(value) > 1 else value[0]
+    return value  # type: ignore[no-any-return]
+
+
+def checked(wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """The wishes that are not None, if they make sense.
+
+    Raises UsageError for an unknown one, sizes below 1 (T below 2), a learning rate ≤ 0, an unknown word, and
+    m beside parameterisation W.
+    """
+    given = {name: value for name, value in wishes.items() if value is not None}
+    for name in given:
+        checked_name("setting", name, [field.name for field in fields(Settings)])
+    whole = {
+        name: requests.whole(name, value, 2 if name == "T" else 1, LARGEST[name])
+        for name, value in given.items()
+        if name in LARGEST
+    }
+    words: dict[str, tuple[str, ...]] = {
+        "loss": LOSSES,
+        "head": HEADS,
+        "parameterisation": PARAMETERISATIONS,
+        "attention": ATTENTIONS,
+        "start": STARTS,
+    }
+    named = {name: checked_name(name, given[name], known) for name, known in words.items() if name in given}
+    other = {name: value for name, value in given.items() if name in ("seed", "lr")}
+    if "seed" in other:
+        requests.whole("seed", other["seed"], 0, calls.LARGEST - LARGEST["trials"])
+    if "lr" in other:
+        _rate(other["lr"])
+    if "m" in given and given.get("parameterisation") == "W":
+        raise UsageError("m is the number of columns of K and Q, which W alone does not have.", "Leave out m.")
+    if given.get("start") == "zero" and given.get("parameterisation") == "KQ":
+        raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
+    return {**whole, **named, **other}
+
+
+def _rate(lr: Any) -> None:
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= calls.LARGEST:
+        raise UsageError(f"lr={calls.shown(lr)} is no step downhill.", "Give a number above 0, such as 0.1.")
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """Show no progress."""

@@ -1,0 +1,153 @@
+"""Does the last layer decay faster after equal training with Primal-Attention there? demo's size, trained both ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from attnlens import linalg, primal
+from attnlens.experiments.data import curve, figures
+from attnlens.experiments.equal_training import CANONICAL, PRIMAL, WAYS, Training, fit, nats, pair
+from attnlens.experiments.options import Progress, silent
+from attnlens.experiments.trained import DEMO, TEXT, attention_curve, calls, cosine_curve, demo, sample
+from attnlens.records.experiments import Curve, Experiment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+    from transformers import GPT2Config, PreTrainedModel
+
+TOKENS = 64
+"""Of a window: all that is changed of demo's config, which has 256, so that training takes a minute and not an hour."""
+MODEL = f"models of {DEMO}'s size, trained here"
+"""How the record names what is trained: it shares demo's config and tokenizer, and none of its weights."""
+SEEDS = 3
+"""Each gives a pair of models."""
+EVERY = 8
+"""Of the built-in text's windows, every eighth is kept for evaluation."""
+ALL = 10_000
+"""More windows than that text has."""
+MATRICES = ("attention", "cosine", "running_cosine")
+SOURCE = (
+    "Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; other "
+    "models and data, so that nothing is judged here. The claim holds in the share of seeds in which Primal.+ has "
+    "more; difference: primal − canonical; loss: nats per token of windows that were not trained on. "
+    "attention: P, and in Primal.+ eΛrᵀ, which stands for it and has rank head_dim at most; cosine: cos(q_i, k_j) in "
+    "both; running cosine: of the running means of q and k in both, which causal Primal-Attention reads"
+)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a trained model shows on windows that it was not trained on."""
+
+    loss: float
+    """Nats per predicted token."""
+    curves: dict[str, Float[Tensor, "heads steps"]]
+    """Cumulative singular values of the last layer by matrix, in the mean over windows."""
+
+
+def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
+    """New models of demo's size on the text that demo was not trained on; every eighth window is for evaluation."""
+    loaded = demo()
+    config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
+    config.update({"n_positions": TOKENS})
+    ids = sample(loaded, TOKENS, ALL)
+    kept = torch.arange(len(ids)) % EVERY == EVERY - 1
+    found = compared(config, ids[~kept], ids[kept], Training(), range(seed, seed + SEEDS), progress)
+    split = f"{TEXT}, every eighth window for evaluation"
+    return found.model_copy(update={"model": MODEL, "settings": {"text": split, **found.settings}})
+
+
+def compared(
+    config: GPT2Config,
+    windows: Int[Tensor, "windows tokens"],
+    held: Int[Tensor, "kept tokens"],
+    training: Training,
+    seeds: Sequence[int],
+    progress: Progress = silent,
+) -> Experiment:
+    """Losses and the last layer's σ₁/Σσ of a model and of its Primal.+ after equal training, over seeds.
+
+    `published` is None: the paper's figures are those of other models and data.
+    """
+    found: dict[str, list[Read]] = {way: [] for way in WAYS}
+    total, done = len(seeds) * len(WAYS) * training.steps, 0
+    for seed in seeds:
+        for way, model in pair(config, training.scores, seed).items():
+            fit(model, windows, training, seed, partial(_tell, progress, done, total))
+            done += training.steps
+            found[way].append(read(model, held))
+    settings = {"seeds": list(seeds), "layers": config.n_layer, "heads": config.n_head, "d_model": config.n_embd}
+    sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held)}
+    return _experiment(found, settings | sizes | asdict(training))
+
+
+def _tell(progress: Progress, done: int, total: int, step: int) -> None:
+    progress("decay by training", done + step, total)
+
+
+def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> Read:
+    """The loss, and the three kernels of the last layer."""
+    with torch.no_grad():
+        loss = float(nats(model, held))
+        last = _scores_curve(model)
+        call, query_key = calls(model, held)[-1]
+    found = {
+        "attention": attention_curve(query_key) if last is None else last,
+        "cosine": cosine_curve(call),
+        "running_cosine": cosine_curve(call, averaged=True),
+    }
+    return Read(loss, {name: values.mean(0) for name, values in found.items()})
+
+
+def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] | None:
+    """The curve of eΛrᵀ, K itself where e and r solve the kernel SVD, of the last pass; None without a primal layer."""
+    for part in model.modules():
+        if isinstance(part, primal.PrimalHeads) and part.last is not None:
+            e, r, _ = part.last
+            return linalg.cumulative(linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r))
+    return None
+
+
+def _experiment(found: dict[str, list[Read]], settings: dict[str, object]) -> Experiment:
+    first = {
+        f"{matrix}_{way}": torch.stack([one.curves[matrix][:, 0].mean() for one in found[way]])
+        for matrix in MATRICES
+        for way in WAYS
+    }
+    losses = {f"loss_{way}": torch.tensor([one.loss for one in found[way]], dtype=torch.float64) for way in WAYS}
+    named = losses | first
+    final, errors = figures(named | _differences(named))
+    for matrix in MATRICES:
+        faster = first[f"{matrix}_{PRIMAL}"] > first[f"{matrix}_{CANONICAL}"]
+        final[f"{matrix}_holds"] = float(faster.double().mean())
+    return Experiment(
+        name="decay by training",
+        question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
+        settings=settings,
+        final=final,
+        errors=errors,
+        source=SOURCE,
+        axis="first k singular values",
+        curves={
+            f"{matrix.replace('_', ' ')}: {way}": _curve(found[way], matrix) for matrix in MATRICES for way in WAYS
+        },
+    )
+
+
+def _differences(named: dict[str, Float[Tensor, " seeds"]]) -> dict[str, Float[Tensor, " seeds"]]:
+    """primal − canonical of each quantity that both have."""
+    pairs = {name.removesuffix(f"_{PRIMAL}"): values for name, values in named.items() if name.endswith(PRIMAL)}
+    return {f"{name}_difference": values - named[f"{name}_{CANONICAL}"] for name, values in pairs.items()}
+
+
+def _curve(reads: list[Read], matrix: str) -> Curve:
+    """Median and quartiles over the heads of all seeds."""
+    heads = torch.cat([one.curves[matrix] for one in reads])
+    return curve(range(1, heads.shape[-1] + 1), heads.mT)

@@ -1,0 +1,77 @@
+"""Of which rank is the nuclear solution?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens import attsvm
+from attnlens.experiments.data import curve, directions, draw, figures
+from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.records.experiments import Bound, Curve, Experiment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+TIGHT = 1e-8
+"""The relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
+SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
+    "nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT),
+    "frobenius": attsvm.solve,
+}
+PUBLISHED = {"nuclear_least": 2.0, "nuclear_most": 4.0, "beyond_bound": 0.0}
+BOUNDS: dict[str, Bound] = {"nuclear_least": "at least", "nuclear_most": "at most", "beyond_bound": "at most"}
+SOURCE = "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
+
+
+def rank(settings: Settings, published: bool, progress: Progress) -> Experiment:
+    """Number of σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens, by d.
+
+    `nuclear_least` and `nuclear_most` are the least and the largest mean rank over d, `beyond_bound` is the largest
+    rank − min(n, d).
+    """
+    s = settings
+    ranks = {(d, svm): _ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
+    final, errors = figures({f"{svm}_d{d}": found for (d, svm), found in ranks.items()})
+    means = [value for name, value in final.items() if name.startswith("nuclear") and value is not None]
+    beyond = [found[~found.isnan()] - min(s.n, d) for (d, svm), found in ranks.items() if svm == "nuclear"]
+    final |= {
+        "nuclear_least": min(means, default=None),
+        "nuclear_most": max(means, default=None),
+        "beyond_bound": max((float(row.max()) for row in beyond if len(row)), default=None),
+    }
+    return Experiment(
+        name="rank",
+        question="Of which rank is the nuclear solution, and is it at most min(n, d)?",
+        settings={"threshold": 1e-5, "solver_gap": TIGHT},
+        final=final,
+        errors=errors,
+        reasons={name: "nothing separates the best tokens" for name, value in final.items() if value is None},
+        published=PUBLISHED if published else None,
+        source=SOURCE if published else None,
+        bounds=BOUNDS if published else {},
+        axis="d",
+        curves={svm: _by_d(s.d, [ranks[d, svm] for d in s.d]) for svm in SVMS},
+    )
+
+
+def _ranks(s: Settings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
+    """The rank in each trial; NaN where there is no solution."""
+    drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
+    found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
+    there = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in found]
+    return torch.tensor(there, dtype=torch.float64)
+
+
+def _by_d(sizes: tuple[int, ...], ranks: list[Float[Tensor, " trials"]]) -> Curve:
+    return curve(list(sizes), torch.stack(ranks))
+
+
+FULL = Settings(trials=50, d=(4, 6, 8, 10, 15, 20))
+QUICK = replace(FULL, trials=10, d=(6, 10))
+STUDY = Study(rank, FULL, QUICK, frozenset({"trials", "seed", "n", "T", "d", "attention"}))

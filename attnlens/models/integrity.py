@@ -1,0 +1,75 @@
+"""Are the weights that a model was given the numbers that its files hold, and is every one of them finite?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnlens.errors import ModelError
+from attnlens.models.configs import is_quantised, refuse_mismatch
+from attnlens.models.locate import Place
+from attnlens.models.stored import Stored, named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOW_RANK = re.compile(r"(^|[._])lora_")
+"""What marks the tensors of an adapter of low rank."""
+
+
+def check_loaded(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]) -> None:
+    """Raise ModelError where transformers loaded a model that its files don't hold, as `found` tells of the loading.
+
+    It leaves an adapter's tensors out, takes codes for numbers, and fills at random what does not fit.
+    """
+    where = place.folder / place.file
+    refuse_mismatch(place, found["mismatched_keys"])
+    if low_rank := [name for name in sorted(found["unexpected_keys"]) if LOW_RANK.search(name)]:
+        raise ModelError(
+            f"{where} holds an adapter that is not merged ({named(low_rank)}).",
+            "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
+        )
+    if codes := _codes(place, model, stored, set(found["unexpected_keys"])):
+        raise ModelError(
+            f"{where} stores {named(codes)} as {stored[codes[0]].type}, and nothing in config.json says what the codes "
+            "stand for.",
+            "Get the model unquantised, or as GGUF.",
+        )
+    if len(found["missing_keys"]) >= len(list(model.parameters())):
+        raise ModelError(
+            f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
+            "Check the model's config.json.",
+        )
+
+
+def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters with NaN or Inf in them, in the model's order."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and not bool(parameter.isfinite().all())
+    ]
+
+
+def _codes(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
+    """The tensors whose codes were taken for numbers: all that are no buffers, are not left out, and have no scale."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = {name for name, _ in model.named_buffers()} | unexpected
+    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
+    prefix, decoded = model.base_model_prefix, is_quantised(place.config)
+    used = [name for name in stored if not _names(name, prefix) & unexpected]
+    scaled = {name.rpartition("_scale")[0] for name in used if "_scale" in name}
+
+    def taken(name: str) -> bool:
+        names = _names(name, prefix)
+        if names & parameters:
+            return not (decoded and name in scaled)
+        return not (decoded or names & others or ignored.search(name))
+
+    return [name for name, tensor in stored.items() if tensor.encoded and taken(name)]
+
+
+def _names(name: str, prefix: str) -> set[str]:
+    """What a tensor may be called in the model: with and without the name of the model within the model."""
+    return {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}

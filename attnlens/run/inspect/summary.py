@@ -1,0 +1,159 @@
+"""Sums heads up: medians over the model, its layers and each text, with their own errors and nulls."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attnlens.records import Head, HeadId, Null, Settings, Summary, TextSummary, Windows
+from attnlens.registry import measure_infos
+from attnlens.run.inspect.collector import ONE_WINDOW, Collector
+from attnlens.run.inspect.extremes import extremes
+from attnlens.statistics import Design, median_error, null_of_median
+
+Group = Sequence[int]
+"""Heads by their place among the records."""
+
+
+def summarised(collector: Collector, names: Sequence[str], identity_error: float | None, seed: int) -> Summary:
+    """Medians over the model, each layer and each text (`names`, one a sequence), and the most extreme heads."""
+    records = collector.heads()
+    by_layer: dict[int, list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        by_layer[record.layer].append(place)
+    groups: list[Group] = [range(len(records)), *by_layer.values()]
+    windows = _windows(collector)
+    errors = _errors(windows, collector.design, groups, seed)
+    nulls = [_nulls(records, group, seed) for group in groups]
+    texts = _texts(collector, names, seed)
+    return Summary(
+        medians=medians(records),
+        median_errors=errors[0],
+        median_nulls=nulls[0],
+        layers=[medians([records[place] for place in group]) for group in by_layer.values()],
+        layer_errors=errors[1:],
+        layer_nulls=nulls[1:],
+        layer_numbers=list(by_layer),
+        layer_symmetry=[collector.layer_symmetry.get(layer) for layer in by_layer] if collector.layer_symmetry else [],
+        texts=texts,
+        between_texts=_between(texts),
+        extremes=extremes(records, measure_infos()),
+        identity_error=identity_error,
+        reasons=_lone(collector.design) if windows else {},
+    )
+
+
+def medians(records: Sequence[Head]) -> dict[str, float]:
+    """Median over the heads that have a value, measure by measure; categories have none."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, measure in record.measures.items():
+            if measure.value is not None and measure.label is None:
+                values[name].append(measure.value)
+    return {name: _median(present) for name, present in values.items()}
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(torch.tensor(list(values), dtype=torch.float64).nanquantile(0.5))
+
+
+def _windows(collector: Collector) -> dict[str, Tensor]:
+    """Each measure of each sequence, (sequences, heads), heads in the order of the records."""
+    order = sorted(collector.drafts, key=lambda key: (key[0].layer, key[1]))
+    names = dict.fromkeys(name for _, name in collector.windows)
+    nothing = torch.full((collector.design.count,), torch.nan, dtype=torch.float64)
+    return {
+        name: torch.stack(
+            [
+                found[:, head] if (found := collector.windows.get((site, name))) is not None else nothing
+                for site, head in order
+            ],
+            1,
+        )
+        for name in names
+    }
+
+
+def windows_of(collector: Collector, settings: Settings) -> Windows:
+    """What each window read of each head; noise has one window an input."""
+    placed = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not placed and settings.noise is not None:
+        placed = [(settings.noise.name, number) for number in range(collector.design.count)]
+    heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in collector.heads()]
+    return Windows(placed[: collector.design.count], heads, _windows(collector))
+
+
+def _errors(
+    windows: Mapping[str, Tensor], design: Design, groups: Sequence[Group], seed: int
+) -> list[dict[str, float]]:
+    """The standard error of each group's median, measure by measure; those that nothing tells are left out."""
+    found: list[dict[str, float]] = [{} for _ in groups]
+    for name, values in windows.items():
+        for errors, error in zip(found, median_error(values, design, groups, seed=seed), strict=True):
+            if math.isfinite(error):
+                errors[name] = error
+    return found
+
+
+def _lone(design: Design) -> dict[str, str]:
+    """Why medians of what windows read have no errors, where one window was all."""
+    return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
+
+
+def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
+    """What the median of so many heads reads by chance."""
+    each: dict[str, list[Null]] = defaultdict(list)
+    for place in group:
+        for name, measure in records[place].measures.items():
+            if measure.value is not None and measure.null is not None:
+                each[name].append(measure.null)
+    found = {}
+    for name, nulls in each.items():
+        means, sds = (torch.tensor([getattr(null, part) for null in nulls]) for part in ("mean", "sd"))
+        mean, sd = null_of_median(means, sds, seed)
+        found[name] = Null(mean=mean, sd=sd)
+    return found
+
+
+def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSummary]:
+    """The medians of each text's own windows, where there are several texts."""
+    every = list(dict.fromkeys(names))
+    windows = _windows(collector) if len(every) > 1 else {}
+    found = []
+    for text in every if windows else []:
+        own = [place for place, name in enumerate(names) if name == text]
+        values = {name: part[own] for name, part in windows.items()}
+        heads: list[Group] = [range(next(iter(values.values())).shape[1])]
+        design = Design.plain(len(own))
+        (errors,) = _errors(values, design, heads, seed)
+        found.append(
+            TextSummary(
+                name=text,
+                sequences=len(own),
+                medians={
+                    name: middle
+                    for name, part in values.items()
+                    if math.isfinite(middle := _median(part.nanmean(0).tolist()))
+                },
+                median_errors=errors,
+                reasons=_lone(design),
+            )
+        )
+    return found
+
+
+def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
+    """The standard deviation between the texts' medians."""
+    each: dict[str, list[float]] = defaultdict(list)
+    for text in texts:
+        for name, median in text.medians.items():
+            each[name].append(median)
+    return {
+        name: float(torch.tensor(present, dtype=torch.float64).std())
+        for name, present in each.items()
+        if len(present) > 1
+    }

@@ -1,0 +1,306 @@
+"""Measures a model's attention heads: weights and real text go through the analyzers, head by head."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks, linalg, models, requests, texts, weights
+from attnlens.calls import public, selection_share
+from attnlens.errors import ModelError, TextError, UnreadableError
+from attnlens.hooks import Reached
+from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
+from attnlens.registry import Analyzer, Gathering, Place
+from attnlens.run import checks
+from attnlens.run.checks import conventions
+from attnlens.run.initialised import attention, refuse_initialised
+from attnlens.run.inspect.chunks import finite_heads, pieces
+from attnlens.run.inspect.collector import Collector, environment, peak_memory, scaled_null, tool
+from attnlens.run.inspect.gathering import Gathered, form_on_inputs
+from attnlens.run.inspect.summary import summarised, windows_of
+from attnlens.run.inspect.token_text import told
+from attnlens.run.perplexity import Guesses
+from attnlens.run.progress import Interrupted, Progress, silent
+from attnlens.statistics import gaussian_null
+
+NULL_DRAWS = 64
+"""Random heads behind each null."""
+
+
+@public
+def inspect(
+    model: str | PathLike[str] | models.Loaded = "demo",
+    *,
+    source: Literal["weights", "tokens", "both"] = "both",
+    analyzers: requests.Words = (),
+    select: str = "argmax",
+    show: str | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    progress: Progress = silent,
+    **more: Unpack[requests.Feeding],
+) -> Report:
+    """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
+
+    `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `requests.Feeding`: the
+    text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
+    carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
+    selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
+    Interrupted, which carries what was finished.
+    """
+    loading = requests.loading_of(more, model)
+    asked = requests.settings(more, source=source, layers=layers, heads=heads)
+    chosen, asked = requests.chosen(asked, analyzers, select, show)
+    files = requests.words("text", more.get("text", ()))
+    named = requests.named_texts(files, source)
+    start = time.perf_counter()
+    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    timings = {"load": time.perf_counter() - start}
+    requests.refuse_text(loaded, files, asked.tokens)
+    settings, told = requests.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
+    contents = requests.contents(named, loaded) if source != "weights" else ()
+    inspection = Inspection(loaded, settings, chosen, *told, shown=show is not None)
+    return inspection.run(contents, requests.cut_of(settings, more))
+
+
+@dataclass
+class Inspection:
+    """One run of `inspect`."""
+
+    loaded: models.Loaded
+    settings: Settings
+    analyzers: Sequence[Analyzer | Gathering]
+    collector: Collector
+    progress: Progress
+    timings: dict[str, float]
+    reached: list[Reached] = field(default_factory=list)
+    conventions: Conventions | None = None
+    identity_error: float | None = None
+    sites: tuple[Site, ...] = ()
+    tokenless: str | None = None
+    fed: texts.Batches | None = None
+    finished: int = 0
+    shown: bool = False
+    gathered: Gathered = field(init=False)
+
+    def __post_init__(self) -> None:
+        gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
+        self.gathered = Gathered(gatherings, self.collector, self._place)
+
+    def _place(self, site: Site, form: QueryKey | str) -> Place:
+        return Place(site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown)
+
+    def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
+        """Survey, weights, tokens, report."""
+        batches = self._batches(contents, cut)
+        with self._timed("survey"):
+            first = self._survey(batches)
+        try:
+            if self._of_source("weights") or (batches and self.gathered.needs_inputs):
+                with self._timed("weights"):
+                    self._read_weights(first)
+            if batches:
+                with self._timed("tokens"):
+                    self._read_tokens(batches)
+                with self._timed("gathered"):
+                    self.gathered.close(self.progress)
+                self.gathered.shown = [told(found, self.loaded, batches) for found in self.gathered.shown]
+        except KeyboardInterrupt:
+            for found in self.reached:
+                self.collector.skip(found.site.name, "the run was interrupted")
+            if batches:
+                self.settings = self.settings.model_copy(update={"sequences": self.finished})
+            raise Interrupted(self._report()) from None
+        if not any(draft.measures for draft in self.collector.drafts.values()):
+            reason = self.collector.skipped[0].reason
+            raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
+        return self._report()
+
+    def _of_source(self, source: str) -> list[Analyzer]:
+        """The analyzers that read one QueryKey of that source at a time."""
+        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
+        return [analyzer for analyzer in plain if analyzer.source == source]
+
+    def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
+        """The texts as batches; none for weights alone, nor for both sources where there is no tokenizer."""
+        asked, self.settings = self.settings, self.settings.model_copy(update=requests.NOTHING_FED)
+        if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
+            return ()
+        try:
+            found = texts.batches(self.loaded, contents, cut)
+        except TextError as error:
+            if self.loaded.tokenizer is not None or self.settings.source == "tokens":
+                raise
+            self.tokenless = error.problem
+            return ()
+        self.settings = requests.fed(asked, found, self.loaded)
+        self.collector.design = requests.design_of(asked, found)
+        self.fed = found
+        return found.batches
+
+    def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
+        """Find the sites, prove that the door changes nothing, and choose the layers; returns the one-token survey."""
+        sample = texts.placeholder(self.loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
+        window_sites = checks.sites(self.loaded, sample)
+        probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
+        self._prove_identity(probe)
+        refuse_initialised(self.loaded, sample, attention)
+        self.sites = tuple(found.site for found in window_sites)
+        first = checks.sites(self.loaded, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
+        layers = self.settings.layers
+        checks.check_chosen(self.settings, window_sites)
+        self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
+        for found in self.reached:
+            heads = found.call.query.shape[1]
+            self.collector.enter(found.site, [head // found.call.group for head in range(heads)])
+            if self.tokenless:
+                self.collector.skip(found.site.name, self.tokenless, measure="tokens")
+        for entry in checks.out_of_reach(self.loaded, sample, window_sites):
+            self.collector.skip(entry.site, entry.reason)
+        self.settings = requests.seen(self.settings, self.loaded, window_sites)
+        return [found for found in first if layers is None or found.site.layer in layers]
+
+    def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
+        """The door must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
+        self.identity_error, broken = checks.proven(self.loaded, inputs)
+        if broken is not None:
+            self.collector.skip(broken, f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")
+
+    def _read_weights(self, first: list[Reached]) -> None:
+        """The weights.* measures of every site, with their nulls."""
+        analyzers = self._of_source("weights")
+        nulls: dict[object, dict[str, tuple[float, float]]] = {}
+        read: list[weights.Factors] = []
+        for done, factors in enumerate(weights.factors(self.loaded.model, first, self.reached)):
+            self.progress("weights", done, len(self.reached))
+            self._keep_form(self.reached[done].site, factors)
+            if isinstance(factors, UnreadableError):
+                if analyzers:
+                    self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
+                continue
+            if analyzers:
+                read.append(factors)
+                self._analyse_weights(factors, analyzers, nulls)
+        self.progress("weights", len(self.reached), len(self.reached))
+        if analyzers:
+            self.conventions = conventions(self.reached, read)
+
+    def _keep_form(self, site: Site, factors: weights.Factors | UnreadableError) -> None:
+        """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
+        if not self.gathered.needs_inputs:
+            return
+        form = form_on_inputs(factors)
+        if isinstance(form, QueryKey):
+            own = self.loaded.model.dtype
+            form = replace(form, query=form.query.to(own), key=form.key.to(own))
+        self.gathered.forms[site] = form
+
+    def _analyse_weights(
+        self,
+        factors: weights.Factors,
+        analyzers: Sequence[Analyzer],
+        nulls: dict[object, dict[str, tuple[float, float]]],
+    ) -> None:
+        whole = factors.query_key
+        finite = finite_heads(whole)
+        self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite], "weights")
+        if not finite:
+            return
+        query_key = whole.select(finite)
+        complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
+        self.collector.layer_symmetry[factors.site.layer] = linalg.layer_symmetry(whole) if complete else None
+        norms = whole.scale * query_key.query.norm(dim=(1, 2)) * query_key.paired_key.norm(dim=(1, 2))
+        shape = (tuple(whole.query.shape[1:]), tuple(whole.key.shape[1:]), id(whole.rotation))
+        if shape not in nulls:
+            nulls[shape] = gaussian_null(analyzers, query_key, draws=NULL_DRAWS, seed=self.settings.seed)
+        for analyzer in analyzers:
+            scaled: dict[str, list[Null]] = {
+                info.name: scaled_null(nulls[shape][info.name], info, norms)
+                for info in analyzer.measures
+                if info.name in nulls[shape]
+            }
+            self.collector.add_weights(factors.site, finite, analyzer, analyzer.function(query_key), scaled)
+
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str) -> None:
+        if heads:
+            named = [name for name in models.nonfinite_tensors(self.loaded.model) if name.startswith(site.path)]
+            where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
+            self.collector.skip(site.name, where, heads=heads, measure=source)
+
+    def _read_tokens(self, batches: Sequence[texts.Batch]) -> None:
+        """The tokens.* measures: one forward a batch; each site's queries and keys are analysed and dropped."""
+        analyzers = self._of_source("tokens")
+        chosen = {found.site for found in self.reached}
+        total = self.settings.sequences or 0
+        guesses = Guesses.of(self.loaded, self.fed) if self.fed is not None else Guesses([])
+        with self.gathered.watching(self.reached) as gather:
+
+            def visit(site: Site, call: Call) -> None:
+                if site in chosen:
+                    rows = call.query.shape[0]  # more than sequences where a module cuts each into windows (Swin)
+                    numbers = [self.finished + row * batch.size // rows for row in range(rows)]
+                    self._analyse_tokens(site, call.query_key(site), analyzers, numbers)
+                    gather(site, call, numbers)
+
+            try:
+                with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
+                    for number, batch in enumerate(batches):
+                        self.progress("tokens", self.finished, total)
+                        guesses.add(number, hooks.forward(self.loaded.model, batch.inputs))
+                        self.finished += batch.size
+                self.progress("tokens", total, total)
+                told = guesses.notes(self.fed.parts if self.fed is not None else ())
+                self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
+            finally:
+                self.collector.close_tokens(analyzers, self.finished)
+
+    def _analyse_tokens(
+        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int]
+    ) -> None:
+        """One batch of a site, whose rows belong to the sequences with these `numbers`."""
+        total = len(query_key.heads)
+        finite = finite_heads(query_key)
+        self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
+        if not finite or not analyzers:
+            return
+        steps = self.settings.tokens if self.settings.pack is False else None
+        for rows, group in pieces(query_key.select(finite)):
+            parts = [numbers[row] for row in rows]
+            for analyzer in analyzers:
+                self.collector.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
+
+    def _report(self) -> Report:
+        info = self.loaded.info.model_copy(update={"conventions": self.conventions})
+        return Report(
+            tool=tool(),
+            command="inspect",
+            model=info,
+            settings=self.settings,
+            environment=environment(),
+            coverage=self.collector.coverage(dict.fromkeys(analyzer.source for analyzer in self.analyzers)),
+            heads=self.collector.heads(),
+            summary=summarised(self.collector, self._names, self.identity_error, self.settings.seed),
+            selections=self.gathered.shown,
+            timings=self.timings,
+            peak_memory_bytes=peak_memory(),
+        ).with_windows(windows_of(self.collector, self.settings))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The text of every sequence that was finished."""
+        return () if self.fed is None else self.fed.parts[: self.collector.design.count]
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[stage] = time.perf_counter() - start

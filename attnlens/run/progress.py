@@ -1,0 +1,22 @@
+"""How a long run tells its progress, and how it ends when the user interrupts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attnlens.records import Report
+
+Progress = Callable[[str, int, int], None]
+"""(stage, steps done, steps in all)."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the work; `report` holds what was finished."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """Show no progress."""

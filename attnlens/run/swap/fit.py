@@ -1,0 +1,174 @@
+"""Which free parameters bring a kernel closest to each head's own? Chosen in closed form from calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.attention import attend, weights
+from attnlens.attention.primal_scores import features
+from attnlens.errors import UsageError
+from attnlens.kernels import Kernel
+from attnlens.models import Loaded
+from attnlens.records import Call, Site
+from attnlens.registry import Fit, OutputFit
+from attnlens.texts import Batch, Batches
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the way from the typed to the fitted parameters that are tried."""
+TINIEST = 1e-30
+"""Weight below which a kernel forbids a key: its logarithm stays finite."""
+
+
+def check_fit(kernel: Kernel, *, alone: bool) -> None:
+    """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
+    if alone and kernel.info.fit is None:
+        raise UsageError(
+            f"{kernel.info.name} has no free parameter that could be fitted.",
+            "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+        )
+    if kernel.tie is not None:
+        raise UsageError(
+            f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's own.",
+            f"Leave out --fit, or {kernel.tie}.",
+        )
+
+
+@dataclass
+class Search:
+    """How far a head's parameters go towards the fitted ones: as far as its attention comes nearer to the own.
+
+    Least squares weighs every score alike, softmax mostly the large ones: a fit that is nearest in the first sense may
+    be further in the second, which is KL(own ‖ new) of the attention's rows, the share of a sink included.
+    """
+
+    kernel: Kernel
+    """The kernel as typed."""
+    typed: dict[str, float]
+    """Its parameters before the fit."""
+    fitted: dict[str, Tensor]
+    """And after."""
+    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Σ KL by share and head."""
+
+    def update(self, call: Call) -> None:
+        """Take in a batch."""
+        own = _with_sink(call, weights(call, hooks.OWN))
+        found = []
+        for share in SHARES:
+            new = _with_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
+            rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
+            found.append(rows.sum((0, 2)).cpu())
+        self.divergence = self.divergence + torch.stack(found)
+
+    def at(self, share: Tensor) -> dict[str, Tensor]:
+        """The parameters at a share of the way, the same for all heads or one for each."""
+        return {
+            name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
+            for name, part in self.fitted.items()
+        }
+
+    def best(self) -> dict[str, Tensor]:
+        """The parameters of least divergence, head by head."""
+        return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
+
+
+def _with_sink(call: Call, rows: Tensor) -> Tensor:
+    """Rows of attention in float64, what a sink takes of them standing as one more outcome."""
+    rows = rows.double()
+    return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
+
+
+def fit(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    batches: Batches,
+    progress: Callable[[int], None],
+) -> dict[Site, hooks.Swap]:
+    """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
+
+    Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
+    """
+    fits = _solvable(loaded, sites, swaps, batches, progress)
+    solved = {site: found.solve() for site, found in fits.items()}
+    searches = {
+        site: Search(swaps[site].kernel, fits[site].typed, fitted)
+        for site, fitted in solved.items()
+        if fits[site].typed
+    }
+    if searches:
+        chosen = {site: swaps[site] for site in searches}
+        _each(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
+    solved |= {site: search.best() for site, search in searches.items()}
+    return {site: hooks.Swap(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
+
+
+def unfitted(
+    loaded: Loaded, sites: tuple[Site, ...], swaps: Mapping[Site, hooks.Swap], batches: Iterable[Batch]
+) -> dict[Site, hooks.Swap]:
+    """The same swaps with the free parameters that can be trained written out per head, at their typed values.
+
+    A fit knows their shapes; it needs some text to tell them.
+    """
+    bare = {s: swap for s, swap in swaps.items() if swap.kernel.info.trainable and not swap.kernel.fitted}
+    found = dict(swaps)
+    for site, fitting in _solvable(loaded, sites, bare, batches, lambda _: None).items() if bare else ():
+        kernel = bare[site].kernel
+        start = {
+            name: torch.full_like(part, fitting.typed[name])
+            for name, part in fitting.solve().items()
+            if name in kernel.info.trainable
+        }
+        found[site] = hooks.Swap(kernel.with_fitted(start), bare[site].heads)
+    return found
+
+
+def _solvable(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    batches: Iterable[Batch],
+    progress: Callable[[int], None],
+) -> dict[Site, Fit | OutputFit]:
+    """The fit of every swapped site, which has seen the head's own queries and keys."""
+    fits: dict[Site, Fit | OutputFit] = {}
+    for site, swap in swaps.items():
+        if swap.kernel.info.fit is not None:
+            fits[site] = swap.kernel.info.fit(**swap.kernel.parameters)
+
+    def add(site: Site, part: Call) -> None:
+        found = fits[site]
+        if isinstance(found, OutputFit):
+            seen = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
+            found.observe(seen.query, seen.key, seen.kept, attend(part, hooks.OWN).transpose(1, 2))
+        else:
+            found.update(part)
+
+    _each(loaded, sites, swaps, batches, add, progress)
+    return fits
+
+
+def _each(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    batches: Iterable[Batch],
+    visit: Callable[[Site, Call], None],
+    progress: Callable[[int], None],
+) -> None:
+    """Show the swapped heads of every swapped site to `visit`, batch by batch."""
+
+    def answer(site: Site, call: Call) -> None:
+        if site in swaps:
+            heads = swaps[site].heads
+            visit(site, call if heads is None else call.select(heads))
+
+    with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
+        for batch in batches:
+            hooks.forward(loaded.model, batch.inputs)
+            progress(batch.size)

@@ -1,0 +1,345 @@
+"""How near can a swapped model come to the original? Swapped heads learn from it: W_Q, W_K, the kernel's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens import hooks
+from attnlens.attention import Route
+from attnlens.attention.primal_scores import regulariser
+from attnlens.errors import ModelError, TextError
+from attnlens.kernels import Kernel
+from attnlens.ksvd import Convention
+from attnlens.models import Loaded
+from attnlens.records import Call, Healing, HealingStep, Site, Task
+from attnlens.run.swap.fit import unfitted
+from attnlens.run.swap.targets import asking, logits_of, states_of
+from attnlens.run.swap.trainable import outputs_with, trainable
+from attnlens.texts import Batch, Batches
+from attnlens.texts.sampling import chosen
+
+LEARNING_RATE = 1e-3
+"""First learning rate of AdamW; it rises over WARM_UP steps and falls as a cosine."""
+SLOWER = 0.1
+"""Factor of the learning rate each time that a check finds nothing nearer than the start: a kernel that cost much needs
+large steps, one that cost little is harmed by them."""
+WARM_UP = 20
+"""Steps over which the learning rate rises, and no more than there are up to the first check."""
+VALIDATION_SHARE = 0.125
+"""Share of the calibration text that is kept back from training, to choose the best step."""
+CHECKS = 10
+"""How often the validation distance is measured during a healing."""
+PATIENCE = 3
+"""Checks without an improvement after which it ends."""
+DRAWN = (0, 50, 200, 1000)
+"""Steps at which the loss on the evaluation text is measured for the picture."""
+
+Evaluate = Callable[[], float | None]
+"""The loss on the evaluation text of the model as it is."""
+
+
+@dataclass
+class Trained:
+    """A number that is trained: a part of a weight, or a kernel's parameter."""
+
+    start: Tensor
+    """Its value before."""
+    change: Tensor
+    """What is added to it, float32 and a leaf."""
+    mask: Tensor | None = None
+    """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
+
+    @property
+    def value(self) -> Tensor:
+        """Its value now."""
+        added = self.change if self.mask is None else self.change * self.mask
+        return (self.start.float() + added).to(self.start.dtype)
+
+
+@dataclass
+class Healer:
+    """One healing: the original model teaches itself with another kernel."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]
+    swaps: dict[Site, hooks.Swap]
+    task: Task
+    path: Route
+    eta: float | None = None
+    """Weight of the KSVD regulariser, for kernels that have one; None for the others."""
+    convention: Convention = "paper"
+    """How its objective J is counted."""
+    weights: dict[str, Trained] = field(default_factory=dict)
+    parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
+    interrupted: bool = False
+    """Whether the user ended it early."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Find what is trained: the entries of weights that make queries and keys of swapped heads and nothing else,
+        and the kernels' trainable parameters (primal: its maps, too), which begin as fitted, or else as typed.
+        """
+        masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
+        if not masks:
+            raise ModelError(
+                "No weight moves queries or keys of swapped heads, and those alone.", "Swap without --heal."
+            )
+        self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
+        if self.convention == "code":
+            self.swaps = {site: _as_code(swap) for site, swap in self.swaps.items()}
+        named = dict(self.loaded.model.named_parameters())
+        self.weights = {
+            name: Trained(named[name], torch.zeros_like(named[name], dtype=torch.float32, requires_grad=True), mask)
+            for name, mask in masks.items()
+        }
+        for site, swap in self.swaps.items():
+            self.parameters[site] = {
+                name: Trained(
+                    part.float(),
+                    torch.zeros_like(part, dtype=torch.float32, requires_grad=True),
+                    _step(name, swap.kernel, self.convention),
+                )
+                for name, part in swap.kernel.fitted.items()
+                if name in swap.kernel.info.trainable
+            }
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Everything that the optimiser changes."""
+        every = [*self.weights.values(), *(part for found in self.parameters.values() for part in found.values())]
+        return [part.change for part in every]
+
+    @property
+    def count(self) -> int:
+        """How many numbers are trained."""
+        of_weights = sum(int(part.mask.sum()) for part in self.weights.values() if part.mask is not None)
+        return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
+
+    @property
+    def regularised(self) -> dict[str, object]:
+        """The regulariser's fields of a Healing."""
+        return {} if self.eta is None else {"eta": self.eta, "ksvd_convention": self.convention}
+
+    def healed_swaps(self) -> dict[Site, hooks.Swap]:
+        """The swaps with the kernels' parameters as trained so far."""
+        return {
+            site: hooks.Swap(
+                swap.kernel.with_fitted(
+                    dict(swap.kernel.fitted) | {name: part.value for name, part in self.parameters[site].items()}
+                ),
+                swap.heads,
+            )
+            for site, swap in self.swaps.items()
+        }
+
+    def loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What training minimises: the distance, and for primal attention + η·ΣJ² (Chen et al. 2023, section 3.3)."""
+        if not self.eta:
+            return self.distance(inputs)
+        penalties: list[Tensor] = []
+        distance = self.distance(inputs, penalties)
+        each = torch.stack(penalties)
+        return distance + self.eta * (each.sum() if self.convention == "paper" else each.mean())
+
+    def distance(self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None = None) -> Tensor:
+        """Mean KL(original ‖ swapped) over real tokens in nats, or a headless model's mean 1 − cosine.
+
+        Each primal layer's regulariser is added to `penalties`, where there is a list.
+        """
+        with torch.no_grad():
+            own = self._outputs(hooks.forward(self.loaded.model, inputs, **asking(self.task)), inputs)
+        values = {name: part.value for name, part in self.weights.items()}
+        swaps = self.healed_swaps()
+
+        def visit(site: Site, call: Call) -> None:
+            swap = swaps[site]
+            if penalties is not None:
+                part = call if swap.heads is None else call.select(swap.heads)
+                penalties.append(regulariser(part, swap.kernel, self.convention))
+
+        with hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit):
+            new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)
+        if self.task == "hidden":
+            return (1 - nn.functional.cosine_similarity(own, new, dim=-1)).mean()
+        own, new = own.log_softmax(-1), new.log_softmax(-1)
+        return (own.exp() * (own - new)).sum(-1).mean()
+
+    def _outputs(self, result: object, inputs: Mapping[str, Tensor]) -> Tensor:
+        if self.task == "classification":
+            return logits_of(result).float()
+        found = states_of(result) if self.task == "hidden" else logits_of(result)
+        return hooks.at_real_tokens(found, inputs).float()
+
+    def values(self) -> dict[str, Tensor]:
+        """The trained weights by name."""
+        return {name: part.value.detach() for name, part in self.weights.items()}
+
+
+def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
+    """By how much a change of W_e's and W_r's columns is scaled: √σ, σ of the mean over tokens.
+
+    J has the curvature C/σ in a column: an optimiser's equal steps would leap out of its valley where σ is small.
+    """
+    if name not in ("query_map", "key_map"):
+        return None
+    of = kernel.fitted
+    power = 1.0 if convention == "code" else 0.5
+    length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
+    return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
+
+
+def _as_code(swap: hooks.Swap) -> hooks.Swap:
+    """The same swap with √(nΛ) in the place of Λ, n the length of a sequence: J in the code's convention is 0 there."""
+    kernel = swap.kernel
+    if kernel.info.form != "output":
+        return swap
+    changed = (kernel.fitted["log_multipliers"] + kernel.fitted["tokens"].log()[:, None]) / 2
+    return hooks.Swap(kernel.with_fitted({**kernel.fitted, "log_multipliers": changed}), swap.heads)
+
+
+@contextmanager
+def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block the model has these weights; its own are put back at the end."""
+    named = dict(model.named_parameters())
+    before = {name: named[name].detach().clone() for name in values}
+    try:
+        with torch.no_grad():
+            for name, value in values.items():
+                named[name].copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, own in before.items():
+                named[name].copy_(own)
+
+
+def heal(
+    healer: Healer, batches: Batches, steps: int, seed: int, evaluate: Evaluate, progress: Callable[[int], None]
+) -> Healing:
+    """Train for `steps` steps of AdamW on shuffled batches, keep the step with the least validation distance.
+
+    The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. While no
+    check is better than the start, it begins again from there with smaller steps. Raises TextError where there are
+    fewer than two batches, and ModelError where the distance is not finite. Once a step was checked, Ctrl-C ends it
+    early, and `healer.interrupted` says so.
+    """
+    train, kept_back = _split(batches)
+    healer.prepare(train[0])
+    descent = _Descent(healer.leaves, LEARNING_RATE, steps)
+    generator, order = torch.Generator().manual_seed(seed), list[int]()
+    best = _Best(healer, kept_back)
+    curve = [best.check(0).model_copy(update={"loss": _evaluated(healer, evaluate)})]
+    every = max(1, steps // CHECKS)
+    try:
+        for step in range(1, steps + 1):
+            order = order or torch.randperm(len(train), generator=generator).tolist()
+            with torch.enable_grad():
+                descent.step(healer.loss(train[order.pop()].inputs))
+            progress(1)
+            if step % every == 0 or step == steps or step in DRAWN:
+                drawn = _evaluated(healer, evaluate) if step in DRAWN or step == steps else None
+                curve.append(best.check(step).model_copy(update={"loss": drawn}))
+                if best.waited >= PATIENCE:
+                    break
+                if best.waited and best.step == 0:
+                    best.restore()
+                    descent = _Descent(healer.leaves, descent.rate * SLOWER, steps - step)
+    except KeyboardInterrupt:
+        if len(curve) < 2:
+            raise
+        healer.interrupted = True
+    best.restore()
+    curve = [_with_loss(step, healer, evaluate) if step.step == best.step else step for step in curve]
+    found = Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=descent.rate, curve=curve)
+    return found.model_copy(update=healer.regularised)
+
+
+class _Descent:
+    """AdamW from one learning rate on."""
+
+    def __init__(self, leaves: Sequence[Tensor], rate: float, steps: int) -> None:
+        self.leaves, self.rate = list(leaves), rate
+        self.optimiser = torch.optim.AdamW(self.leaves, lr=rate, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: _rate(step, max(steps, 1)))
+
+    def step(self, loss: Tensor) -> None:
+        """One step down this loss."""
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.leaves, 1.0)
+        self.optimiser.step()
+        self.schedule.step()
+
+
+@dataclass
+class _Best:
+    """The step with the least validation distance so far."""
+
+    healer: Healer
+    batches: Sequence[Batch]
+    step: int = 0
+    distance: float = math.inf
+    waited: int = 0
+    kept: list[Tensor] = field(default_factory=list)
+
+    def check(self, step: int) -> HealingStep:
+        """Measure the distance and keep the weights where it is the least."""
+        with torch.no_grad():
+            found = [float(self.healer.distance(batch.inputs)) for batch in self.batches]
+        distance = sum(found) / len(found)
+        # below 0 it is rounding, and nothing nearer than the model itself
+        distance = 0.0 if distance < 0 else distance
+        if step == 0 and not math.isfinite(distance):
+            raise ModelError(
+                "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
+            )
+        if distance < self.distance:
+            self.step, self.distance, self.waited = step, distance, 0
+            self.kept = [leaf.detach().clone() for leaf in self.healer.leaves]
+        else:
+            self.waited += 1
+        return HealingStep(step=step, validation=distance if math.isfinite(distance) else None)
+
+    def restore(self) -> None:
+        """Put the best step's numbers back."""
+        with torch.no_grad():
+            for leaf, kept in zip(self.healer.leaves, self.kept, strict=True):
+                leaf.copy_(kept)
+
+
+def _with_loss(kept: HealingStep, healer: Healer, evaluate: Evaluate) -> HealingStep:
+    """The step whose numbers the healer has, with its loss on the evaluation text."""
+    return kept if kept.loss is not None else kept.model_copy(update={"loss": _evaluated(healer, evaluate)})
+
+
+def _evaluated(healer: Healer, evaluate: Evaluate) -> float | None:
+    """The loss on the evaluation text with the numbers as trained so far."""
+    with (
+        changed_weights(healer.loaded.model, healer.values()),
+        hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
+    ):
+        return evaluate()
+
+
+def _split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
+    """Training batches, and those kept back, which are spread over the texts."""
+    if len(batches) < 2:
+        raise TextError(
+            "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
+            "Give a longer text with --calibration, or a smaller --batch-size.",
+        )
+    back = chosen(len(batches), max(1, round(len(batches) * VALIDATION_SHARE)), "spread", seed=0)
+    every = list(enumerate(batches.batches))
+    return [batch for number, batch in every if number not in back], [every[number][1] for number in back]
+
+
+def _rate(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / min(WARM_UP, max(1, steps // CHECKS))) * (
+        0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
+    )

@@ -1,0 +1,360 @@
+"""Compares a changed model with the original: both run on the same batches, and differences are paired."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.records import Change, Task, TextChange, TextCosine
+from attnlens.run.swap.targets import NO_LOSS, NOTHING, Fed, last_states, logits_of
+from attnlens.statistics import Design, paired_difference
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from transformers import PreTrainedModel
+
+Name = TypeVar("Name")
+Variant = Callable[[], AbstractContextManager[object]]
+"""Makes a changed model of the original one, inside `with`."""
+LARGEST_LOSS = 700.0
+"""Loss whose exponential is still a number."""
+DIVERGED = "it diverged: the changed model's predictions are not finite"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one forward pass gives."""
+
+    logits: Float[Tensor, "predicted classes"] | None
+    """At the predicted positions only."""
+    hidden: Float[Tensor, "tokens d_model"] | None
+    """Last hidden states of real tokens."""
+    owners: Int[Tensor, " tokens"] | None
+    """The sequence of the batch that each of these tokens is of."""
+    seconds: float
+    """How long it took."""
+
+
+@dataclass
+class Comparison:
+    """Differences of one variant to the original, gathered batch by batch."""
+
+    task: Task
+    """What is predicted."""
+    noise: bool
+    """Whether the input is noise, so that predictions are compared and have no loss."""
+    design: Design
+    """How the sequences were sampled."""
+    before: list[Tensor] = field(default_factory=list)
+    """Mean loss of each sequence under the original, one tensor a batch."""
+    after: list[Tensor] = field(default_factory=list)
+    """The same under the variant."""
+    counts: list[Tensor] = field(default_factory=list)
+    """How many tokens of each sequence are predicted."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Whether each sequence has anything to predict; those that have none are in none of the three above."""
+    divergences: list[Tensor] = field(default_factory=list)
+    """Mean KL(original ‖ variant) of each of them."""
+    agreeing: float = 0.0
+    cosines: list[Tensor] = field(default_factory=list)
+    """Mean cosine of each sequence's hidden states."""
+    real: list[Tensor] = field(default_factory=list)
+    """How many real tokens of each sequence were compared by these."""
+    directionless: bool = False
+    """Whether a hidden state is zero, so that no angle is formed with it."""
+    likeness: Likeness | None = None
+    seconds: list[float] = field(default_factory=list)
+    """Of each of the variant's forward passes."""
+    own_seconds: list[float] = field(default_factory=list)
+    """Of each of the original's."""
+    sizes: list[int] = field(default_factory=list)
+    """Tokens of each pass."""
+
+    def add(self, own: Outputs, new: Outputs, targets: Tensor | None, sizes: int) -> None:
+        """Take in one batch."""
+        self.seconds.append(new.seconds)
+        self.own_seconds.append(own.seconds)
+        self.sizes.append(sizes)
+        if own.logits is not None and new.logits is not None:
+            self._add_predictions(own.logits, new.logits, targets)
+        if own.hidden is not None and own.owners is not None and new.hidden is not None:
+            self._add_hidden(own.hidden, new.hidden, own.owners)
+
+    def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None) -> None:
+        if targets is None:
+            targets = own.argmax(-1, keepdim=True)
+        self.kept.append((targets != NOTHING).any(1).cpu())
+        for logits, losses in ((own, self.before), (new, self.after)):
+            means, counts = sequence_losses(logits, targets)
+            losses.append(means)
+        self.counts.append(counts)
+        self.divergences.append(sequence_means(divergence(own, new), targets != NOTHING)[0])
+        self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
+
+    def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
+        own, new = own.double(), new.double()
+        self.directionless |= not bool((own.any(-1) & new.any(-1)).all())
+        means, counts = _means(torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1)
+        self.cosines.append(means)
+        self.real.append(counts)
+        self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
+        self.likeness.add(own, new)
+
+    def outcome(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """The fields of an Outcome; `texts` are the names of the texts that the sequences are of."""
+        predicted, states = self._predicted(seed, texts), self._states(seed, texts)
+        return predicted | states | {"reasons": predicted["reasons"] | states["reasons"]}
+
+    def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """Those of the predictions."""
+        names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
+        if not self.before:
+            return {"reasons": dict.fromkeys(names, "the model has no head that predicts tokens or classes")}
+        if not torch.cat((*self.divergences, *self.after)).isfinite().all():
+            return {"reasons": dict.fromkeys(names, DIVERGED)}
+        kl, ends = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
+        losses, reasons = self._losses(seed, texts)
+        top = self.agreeing / float(torch.cat(self.counts).sum())
+        lone = {} if ends else {"kl_ci95": self._lone}
+        return losses | {"kl": kl, "kl_ci95": ends, "top1_agreement": top, "reasons": reasons | lone}
+
+    def _states(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """Those of the hidden states."""
+        names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
+        if self.likeness is None:
+            return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
+        if not torch.cat(self.cosines).isfinite().all():
+            return {"reasons": dict.fromkeys(names, DIVERGED)}
+        if self.directionless:
+            return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
+        cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
+        by_text = []
+        for name, own in _by_text(self.design, texts):
+            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(own)), (-1.0, 1.0), seed, own)
+            by_text.append(TextCosine(name=name, sequences=len(own), cosine=mean, ci95=bounds))
+        cka = self.likeness.value
+        reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
+        return {
+            "hidden_cosine": cosine,
+            "hidden_cosine_ci95": ends,
+            "hidden_cosine_by_text": by_text,
+            "hidden_cka": cka,
+            "reasons": reasons if ends else reasons | {"hidden_cosine_ci95": self._lone},
+        }
+
+    def _mean(
+        self,
+        parts: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        design: Design,
+        bounds: tuple[float, float],
+        seed: int,
+        some: Tensor | slice = slice(None),
+    ) -> tuple[float, tuple[float, float] | None]:
+        """The mean over the tokens of `some` sequences, and its 95 % interval within what such a number can be."""
+        means, weights = torch.cat(list(parts))[some], torch.cat(list(counts))[some]
+        value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
+        return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
+
+    def _losses(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Loss and perplexity, as far as they mean something, the loss of each text, and why not."""
+        if self.noise:
+            return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
+        found: dict[str, Any] = {"loss": self.loss(seed), "loss_by_text": self.by_text(seed, texts)}
+        reasons: dict[str, str] = {}
+        if found["loss"].after < LARGEST_LOSS:
+            found["perplexity"] = self.perplexity(seed)
+        else:
+            reasons["perplexity"] = "it is too large for a number"
+        if found["loss"].ci95 is None:
+            reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
+        return found, reasons
+
+    def loss(self, seed: int) -> Change:
+        """Mean loss per predicted token of both, and their difference with its interval over sequences."""
+        return self._change(seed, lambda mean: mean)
+
+    def perplexity(self, seed: int) -> Change:
+        """exp(loss) of both, its interval from the same draws."""
+        return self._change(seed, torch.exp)
+
+    def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
+        """The loss on each text alone with its interval over that text's windows, where there are several texts."""
+        return [
+            TextChange(
+                name=name,
+                sequences=len(own),
+                change=self._change(seed, lambda mean: mean, own, Design.plain(len(own))),
+            )
+            for name, own in _by_text(self.sampled, texts)
+        ]
+
+    @property
+    def sampled(self) -> Design:
+        """How the sequences that have anything to predict were sampled."""
+        return self.design.select(torch.cat(self.kept).nonzero()[:, 0].tolist())
+
+    @property
+    def _lone(self) -> str:
+        """Why there is no interval."""
+        return "one text has no spread" if self.design.clustered else "one window has no spread"
+
+    def _change(
+        self,
+        seed: int,
+        of: Callable[[Tensor], Tensor],
+        some: Tensor | slice = slice(None),
+        design: Design | None = None,
+    ) -> Change:
+        """A function of the mean loss of `some` sequences: before, after, and its difference with its interval."""
+        before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
+        delta, low, high = paired_difference(before, after, design or self.sampled, weights=counts, of=of, seed=seed)
+        first, second = (float(of((part * counts).sum() / counts.sum())) for part in (before, after))
+        return Change(before=first, after=second, delta=delta, ci95=(low, high) if low == low else None)
+
+
+def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Each text with the numbers of its sequences, where there are several."""
+    numbers = torch.tensor(design.texts)
+    every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
+    found = [(name, own) for name, own in every if len(own)]
+    return found if len(found) > 1 else []
+
+
+class Likeness:
+    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), summed over batches."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._products = [torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)]
+        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for _ in range(2)]
+        self._count = 0
+
+    def add(self, x: Float[Tensor, "tokens d_model"], y: Float[Tensor, "tokens d_model"]) -> None:
+        """Take in the same tokens' states in both models."""
+        for product, left, right in zip(self._products, (x, x, y), (y, x, y), strict=True):
+            product += left.mT @ right
+        for total, part in zip(self._sums, (x, y), strict=True):
+            total += part.sum(0)
+        self._count += len(x)
+
+    @property
+    def value(self) -> float | None:
+        """In [0, 1]; 1 where the one is a rotation and scaling of the other; None where one's states are all alike."""
+        x, y = self._sums
+        pairs = ((x, y), (x, x), (y, y))
+        cross, own, new = (
+            float((product - torch.outer(left, right) / self._count).norm())
+            for product, (left, right) in zip(self._products, pairs, strict=True)
+        )
+        return cross**2 / (own * new) if own * new > 0 else None
+
+
+def compare(
+    model: PreTrainedModel,
+    batches: Sequence[Fed],
+    variants: Mapping[Name, Variant],
+    task: Task,
+    progress: Callable[[int], None],
+    design: Design,
+) -> dict[Name, Comparison]:
+    """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
+    found = {name: Comparison(task, batches[0].noise, design) for name in variants}
+    for fed in batches:
+        own = run(model, fed, task)
+        for name, variant in variants.items():
+            with variant():
+                new = run(model, fed, task)
+            found[name].add(own, new, fed.targets, tokens_in(fed))
+            progress(tokens_in(fed))
+    return found
+
+
+def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
+    """Nats per predicted token of the model as it is; None where the input gives no targets, or it diverges."""
+    total, count = 0.0, 0.0
+    for fed in batches:
+        logits = run(model, fed, task).logits
+        if logits is None or fed.targets is None or fed.noise:
+            return None
+        means, counts = sequence_losses(logits, fed.targets)
+        total, count = total + float((means * counts).sum()), count + float(counts.sum())
+    return total / count if math.isfinite(total) else None
+
+
+def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
+    there = targets != NOTHING
+    return sequence_means(torch.nn.functional.cross_entropy(logits, targets[there], reduction="none"), there)
+
+
+def sequence_means(
+    each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
+) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean over each sequence that predicts something, `each` standing for the positions `there`, and how many."""
+    return _means(each, there.nonzero()[:, 0], len(there))
+
+
+def _means(
+    each: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
+) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean of each of `count` sequences that owns any of these values, and how many it owns."""
+    owners, each = owners.cpu(), each.double().cpu()
+    counts = torch.bincount(owners, minlength=count).double()
+    sums = torch.zeros_like(counts).index_add(0, owners, each)
+    return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
+
+
+def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
+    """One forward pass, timed."""
+    _wait(model)
+    start = time.perf_counter()
+    with torch.no_grad():
+        result = hooks.forward(model, fed.inputs, output_hidden_states=True)
+    _wait(model)
+    seconds = time.perf_counter() - start
+    return Outputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
+
+
+def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
+    """The logits at the predicted positions, in float32 or better; of a classifier one row a sequence."""
+    if task == "hidden":
+        return None
+    logits = logits_of(result)
+    if fed.targets is not None:
+        logits = logits[fed.targets != NOTHING]
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """The last hidden states at real tokens, and the sequence that each of these is of."""
+    found = last_states(result)
+    if found is None:
+        return None, None
+    rows = torch.arange(len(found), device=found.device).view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
+    states, owners = (hooks.at_real_tokens(tensor, inputs) for tensor in (found, rows))
+    return states.flatten(0, -2), owners.flatten()
+
+
+def tokens_in(fed: Fed) -> int:
+    """Real tokens (or images) of a pass."""
+    masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
+    return int(masks[0].sum()) if masks else next(iter(fed.inputs.values())).shape[0]
+
+
+def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
+    """KL(own ‖ new) of each prediction, in nats."""
+    own, new = own.log_softmax(-1), new.log_softmax(-1)
+    return (own.exp() * (own - new)).sum(-1)
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

@@ -1,0 +1,155 @@
+"""Measures what another kernel does to a model, against the model itself on the same text; proven first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Unpack, cast
+
+from attnlens import models, requests, texts
+from attnlens.calls import public
+from attnlens.errors import TextError
+from attnlens.records import Report, Settings, Text
+from attnlens.run.progress import Interrupted, Progress, silent
+from attnlens.run.swap.options import Wish, Wishes
+from attnlens.run.swap.ranks import calibration, search
+from attnlens.run.swap.saved import UnsavedError
+from attnlens.run.swap.session import Swapping
+from attnlens.run.swap.targets import check_input, feed, task_of
+
+FITTING, HEALING = 32, 512
+"""Sequences of calibration text for a fit, and at most for a healing."""
+
+
+@public
+def swap_kernel(
+    model: str | PathLike[str] | models.Loaded = "demo",
+    kernels: requests.Words = "rbf",
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    progress: Progress = silent,
+    **more: Unpack[Wishes],
+) -> Report:
+    """The loss, predictions and hidden states of a model under other kernels, against the model itself.
+
+    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
+    options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget, ranks, calibration, save,
+    allow_signed) and of `requests.Feeding`. Raises UsageError, ModelError, TextError, OutputError, IdentityError,
+    Interrupted.
+    """
+    start = time.perf_counter()
+    given = cast("requests.Feeding", {name: more[name] for name in requests.Feeding.__annotations__ if name in more})  # type: ignore[literal-required]
+    wish = Wish.of(kernels, more)
+    layers, heads = wish.reach(layers, heads)
+    loading = requests.loading_of(given, model)
+    asked = requests.settings(given, layers=layers, heads=heads)
+    files = requests.words("text", given.get("text", ()))
+    named = texts.read_each(files)
+    others = texts.read_each(wish.calibration)
+    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    requests.refuse_text(loaded, files, asked.tokens)
+    asked = requests.of_model(asked, loaded).model_copy(update={"source": "tokens"})
+    contents = requests.contents(named, loaded)
+    _refuse_same(contents, others)
+    cut = requests.cut_of(asked, given)
+    work = _prepared(loaded, wish, asked, contents, others, cut, progress)
+    return _reported(work, start)
+
+
+def _reported(work: Swapping, start: float) -> Report:
+    """The run's report; raises Interrupted or UnsavedError, which hold it.
+
+    The first where the user ended the run early, the second where the changed model could not be saved.
+    """
+    swaps = work.run()
+    work.timings["all"] = time.perf_counter() - start
+    report = work.report(swaps)
+    if work.interrupted:
+        raise Interrupted(report)
+    if work.unsaved is not None:
+        raise UnsavedError(work.unsaved, report)
+    return report
+
+
+def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Content]) -> None:
+    """Raise TextError where a calibration text is an evaluated one, under whatever name."""
+    evaluated = {content.text for content in contents}
+    for other in others:
+        if other.text in evaluated:
+            raise TextError(
+                f"The calibration text ({other.name}) is the evaluation text.",
+                "Leave --calibration out, then windows that are not evaluated are used, or name another text.",
+            )
+
+
+def _prepared(
+    loaded: models.Loaded,
+    wish: Wish,
+    asked: Settings,
+    contents: Sequence[texts.Content],
+    others: Sequence[texts.Content],
+    cut: texts.Cut,
+    progress: Progress,
+) -> Swapping:
+    """The run with its texts cut: what is evaluated, and other windows of it, or other texts, to calibrate on."""
+    evaluated = texts.batches(loaded, contents, cut)
+    task = task_of(loaded.model)
+    calibrated: texts.Batches | None = None
+    samples: tuple[calibration.Sample, ...] = ()
+    shared = 0.0
+    if wish.limit is not None:
+        search.check_task(task)
+        check_input(loaded)
+    if wish.calibrates:
+        more = replace(cut, pack=cut.pack or bool(others))
+        calibrated, samples = _calibrated(loaded, wish, asked, others or contents, more, evaluated)
+        read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
+        shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
+        named = calibration.joined(read)
+        _refuse_shared(shared, named, same=not others)
+        unknown = {name: share for part in read for name, share in part.unknown.items()} if others else {}
+        notes = texts.foreign_notes(unknown)
+        asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named, "notes": notes})
+    fed = feed(loaded, evaluated, task, asked.seed)
+    design = requests.design_of(asked, evaluated)
+    settings = requests.fed(asked, evaluated, loaded)
+    return Swapping(loaded, wish, settings, task, fed, design, calibrated, samples, progress, shared)
+
+
+def _calibrated(
+    loaded: models.Loaded,
+    wish: Wish,
+    asked: Settings,
+    contents: Sequence[texts.Content],
+    cut: texts.Cut,
+    evaluated: texts.Batches,
+) -> tuple[texts.Batches | None, tuple[calibration.Sample, ...]]:
+    """What kernels are fitted on or weights healed, if any are; and the parts that a budget, or ranks given, read."""
+    found: texts.Batches | None = None
+    samples: tuple[calibration.Sample, ...] = ()
+    if wish.heal or wish.limit is None:
+        some = replace(cut, sequences=HEALING if wish.heal else FITTING)
+        found = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=evaluated.sequences)
+    if wish.limit is not None:
+        some = replace(cut, sequences=calibration.wanted(contents))
+        count = calibration.PARTS if wish.ranks is None else 1
+        samples = calibration.samples(loaded, contents, some, evaluated, asked.intervals, count)
+    return found, samples
+
+
+def _refuse_shared(share: float, calibrated: Sequence[Text], *, same: bool) -> None:
+    """Raise TextError where too much of what is evaluated would be calibrated on."""
+    if share <= texts.MOST_SHARED:
+        return
+    if same:
+        raise TextError(
+            f"The text repeats itself: {100 * share:.0f} % of the evaluated tokens stand in its other windows too.",
+            "Give a --calibration text of its own, or a --text that repeats itself less.",
+        )
+    raise TextError(
+        f"The calibration text ({Text.of(calibrated).name}) holds {100 * share:.0f} % of the evaluated tokens.",
+        "Give a --calibration text of its own, or leave it out: then windows that are not evaluated are used.",
+    )

@@ -1,0 +1,87 @@
+"""By how much does a loss rise, as a share of itself, with its interval over windows or over texts?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnlens.models import Loaded
+from attnlens.records import Rise, Task
+from attnlens.run.swap.measure import Comparison, run, sequence_losses
+from attnlens.run.swap.targets import NOTHING, Fed
+from attnlens.statistics import Design, paired_difference
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class Losses(NamedTuple):
+    """Of the sequences that have anything to predict."""
+
+    means: Float[Tensor, " some"]
+    """Nats per prediction."""
+    counts: Float[Tensor, " some"]
+    """How many predictions each has."""
+    design: Design
+    """How they were sampled."""
+
+    @property
+    def mean(self) -> float:
+        """Over all predictions."""
+        return float((self.means * self.counts).sum() / self.counts.sum())
+
+
+def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
+    """The loss of each sequence under the model as it is now; `design` is that of all the sequences."""
+    found, there = [], []
+    for fed in batches:
+        logits = run(loaded.model, fed, task).logits
+        assert logits is not None and fed.targets is not None  # noqa: S101, PT018  # check_task has seen to it
+        found.append(sequence_losses(logits, fed.targets))
+        there.append((fed.targets != NOTHING).any(1).cpu())
+    means, counts = (torch.cat(part) for part in zip(*found, strict=True))
+    return Losses(means, counts, design.select(torch.cat(there).nonzero()[:, 0].tolist()))
+
+
+def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int) -> Rise | None:
+    """after / before − 1 of the mean losses over tokens, its paired 95 % interval; None where it diverges.
+
+    `after` is the mean loss of each sequence under the changed model. `names` are those of the design's texts, each of
+    which has its own rise beside the common one where there are several.
+    """
+    if not bool(after.isfinite().all()):
+        return None
+    design = before.design
+    share, interval = _share(before, after, seed)
+    alone = {}
+    for number, name in enumerate(names if len(names) > 1 else ()):
+        own = [at for at, text in enumerate(design.texts) if text == number]
+        if own:
+            part = Losses(before.means[own], before.counts[own], Design.plain(len(own)))
+            alone[name] = _share(part, after[own], seed)
+    return Rise(
+        share=share,
+        ci95=interval,
+        over=design.over,
+        sequences=len(after),
+        by_text={name: found for name, (found, _) in alone.items()},
+        ci95_by_text={name: ends for name, (_, ends) in alone.items() if ends is not None},
+    )
+
+
+def _share(before: Losses, after: Tensor, seed: int) -> tuple[float, tuple[float, float] | None]:
+    """The rise and its interval, None where there is no spread to judge by."""
+    own, counts, design = before
+    found = paired_difference(own, after, design, weights=counts, of=torch.log, seed=seed)
+    share, low, high = (math.expm1(end) for end in found)
+    return share, None if math.isnan(low) else (low, high)
+
+
+def rise_in(found: Comparison, names: Sequence[str], seed: int) -> Rise | None:
+    """The same of a comparison on the evaluation text."""
+    before, after, counts = (torch.cat(part) for part in (found.before, found.after, found.counts))
+    return rise_of(Losses(before, counts, found.sampled), after, names, seed)

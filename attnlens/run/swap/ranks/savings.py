@@ -1,0 +1,218 @@
+"""What does a plan of ranks save? Parameters, operations and cached bytes, counted where they really fall away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from attnlens import hooks, texts, weights
+from attnlens.models import Loaded
+from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
+from attnlens.run.inspect.collector import tool
+from attnlens.run.swap.measure import DIVERGED, Comparison
+from attnlens.run.swap.ranks.calibration import Sample
+from attnlens.run.swap.ranks.rises import rise_in
+from attnlens.run.swap.ranks.search import Choice
+from attnlens.weights import Factors
+
+NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
+GIVEN = "the ranks were given, and none was chosen"
+PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
+"""The fields of a Plan that name the parts of the calibration text."""
+SHARED = "one module computes several sites, whose ranks differ"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one site's queries and keys are made of."""
+
+    query_width: int
+    """d_model: entries of an input of the queries."""
+    key_width: int
+    """The same of the keys."""
+    head_dim: int
+    value_dim: int
+    """Entries of a key, and of a value."""
+    query_bias: bool
+    key_bias: bool
+    """Whether there are biases."""
+    folds: bool
+    """Whether the maps can be multiplied into W_Q and W_K: no rotation and no norm stands between."""
+    keys_seen: float
+    """Keys that a query sees, mean over the sequence."""
+    keys_a_query: float
+    """Keys made for each query that is made: 1, but in cross-attention."""
+    number_bytes: int
+    """Bytes of a cached number."""
+    cached: bool
+    """Whether a key-value cache keeps a key for every token: in a decoder's self-attention."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one key head and its query heads take."""
+
+    parameters: float
+    flops: float
+    """For each query's token."""
+    cache: float
+    """Bytes of a token."""
+
+
+def costs(size: Sizes, group: int, rank: int) -> Costs:
+    """Of one key head of that rank and the `group` query heads that share it; at rank head_dim, of the model's own.
+
+    Where the maps fold, W_Q A and W_K B are d_model × r. Where they don't, W_Q and W_K stay, A and B (head_dim × r, one
+    of each for the group) come on top, and only scores and cache shrink; rank 0 needs none of them. A product of m × n
+    numbers takes 2mn operations; a score 2r; a cached token keeps r numbers of its key and all of its value.
+    """
+    bare = rank in (0, size.head_dim) or size.folds
+    width = rank if bare else size.head_dim
+    maps = 0 if bare else size.head_dim * rank
+    query, key = (
+        w * width + width * bias for w, bias in ((size.query_width, size.query_bias), (size.key_width, size.key_bias))
+    )
+    made = group * (size.query_width * width + maps) + size.keys_a_query * (size.key_width * width + maps)
+    return Costs(
+        parameters=group * query + key + 2 * maps,
+        flops=2 * made + 2 * rank * group * size.keys_seen,
+        cache=(rank + size.value_dim) * size.number_bytes if size.cached else 0.0,
+    )
+
+
+def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, Sizes | str]:
+    """The sizes of each of these sites at the length of `inputs`, or the reason why they are not known."""
+    reached = {found.site: found.call for found in hooks.survey(loaded.model, inputs)}
+    layers = {site.layer for site in sites}
+    first, window = (
+        [found for found in hooks.survey(loaded.model, short) if found.site.layer in layers]
+        for short in (texts.placeholder(loaded, length, 0).batches[0].inputs for length in (1, 2))
+    )
+    factors = weights.factors(loaded.model, first, window)
+    return {
+        site: _sizes(site, reached[site], made) if isinstance(made, Factors) else made.problem
+        for site, made in zip(sites, factors, strict=True)
+    }
+
+
+def _sizes(site: Site, call: Call, made: Factors) -> Sizes:
+    seen, keys = call.visible(), call.key.shape[2]
+    return Sizes(
+        query_width=made.maps.query.shape[1],
+        key_width=made.maps.key.shape[1],
+        head_dim=call.key.shape[-1],
+        value_dim=call.value.shape[-1],
+        query_bias=bool(made.maps.query_bias.any()),
+        key_bias=bool(made.maps.key_bias.any()),
+        folds=made.rotation is None and not made.qk_norm and not site.repeated,
+        keys_seen=float(keys if seen is None else seen.double().sum(-1).mean()),
+        keys_a_query=keys / call.query.shape[2],
+        number_bytes=call.key.element_size(),
+        cached=site.part == "decoder",
+    )
+
+
+def saving(choice: Choice, found: Mapping[Site, Sizes | str]) -> dict[str, Any]:
+    """The fields of a Plan that say what is saved, and why one of them is not known."""
+    unknown = next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
+    names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
+    if unknown is not None:
+        return dict.fromkeys(names.values(), Pair(before=None, after=None)) | {
+            "reasons": dict.fromkeys(names.values(), unknown)
+        }
+    both = [Counter[str](), Counter[str]()]
+    known = {site: size for site, size in found.items() if isinstance(size, Sizes)}
+    for site, size in known.items():
+        for rank in choice.ranks[site]:
+            for total, kept in zip(both, (size.head_dim, rank), strict=True):
+                total.update(asdict(costs(size, choice.bases[site].group, kept)))
+    pairs = {field: Pair(before=both[0][name], after=both[1][name]) for name, field in names.items()}
+    reasons = {}
+    if any(site.repeated for site in known):
+        reasons["parameters"] = SHARED
+    if not any(size.cached for size in known.values()):
+        reasons["cache_bytes_per_token"] = NO_CACHE
+    return pairs | {name: Pair(before=None, after=None) for name in reasons} | {"reasons": reasons}
+
+
+def break_even(choice: Choice, found: Mapping[Site, Sizes | str]) -> float | None:
+    """How many keys a query must see before the maps cost fewer operations than they save; None where always."""
+    added = saved = 0.0
+    for site, size in found.items():
+        group = choice.bases[site].group
+        for rank in choice.ranks[site]:
+            if isinstance(size, Sizes):
+                bare = replace(size, keys_seen=0.0)
+                added += costs(bare, group, rank).flops - costs(bare, group, size.head_dim).flops
+                saved += 2 * group * (size.head_dim - rank)
+    return added / saved if added > 0 and saved > 0 else None
+
+
+def planned(
+    loaded: Loaded,
+    choice: Choice,
+    budget: float,
+    settings: Settings,
+    inputs: dict[str, Tensor],
+    compared: Mapping[str, Comparison],
+    samples: Sequence[Sample],
+) -> Plan:
+    """The record of a choice; `compared` is what was measured on the evaluation text, by stage, and `samples` are the
+    parts of the calibration text.
+    """
+    found = sizes(loaded, list(choice.bases), inputs)
+    names = [text.name for text in settings.texts]
+    measured = {stage: rise_in(comparison, names, settings.seed) for stage, comparison in compared.items()}
+    ranks = _ranks(choice)
+    heads = sum(len(key.heads) for key in ranks)
+    saved = saving(choice, found)
+    reasons = {**saved.pop("reasons"), **_unknown(choice)}
+    reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
+    return Plan(
+        tool=tool(),
+        model=loaded.info,
+        settings=settings,
+        kernel=next(iter(choice.swaps.values())).kernel.info.name,
+        budget=budget,
+        ranks=ranks,
+        mean_rank=sum(key.rank * len(key.heads) for key in ranks) / heads,
+        head_dim=sum(key.head_dim * len(key.heads) for key in ranks) / heads,
+        estimated=choice.estimated,
+        promised=choice.promised,
+        measured=measured.get("swapped"),
+        healed=measured.get("healed"),
+        steps=choice.steps,
+        keys_to_gain=break_even(choice, found),
+        reasons=reasons,
+        **saved,
+        **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
+    )
+
+
+def _unknown(choice: Choice) -> dict[str, str]:
+    """Why a choice has no estimate, no promise, or no smaller ranks."""
+    reasons = {} if choice.reason is None else {"mean_rank": choice.reason}
+    if choice.estimated is None:
+        return reasons | dict.fromkeys(("estimated", "promised"), GIVEN)
+    return reasons if choice.promised else reasons | {"promised": DIVERGED}
+
+
+def _ranks(choice: Choice) -> list[KeyRank]:
+    """Key head by key head."""
+    return [
+        KeyRank(
+            site=site.name,
+            layer=site.layer,
+            part=site.part,
+            kv_head=kv_head,
+            heads=list(basis.heads[index * basis.group : (index + 1) * basis.group]),
+            rank=choice.ranks[site][index],
+            head_dim=basis.head_dim,
+        )
+        for site, basis in choice.bases.items()
+        for index, kv_head in enumerate(basis.kv_heads)
+    ]

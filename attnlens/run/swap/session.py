@@ -1,0 +1,384 @@
+"""One run of swap-kernel: a swap is proven, fitted, measured, swept, healed and saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks, models, texts
+from attnlens.errors import ModelError, OutputError, UsageError
+from attnlens.kernels import Kernel
+from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.run import checks
+from attnlens.run.checks import check_numbers
+from attnlens.run.initialised import predictions, refuse_initialised
+from attnlens.run.inspect.collector import environment, peak_memory, tool
+from attnlens.run.perplexity import guess_notes
+from attnlens.run.progress import Progress
+from attnlens.run.swap.fit import fit
+from attnlens.run.swap.gates import leaks
+from attnlens.run.swap.heal import Healer, changed_weights, heal
+from attnlens.run.swap.measure import Comparison, Variant, compare, mean_loss, run, tokens_in
+from attnlens.run.swap.options import Wish
+from attnlens.run.swap.ranks.calibration import Sample
+from attnlens.run.swap.ranks.from_plan import check_fits, given, origin
+from attnlens.run.swap.ranks.savings import planned
+from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
+from attnlens.run.swap.resources import enough_memory, peak_of, speed
+from attnlens.run.swap.saved import save_swapped
+from attnlens.run.swap.sites import Local, locally, mean_of
+from attnlens.run.swap.sweep import sweep, units
+from attnlens.run.swap.targets import Fed, meanings
+from attnlens.run.swap.windows import windows_of
+from attnlens.statistics import Design
+
+Swaps = dict[Site, hooks.Swap]
+
+
+@dataclass
+class Candidate:
+    """One kernel and how far it has come."""
+
+    kernel: Kernel
+    """As asked for."""
+    stages: dict[str, Swaps]
+    """The swap at each stage: swapped, fitted, healed."""
+    found: dict[str, Comparison] = field(default_factory=dict)
+    """What was measured at each stage."""
+    healing: Healing | None = None
+    """How it was healed."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Healed weights by name."""
+    choice: Choice | None = None
+    """The ranks that a budget allows."""
+
+    @property
+    def last(self) -> Swaps:
+        """The swap at the last stage."""
+        return list(self.stages.values())[-1]
+
+
+@dataclass
+class Swapping:
+    """One run of `swap_kernel`."""
+
+    loaded: models.Loaded
+    wish: Wish
+    settings: Settings
+    task: Task
+    fed: list[Fed]
+    design: Design
+    """How the evaluated sequences were sampled."""
+    calibrated: texts.Batches | None
+    """What kernels are fitted on, and weights healed."""
+    samples: tuple[Sample, ...]
+    """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
+    progress: Progress
+    shared: float = 0.0
+    """Share of the evaluated tokens that stand in the calibration text too."""
+    sites: tuple[Site, ...] = ()
+    heads_of: dict[Site, int] = field(default_factory=dict)
+    chosen: list[Site] = field(default_factory=list)
+    idle: list[Skipped] = field(default_factory=list)
+    """Attention that the evaluated input does not run."""
+    identity_error: float = 0.0
+    own_peak: int | None = None
+    interrupted: bool = False
+    unsaved: OutputError | None = None
+    """Why the changed model could not be saved."""
+    plan: Plan | None = None
+    found: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    """What was measured, by kernel and stage."""
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> list[Swap]:
+        """Gates, then every kernel: fit, comparison, sweep, healing."""
+        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        with self._timed("survey"), enough_memory(self.loaded.model, probe, nullcontext):
+            self._survey()
+        candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
+        inputs = self.fed[0].inputs
+        with enough_memory(self.loaded.model, inputs, self._variant(candidates[0].last)):
+            self.own_peak = peak_of(self.loaded.model, self._pass)
+            return self._through(candidates)
+
+    def _through(self, candidates: list[Candidate]) -> list[Swap]:
+        with self._timed("fit"):
+            for candidate in candidates:
+                self._fit(candidate)
+        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
+        with self._timed("compare"):
+            self._compare(candidates)
+        if self.wish.heal and self.calibrated is not None:
+            with self._timed("heal"):
+                self._heal(candidates[0], self.calibrated)
+        if (choice := candidates[0].choice) is not None and self.wish.limit is not None:
+            with self._timed("plan"):
+                work = self.loaded, choice, self.wish.limit, self.settings, self.fed[0].inputs
+                self.plan = planned(*work, candidates[0].found, self.samples)
+        with self._timed("sites"):
+            one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
+            local = [locally(self.loaded, self.sites, c.last, one, self.wish.path) for c in candidates]
+        swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
+        if self.wish.sweep:
+            with self._timed("sweep"):
+                swaps = [self._swept(*pair) for pair in zip(swaps, candidates, strict=True)]
+        if self.wish.save is not None:
+            with changed_weights(self.loaded.model, candidates[0].weights):
+                try:
+                    save_swapped(self.wish.save, self.loaded, self.sites, candidates[0].last)
+                except OutputError as error:  # raised when the report is made
+                    self.unsaved = error
+        return swaps
+
+    def _survey(self) -> None:
+        """Find the sites, prove the door, choose the sites."""
+        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        reached = checks.sites(self.loaded, probe)
+        self.identity_error = _proven(self.loaded, probe)
+        refuse_initialised(self.loaded, probe, predictions(self.task))
+        self.sites = tuple(found.site for found in reached)
+        self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
+        if self.wish.ranks is not None:
+            check_fits(self.wish.ranks, reached)
+        wish, count = self.wish, len(self.sites)
+        check_numbers("layer", self.settings.layers, count)
+        check_numbers("head", self.settings.heads, max(self.heads_of.values()))
+        missed = hooks.unreached(self.loaded.model, probe, reached)
+        self.idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, ran in missed.items() if not ran]
+        outside = [path for path, ran in missed.items() if ran]
+        if outside and self.settings.layers is None:
+            raise ModelError(
+                f"{outside[0]} can't be swapped: {checks.OUTSIDE}.",
+                f"Swap the {count} sites within reach: --layers 0-{count - 1}.",
+            )
+        self.chosen = [
+            site for site in self.sites if self.settings.layers is None or site.layer in self.settings.layers
+        ]
+        self.chosen = [site for site in self.chosen if wish.part in (None, site.part)]
+        # A site with fewer heads than the one that has most may have none of those asked for.
+        self.chosen = [site for site in self.chosen if self._heads_at(site) != ()]
+        if not self.chosen:
+            parts = ", ".join(sorted({site.part for site in self.sites}))
+            raise UsageError(
+                "No site is left to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
+            )
+
+    def _heads_at(self, site: Site) -> tuple[int, ...] | None:
+        """Which of the heads asked for this site has; None means all."""
+        heads = self.settings.heads
+        return None if heads is None else tuple(head for head in heads if head < self.heads_of[site])
+
+    def _kernels(self) -> list[Kernel]:
+        """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
+        crossing = next((site for site in self.chosen if site.part == "cross"), None)
+        for kernel in self.wish.kernels:
+            if crossing and kernel.info.form == "output":
+                raise UsageError(
+                    f"{kernel.info.name} has no meaning in cross-attention ({crossing.name}): "
+                    "its e- and r-scores would belong to the tokens of two sequences.",
+                    "Choose --part encoder or --part decoder.",
+                )
+            modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
+            if crossing and modifier:
+                raise UsageError(
+                    f"{modifier} has no meaning in cross-attention ({crossing.name}).",
+                    "Choose --part encoder or --part decoder.",
+                )
+        return self.wish.kernels
+
+    def _swaps(self, kernel: Kernel) -> Swaps:
+        return {site: hooks.Swap(kernel, self._heads_at(site)) for site in self.chosen}
+
+    def _variant(self, swaps: Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
+        @contextmanager
+        def changed() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(changed_weights(self.loaded.model, weights or {}))
+                stack.enter_context(hooks.replace(self.loaded.model, self.sites, swaps, self.wish.path))
+                yield
+
+        return changed
+
+    def _fit(self, candidate: Candidate) -> None:
+        """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
+        info = candidate.kernel.info
+        if self.wish.limit is not None:
+            candidate.choice = self._chosen(candidate.last, self.wish.limit)
+            candidate.stages["swapped"] = candidate.choice.swaps
+            return
+        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.wish.fit):
+            return
+        tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
+        fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
+        candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
+
+    def _chosen(self, swaps: Swaps, limit: float) -> Choice:
+        """The ranks of the plan given, or those found within the limit."""
+
+        def search(stage: str, work: int) -> Budgeting:
+            tell = self._teller(stage, work)
+            return Budgeting(self.loaded, self.sites, swaps, self.task, self.wish.path, self.settings.seed, tell)
+
+        if self.wish.ranks is not None:
+            (fitting,) = self.samples
+            return given(search("fit rank", fitting.batches.sequences), fitting, self.wish.ranks)
+        fitting, choosing, promising = self.samples
+        work = budget_work(fitting, choosing, promising)
+        return search("budget", work).choose(fitting, choosing, promising, limit)
+
+    def _compare(self, candidates: list[Candidate]) -> None:
+        variants = {
+            (index, stage): self._variant(swaps)
+            for index, candidate in enumerate(candidates)
+            for stage, swaps in candidate.stages.items()
+        }
+        tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
+        for (index, stage), found in compare(
+            self.loaded.model, self.fed, variants, self.task, tell, self.design
+        ).items():
+            candidates[index].found[stage] = found
+        if self.task in ("causal", "masked"):
+            self._tell_of_guesses(next(iter(candidates[0].found.values())))
+
+    def _tell_of_guesses(self, found: Comparison) -> None:
+        """A note for each text that the original guesses worse than evenly."""
+        texts_of, sampled = [text.name for text in self.settings.texts], found.sampled
+        means, counts = torch.cat(found.before), torch.cat(found.counts)
+        vocabulary = texts.vocabulary(self.loaded.model)
+        told = guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary or math.inf)
+        self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
+
+    def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
+        model = self.loaded.model
+        healer = Healer(
+            self.loaded, self.sites, candidate.last, self.task, self.wish.path, self.wish.eta, self.wish.convention
+        )
+        tell = self._teller("heal", self.wish.heal)
+        evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
+        with enough_memory(model, calibrated.batches[0].inputs, None):
+            candidate.healing = heal(healer, calibrated, self.wish.heal, self.settings.seed, evaluate, tell)
+        self.interrupted = healer.interrupted
+        candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
+        variant = {"healed": self._variant(candidate.last, candidate.weights)}
+        tell = self._teller("compare", sum(map(tokens_in, self.fed)))
+        candidate.found |= compare(model, self.fed, variant, self.task, tell, self.design)
+
+    def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
+        names = [text.name for text in self.settings.texts]
+        outcomes = {stage: found.outcome(self.settings.seed, names) for stage, found in candidate.found.items()}
+        last, reasons = list(outcomes.values())[-1], dict(gates.pop("reasons"))
+        self.found |= {(candidate.kernel.spelling, stage): found for stage, found in candidate.found.items()}
+        found = list(candidate.found.values())[-1]
+        variant = self._variant(candidate.last, candidate.weights)
+        with variant():
+            peak = peak_of(self.loaded.model, self._pass)
+        if candidate.kernel.info.form == "output":
+            reasons["off_simplex"] = "there is no attention matrix"
+        if peak is None:
+            reasons["peak_memory_bytes"] = "this platform does not tell it"
+        fitted = next(iter(candidate.last.values())).kernel.fitted
+        kernel = candidate.kernel
+        return Swap(
+            kernel=kernel.spelling if candidate.choice is None else kernel.info.name,
+            formula=kernel.formula,
+            parameters=dict(kernel.parameters) if candidate.choice is None else {},
+            fitted=sorted(fitted),
+            task=self.task,
+            noise=self.fed[0].noise,
+            sites=local.sites,
+            identity_error=self.identity_error,
+            **gates,
+            **{name: value for name, value in last.items() if name != "reasons"},
+            off_simplex=mean_of(site.off_simplex for site in local.sites),
+            tokens_per_second=Pair(
+                before=speed(found.sizes, found.own_seconds), after=speed(found.sizes, found.seconds)
+            ),
+            peak_memory_bytes=Pair(before=self.own_peak, after=peak),
+            stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
+            healing=candidate.healing,
+            reasons=reasons | last["reasons"],
+            notes=self._notes(kernel, local),
+        )
+
+    def _notes(self, kernel: Kernel, local: Local) -> list[str]:
+        """What a reader must know, a sentence each."""
+        notes = [*meanings(self.task, noise=self.fed[0].noise), *local.notes(kernel)]
+        if self.wish.ranks is not None:
+            notes += origin(self.wish.ranks, self.loaded.info)
+        if self.shared:
+            share = f"{100 * self.shared:.2g} % of the evaluated tokens"
+            notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
+        if self.wish.fit and kernel.info.needs_fit:
+            notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
+        if self.wish.sweep and self.wish.heal:
+            notes.append("The sweep shows the heads and layers as they are before healing.")
+        return notes
+
+    def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
+        """The same record with the effect of each head or layer alone, of the stage before healing."""
+        stages = [swaps for stage, swaps in candidate.stages.items() if stage != "healed"]
+        chosen = units(stages[-1], str(self.wish.sweep), self.heads_of)
+        tell = self._teller(f"sweep {swap.kernel}", len(chosen) * len(self.fed))
+        work = (self.loaded, self.sites, stages[-1], chosen, self.fed, self.task, self.design)
+        return swap.model_copy(update={"sweep": sweep(*work, self.settings.seed, self.wish.path, tell)})
+
+    def report(self, swaps: list[Swap]) -> Report:
+        """The report of `swap-kernel`."""
+        heads = sum(len(site.heads) for site in swaps[0].sites)
+        return Report(
+            tool=tool(),
+            command="swap-kernel",
+            model=self.loaded.info,
+            settings=self.settings,
+            environment=environment(),
+            coverage=Coverage(sites=len(self.chosen), heads=heads, analysed=heads, skipped=self.idle),
+            summary=Summary(identity_error=self.identity_error),
+            swap=swaps[0],
+            more_swaps=swaps[1:],
+            plan=self.plan,
+            timings=self.timings,
+            peak_memory_bytes=peak_memory(),
+        ).with_windows(windows_of(self.found, self.settings))
+
+    def _pass(self) -> None:
+        run(self.loaded.model, self.fed[0], self.task)
+
+    def _teller(self, stage: str, total: int) -> Callable[[int], None]:
+        done = 0
+
+        def tell(more: int) -> None:
+            nonlocal done
+            done += more
+            self.progress(stage, done, total)
+
+        tell(0)
+        return tell
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.timings[stage] = time.perf_counter() - start
+
+
+def _proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """By how much the model changes when its own attention is recomputed.
+
+    Raises IdentityError where that is more than rounding, and ModelError where its weights are not finite.
+    """
+    error, broken = checks.proven(loaded, inputs)
+    if error is None:
+        raise ModelError(
+            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
+            "Mend the weights; `attnlens inspect` shows which heads are whole.",
+        )
+    return error

@@ -1,0 +1,126 @@
+"""Swaps each head or layer alone and ranks the effects on the loss."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.attention import Route
+from attnlens.models import Loaded
+from attnlens.records import Effect, Site, Task
+from attnlens.run.swap.measure import divergence, predictions, sequence_losses, sequence_means
+from attnlens.run.swap.targets import NOTHING, Fed, asking, states_of
+from attnlens.statistics import Design, false_discovery, p_values, paired_difference
+
+Unit = tuple[Site, int | None]
+"""A site, and one of its heads or all."""
+
+
+def units(swaps: Mapping[Site, hooks.Swap], what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
+    """What is swapped alone, one after the other: every chosen head, or every chosen layer."""
+    if what == "layers":
+        return [(site, None) for site in swaps]
+    return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
+
+
+def sweep(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: Mapping[Site, hooks.Swap],
+    chosen: Sequence[Unit],
+    batches: Sequence[Fed],
+    task: Task,
+    design: Design,
+    seed: int,
+    path: Route,
+    progress: Callable[[int], None],
+) -> list[Effect]:
+    """The effect of each unit alone, the most harmful first; blocks before it are not computed again.
+
+    Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
+    `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a headless
+    model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
+    """
+    blocks = hooks.blocks(loaded.model, batches[0].inputs)
+    before: list[Tensor] = []
+    after: dict[Unit, list[Tensor]] = defaultdict(list)
+    for fed in batches:
+        with hooks.recorded(blocks) as given:
+            own = _run(loaded, fed, task)
+        before.append(_losses(own, own, fed, task))
+        for unit in chosen:
+            site, head = unit
+            alone = {site: _alone(swaps[site], head)}
+            with hooks.replace(loaded.model, sites, alone, path), hooks.resumed(blocks, given, site):
+                new = _run(loaded, fed, task)
+            after[unit].append(_losses(own, new, fed, task))
+            progress(1)
+    every = torch.cat([_sizes(fed, task) for fed in batches])
+    sizes, sampled = every[every > 0], design.select((every > 0).nonzero()[:, 0].tolist())
+    own, changed = torch.cat(before), [torch.cat(after[unit]) for unit in chosen]
+    effects = [_effect(unit, own, new, sizes, sampled, seed) for unit, new in zip(chosen, changed, strict=True)]
+    if task != "hidden" and not batches[0].noise:
+        effects = _tested(effects, torch.stack(changed) - own, sizes, sampled, seed)
+    return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
+
+
+def _tested(effects: Sequence[Effect], differences: Tensor, sizes: Tensor, design: Design, seed: int) -> list[Effect]:
+    """With the p-value of each, and those marked that stand at the false discovery rate; one that diverged has none."""
+    finite = differences.isfinite().all(1)
+    found = torch.full((len(effects),), torch.nan, dtype=torch.float64)
+    found[finite] = p_values(differences[finite], design, sizes, seed)
+    return [
+        effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
+        for effect, p, named in zip(effects, found.tolist(), false_discovery(found).tolist(), strict=True)
+    ]
+
+
+def _alone(swap: hooks.Swap, head: int | None) -> hooks.Swap:
+    """The swap of one head, with its own fitted parameters."""
+    if head is None:
+        return swap
+    index = head if swap.heads is None else swap.heads.index(head)
+    fitted = {name: part[index : index + 1] for name, part in swap.kernel.fitted.items()}
+    return hooks.Swap(swap.kernel.with_fitted(fitted), (head,))
+
+
+def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
+    """The predictions at the predicted positions, or a headless model's (batch, tokens, d_model) states."""
+    with torch.no_grad():
+        result = hooks.forward(loaded.model, fed.inputs, **asking(task))
+    found = predictions(result, fed, task)
+    return states_of(result) if found is None else found
+
+
+def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
+    """The mean loss of each sequence; on noise KL, of a headless model the mean of 1 − cosine over its real tokens."""
+    if task == "hidden":
+        apart = 1 - torch.nn.functional.cosine_similarity(own.double(), new.double(), dim=-1)
+        mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
+        mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
+        return ((apart * mask).sum(1) / mask.sum(1)).cpu()
+    targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
+    if fed.noise:
+        return sequence_means(divergence(own, new), targets != NOTHING)[0]
+    return sequence_losses(new, targets)[0]
+
+
+def _sizes(fed: Fed, task: Task) -> Tensor:
+    """What each sequence weighs in the mean: its predicted tokens, its real tokens where nothing is predicted, or 1."""
+    if task == "hidden" and "attention_mask" in fed.inputs:
+        return fed.inputs["attention_mask"].sum(1).double().cpu()
+    if fed.targets is None:
+        return torch.ones(next(iter(fed.inputs.values())).shape[0], dtype=torch.float64)
+    return (fed.targets != NOTHING).sum(1).double().cpu()
+
+
+def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int) -> Effect:
+    site, head = unit
+    if not bool(after.isfinite().all()):
+        return Effect(layer=site.layer, head=head, part=site.part, delta=None)
+    delta, low, high = paired_difference(before, after, design, weights=sizes, seed=seed)
+    return Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=(low, high) if low == low else None)

@@ -1,0 +1,1 @@
+"""Compares training with the max-margin solution: synthetic experiments, one head, or checkpoints."""

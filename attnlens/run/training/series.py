@@ -1,0 +1,217 @@
+"""How do a model's heads change while it is trained? Its checkpoints, one after the other, on one text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Unpack
+
+from attnlens import models, registry, requests, texts
+from attnlens.errors import ModelError, UsageError
+from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
+from attnlens.registry import Analyzer, Gathering
+from attnlens.run.inspect.collector import Collector, environment, peak_memory, tool
+from attnlens.run.inspect.survey import Inspection
+from attnlens.run.progress import Interrupted, Progress, silent
+from attnlens.run.swap.measure import mean_loss
+from attnlens.run.swap.targets import feed, task_of
+from attnlens.run.training import checkpoints
+from attnlens.run.training.checkpoints import Checkpoint
+from attnlens.run.training.trajectories import Reading, training
+
+
+def series(
+    names: requests.Words = (),
+    *,
+    revisions: requests.Words = (),
+    head: tuple[int, int] | None = None,
+    source: Literal["weights", "tokens", "both"] = "both",
+    analyzers: requests.Words = (),
+    select: str = "argmax",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    progress: Progress = silent,
+    **more: Unpack[requests.Feeding],
+) -> Report:
+    """Every measure of every head against the training step, in one experiment with the heads' trajectories.
+
+    `names` are folders, files or hub ids (none, or `demo`: the checkpoints of the demo model), or one hub model with
+    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
+    Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
+    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head) restricts the series to it.
+    `more` are the options of `requests.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
+    different shapes), TextError, and Interrupted, which carries the finished checkpoints.
+    """
+    loading = requests.loading_of(more, None)
+    asked = requests.settings(more, source=source, **(_one(head, layers, heads) or {"layers": layers, "heads": heads}))
+    wanted = requests.words("analyzers", analyzers) or _usual(source)
+    chosen, asked = requests.chosen(asked, wanted, select, None)
+    found = _found(requests.words("checkpoints", names), requests.words("revisions", revisions), loading)
+    checkpoints.refuse_different(found)
+    contents = requests.named_texts(requests.words("text", more.get("text", ())), source)
+    if source != "weights" and not contents:
+        contents = texts.sample(found[-1].model)
+    return Series(found, asked, chosen, contents, requests.cut_of(asked, more), progress, loading).run()
+
+
+def _one(head: tuple[int, int] | None, layers: object, heads: object) -> dict[str, Any]:
+    """The layer and head of the one that is named. Raises UsageError where layers or heads are named too."""
+    if head is None:
+        return {}
+    if layers is not None or heads is not None:
+        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
+    return {"layers": [head[0]], "heads": [head[1]]}
+
+
+def _usual(source: str) -> list[str]:
+    """The analyzers that run where none is named, and selection, as far as they read that source."""
+    every = [found for found in registry.every_analyzer() if found.by_default or found.name == "selection"]
+    return list(dict.fromkeys(found.name for found in every if source in ("both", found.source)))
+
+
+def _found(names: list[str], revisions: list[str], loading: models.Loading) -> list[Checkpoint]:
+    if not revisions:
+        return checkpoints.named(checkpoints.of_demo() if names in ([], ["demo"]) else names, loading)
+    if len(names) != 1:
+        raise UsageError(
+            "Revisions belong to one model of the hub.",
+            "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
+        )
+    return checkpoints.revised(names[0], revisions, loading)
+
+
+@dataclass
+class Series:
+    """One run over the checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    asked: Settings
+    analyzers: list[Analyzer | Gathering]
+    contents: Sequence[texts.Content]
+    cut: texts.Cut
+    progress: Progress
+    loading: models.Loading
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Report:
+        """Checkpoint by checkpoint; an interruption keeps those that are finished."""
+        done: list[Reading] = []
+        total = len(self.checkpoints)
+        try:
+            reader = self._reader()
+            for number, checkpoint in enumerate(self.checkpoints):
+                self.progress("checkpoints", number, total)
+                start = time.perf_counter()
+                done.append(self._read(checkpoint, reader))
+                _refuse_other_heads(done[0], done[-1])
+                self.timings[checkpoint.name] = time.perf_counter() - start
+            self.progress("checkpoints", total, total)
+        except KeyboardInterrupt:
+            if not done:
+                raise KeyboardInterrupt from None
+            raise Interrupted(self._report(done)) from None
+        return self._report(done)
+
+    def _reader(self) -> dict[str, Any]:
+        """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
+        if not self.contents:
+            return {}
+        giver = checkpoints.with_tokenizer(self.checkpoints)
+        if giver is None:
+            return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
+        loaded = self._load(giver)
+        return {"tokenizer": loaded.tokenizer, "tokenizer_problem": loaded.tokenizer_problem}
+
+    def _load(self, checkpoint: Checkpoint) -> models.Loaded:
+        options: models.Loading = {**self.loading, "revision": checkpoint.revision}
+        return models.load(checkpoint.model, **options)
+
+    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> Reading:
+        loaded = replace(self._load(checkpoint), **reader)
+        settings = requests.of_model(self.asked, loaded)
+        collector = Collector(self.asked.heads)
+        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
+        try:
+            report = inspection.run(self.contents, self.cut)
+        except ModelError as error:
+            raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
+        loss = self._loss(loaded, settings)
+        return Reading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
+
+    def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
+        self.progress(f"{checkpoint.name}, {stage}", done, total)
+
+    def _loss(self, loaded: models.Loaded, settings: Settings) -> float | str:
+        """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
+        if not self.contents:
+            return "it is that of a text, and none was fed, for the weights alone were read"
+        task = task_of(loaded.model)
+        if task not in ("causal", "masked"):
+            return "the model predicts no tokens of a text"
+        if loaded.tokenizer is None:
+            return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
+        if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
+            return "the tokenizer has no mask, behind which the model would guess"
+        fed = texts.batches(loaded, self.contents, self.cut)
+        loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
+        return "it is not a number, or the text holds nothing to predict" if loss is None else loss
+
+    def _report(self, done: list[Reading]) -> Report:
+        last = done[-1].report
+        files = [
+            File(name=f"{reading.checkpoint.name}/{file.name}", sha256=file.sha256)
+            for reading in done
+            for file in reading.report.model.files
+        ]
+        return Report(
+            tool=tool(),
+            command="converge",
+            model=last.model.model_copy(update={"files": files}),
+            settings=last.settings,
+            environment=environment(),
+            coverage=_coverage(done, self.checkpoints),
+            experiments=[training(done)],
+            timings=self.timings,
+            peak_memory_bytes=peak_memory(),
+        )
+
+
+def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
+    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not reached."""
+    found = [reading.report.coverage for reading in done]
+    missing = [entry for reading in done for entry in _missing(reading, found)]
+    distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
+    late = [Skipped(site=one.name, reason="the run was interrupted") for one in asked[len(done) :]]
+    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
+    return Coverage(
+        sites=found[-1].sites,
+        heads=found[-1].heads,
+        analysed=min(coverage.analysed for coverage in found),
+        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
+        skipped=distinct + late,
+    )
+
+
+def _missing(reading: Reading, every: Sequence[Coverage]) -> Iterator[Skipped]:
+    """What one checkpoint lacks; what others don't lack names it."""
+    for entry in reading.report.coverage.skipped:
+        everywhere = all(entry in coverage.skipped for coverage in every)
+        reason = entry.reason if everywhere else f"in {reading.checkpoint.name}, {entry.reason}"
+        yield entry.model_copy(update={"reason": reason})
+
+
+def _refuse_other_heads(first: Reading, other: Reading) -> None:
+    """Raise ModelError where two checkpoints don't have the same heads, which a config need not tell."""
+    own, its = (_heads(reading.report.heads) for reading in (first, other))
+    if own != its:
+        raise ModelError(
+            f"The checkpoints are of different shapes: {first.checkpoint.name} has {len(own)} heads, "
+            f"{other.checkpoint.name} has {len(its)}.",
+            "Give checkpoints of one model.",
+        )
+
+
+def _heads(heads: Sequence[Head]) -> set[tuple[int, int, str]]:
+    return {(head.layer, head.head, head.part) for head in heads}
