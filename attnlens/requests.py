@@ -1,29 +1,76 @@
-"""Do the words of a call make sense? They are checked before a model is loaded."""
+"""What a run can be asked for: each option once, with its help, its bounds and its default.
+
+The fields of these typed dictionaries are the keywords of the Python functions and the options of the commands:
+`attnlens.cli.options` makes typer's parameters of them, and `checked` judges the values of both. Nothing heavy is
+imported here, so that a mistake is answered at once.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from operator import index
-from typing import Any, cast
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypedDict, Union, cast, get_args, get_origin, get_type_hints
 
-from attnlens import models, registry, texts
-from attnlens.calls import LARGEST, path, selection_share, several, shown, switch
-from attnlens.errors import ModelError, UsageError
-from attnlens.hooks import Reached
-from attnlens.records import Intervals, Settings, Text
-from attnlens.registry import Analyzer, Gathering, checked_name
-from attnlens.statistics import Design
-from attnlens.statistics.design import FEWEST_TEXTS
-
-SOURCES = ("weights", "tokens", "both")
-INTERVALS = ("windows", "texts")
-NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
-"""What the settings of a run without any input say."""
+from attnlens import calls, registry
+from attnlens.calls import LARGEST, path, several, shown, switch, word
+from attnlens.errors import UsageError
+from attnlens.registry import checked_name
 
 Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """One name or path, or several."""
+Numbers = Iterable[int]
+"""Running numbers of layers or heads."""
+Source = Literal["weights", "tokens", "both"]
+Placement = Literal["spread", "first", "random"]
+Intervals = Literal["windows", "texts"]
+Part = Literal["encoder", "decoder", "cross"]
+Sweep = Literal["heads", "layers"]
+Route = Literal["auto", "eager", "fused"]
+Convention = Literal["paper", "code"]
+INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
+"""Panels of the help, beside that without a name."""
+DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+
+
+def unchecked(_name: str, given: Any) -> Any:
+    """Any value, as it is."""
+    return given
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: what its help says, what it is where it is not given, and which values make sense."""
+
+    help: str
+    default: Any = None
+    panel: str = "Options"
+    metavar: str | None = None
+    """What stands for its value in the help; None where its type says it."""
+    flag: str = ""
+    """How it is typed, where that is not its name with dashes."""
+    shown: str | None = None
+    """What the help says of its default, where that is not the default itself."""
+    least: int | None = None
+    most: int | None = None
+    """Bounds of a whole number."""
+    names: tuple[str, ...] = ()
+    """The words that there are; none: any."""
+    noun: str = ""
+    """What these are names of, where that is not the option's own name."""
+    typed: Any = None
+    """What typer makes of its word, where its type does not say it."""
+    check: Callable[[str, Any], Any] = unchecked
+    """(name, value) → the value as the run has it; raises UsageError. Where none is named, by its type."""
+
+
+# --- what makes sense ---
 
 
 def words(what: str, given: Words) -> list[str]:
@@ -79,224 +126,6 @@ def head(given: Any) -> tuple[int, int]:
     return layer, number
 
 
-class Feeding(models.Loading, total=False):
-    """The options of every run that feeds a model, beside those of `load`."""
-
-    text: Words
-    """Text files (`-` is stdin); none: the built-in texts."""
-    tokens: int | None
-    """Length of a window; None: 128, or the model's limit."""
-    sequences: int
-    """How many windows or lines over all texts; 32."""
-    batch_size: int
-    """How many go through the model at once; 8."""
-    pack: bool
-    """Windows of the running text (True), or its lines."""
-    windows: texts.Placement
-    """Where they lie in each text: "spread" evenly over it, the "first" ones, or "random"."""
-    intervals: Intervals | None
-    """Errors and intervals over "windows" of these texts, or over "texts" like them; None: texts from five on."""
-    allow_foreign_text: bool
-    """Go on where the tokenizer does not know half of the tokens."""
-    seed: int
-    """Of everything random; 0."""
-
-
-def loading_of(given: Feeding, model: object) -> models.Loading:
-    """Those of the options that say how a model is loaded.
-
-    Raises UsageError for an option that does not exist (did you mean), and for one of loading beside a model that is
-    already loaded, which it can't change.
-    """
-    for option in given:
-        checked_name("option", option, Feeding.__annotations__)
-    found = {name: value for name, value in given.items() if name in models.Loading.__annotations__}
-    if isinstance(model, models.Loaded) and any(weight.is_meta for weight in model.model.parameters()):
-        raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
-    if isinstance(model, models.Loaded) and found:
-        raise UsageError(
-            f"The model is already loaded, so that {', '.join(found)} would be ignored.",
-            "Give the options to attnlens.load.",
-        )
-    return cast("models.Loading", found)
-
-
-def settings(
-    given: Feeding,
-    *,
-    source: Any = "both",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-) -> Settings:
-    """What was asked for, if it makes sense; UsageError where it does not."""
-    intervals, tokens = given.get("intervals"), given.get("tokens")
-    switch("allow_foreign_text", given.get("allow_foreign_text", False))
-    whole("batch_size", given.get("batch_size", 8), 1)
-    return Settings(
-        seed=whole("seed", given.get("seed", 0), 0),
-        source=checked_name("source", source, SOURCES),
-        sequences=whole("sequences", given.get("sequences", 32), 1),
-        tokens=None if tokens is None else whole("tokens", tokens, 2),
-        pack=switch("pack", given.get("pack", True)),
-        windows=_one_of("windows", given.get("windows", "spread"), texts.PLACEMENTS),
-        intervals=None if intervals is None else _one_of("intervals", intervals, INTERVALS),
-        layers=numbers("layers", layers),
-        heads=numbers("heads", heads),
-    )
-
-
-def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
-    """What was asked for, with the model's device and dtype and the length of a window on it.
-
-    Raises UsageError for more tokens than the model has positions.
-    """
-    return asked.model_copy(
-        update={
-            "device": str(loaded.model.device),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "tokens": texts.window_length(loaded.model, asked.tokens),
-        }
-    )
-
-
-def cut_of(asked: Settings, given: Feeding) -> texts.Cut:
-    """How the texts are cut, by what was asked for."""
-    return texts.Cut(
-        tokens=asked.tokens,
-        sequences=asked.sequences or 1,
-        batch_size=given.get("batch_size", 8),
-        pack=asked.pack is not False,
-        placement=asked.windows or "spread",
-        seed=asked.seed,
-        allow_foreign=given.get("allow_foreign_text", False),
-    )
-
-
-def contents(found: Sequence[texts.Content], loaded: models.Loaded) -> Sequence[texts.Content]:
-    """The texts that were named, or the built-in ones for this model."""
-    return found or texts.sample(loaded.info.id)
-
-
-def design_of(asked: Settings, found: texts.Batches) -> Design:
-    """How the sequences were sampled. Raises UsageError where too few texts are to stand for texts like them."""
-    names = found.parts or ("",) * found.sequences
-    count = len(set(names))
-    if asked.intervals == "texts" and count < FEWEST_TEXTS:
-        enough = count + len(found.left_out) >= FEWEST_TEXTS
-        there = (
-            f"{found.sequences} sequences are of {count}"
-            if enough
-            else f"there {'is' if count == 1 else 'are'} {count}"
-        )
-        raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and {there}.",
-            f"Give more {'--sequences' if enough else '--text'}, or leave out --intervals texts.",
-        )
-    return Design.of(names, asked.intervals)
-
-
-def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Settings:
-    """The settings that say what was fed: texts in windows or lines, or noise alone."""
-    if not found.tokens:
-        nothing = {"pack": None, "windows": None, "intervals": None}
-        return asked.model_copy(update={"noise": Text.of(found.texts), "sequences": found.sequences, **nothing})
-    short = found.sequences < (asked.sequences or 0)
-    update = {
-        "text": Text.of(found.texts),
-        "texts": list(found.texts),
-        "sequences": found.sequences,
-        "sequences_asked": asked.sequences if short else None,
-        "intervals": design_of(asked, found).over,
-        "notes": [*asked.notes, *_told_of(asked, found, loaded)],
-    }
-    return asked.model_copy(update=update)
-
-
-def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
-    """What a reader must know of the windows, a sentence each."""
-    yield from texts.foreign_notes(found.unknown)
-    if found.left_out:
-        yield (
-            f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
-            f"{len(found.texts) + len(found.left_out)} texts."
-        )
-    what = "lines" if asked.pack is False else "windows"
-    if found.sequences < (asked.sequences or 0):
-        yield f"The text has {found.sequences} {what} of the {asked.sequences} asked for."
-    if asked.windows == "first":
-        yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
-    repeated = texts.repeated_share(loaded.tokenizer, found.ids)
-    if repeated > texts.MOST_SHARED:
-        yield (
-            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {what} has too: "
-            "errors over them are too small."
-        )
-
-
-def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) -> Settings:
-    """The settings of a model that reads no text with the tokens that its attention makes of an input, at most."""
-    if texts.reads_text(loaded):
-        return settings
-    return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
-
-
-def chosen(
-    asked: Settings, analyzers: Words, select: str, show: str | None
-) -> tuple[list[Analyzer | Gathering], Settings]:
-    """The analyzers that run, and the settings with them and with what counts as selected.
-
-    Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that can't be
-    read or would be ignored, and where nothing can be shown.
-    """
-    selection_share(select)
-    if show is not None:
-        checked_name("show", show, ("selection",))
-    named = words("analyzers", analyzers)
-    found = registry.analyzers(named or ["selection"] * (show is not None), asked.source)
-    if not found:
-        raise UsageError(
-            f"{', '.join(named) or show} reads nothing from {asked.source}.",
-            "Leave out --source, or name another analyzer.",
-        )
-    names = list(dict.fromkeys(analyzer.name for analyzer in found))
-    looked = "selection" in names
-    if not looked and (select != "argmax" or show is not None):
-        word = f"--select {select}" if show is None else f"--show {show}"
-        raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
-    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
-
-
-def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Content]:
-    """The texts of these files. Raises UsageError where the weights alone are read, which need none; TextError."""
-    if files and source == "weights":
-        raise UsageError(
-            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
-        )
-    return texts.read_each(files)
-
-
-def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError where a text or its length is given for a model that reads none."""
-    if texts.reads_text(loaded) or (not text and tokens is None):
-        return
-    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
-    raise UsageError(
-        f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
-        "Leave out --text and --tokens.",
-    )
-
-
-def _one_of(option: str, word: Any, known: Sequence[str]) -> Any:
-    """`word`, if it is one of those known; else UsageError."""
-    if word in known:
-        return word
-    near = difflib.get_close_matches(str(word), known, n=1)
-    raise UsageError(
-        f"--{option} {word} is none of {', '.join(known)}.",
-        f"Did you mean {near[0]}?" if near else "Choose one of them.",
-    )
-
-
 def _integer(given: Any) -> int | None:
     """The whole number that it is (numpy's too), or None; True is no number."""
     if isinstance(given, bool):
@@ -305,3 +134,279 @@ def _integer(given: Any) -> int | None:
         return index(given)
     except TypeError:
         return None
+
+
+def _analyzers(name: str, given: Any) -> list[str]:
+    found = words(name, given)
+    registry.analyzers(found)
+    return found
+
+
+def _folder(name: str, given: Any) -> Any:
+    if isinstance(given, str) and (not given.strip() or "\0" in given):
+        raise UsageError(f"--{name} names no folder.", f"Give a path after --{name}, or leave it out.")
+    return path(name, given)
+
+
+def _file(name: str, given: Any) -> Any:
+    if isinstance(given, str) and (not given.strip() or "\0" in given):
+        raise UsageError(f"--{name} names no file.", f"Give a path after --{name}, or leave it out.")
+    return given
+
+
+def _rule(_name: str, given: Any) -> Any:
+    calls.selection_share(given)
+    return given
+
+
+def _device(name: str, given: Any) -> Any:
+    if not DEVICES.fullmatch(word(name, given)):
+        raise UsageError(f"There is no kind of device {shown(given)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+    return given
+
+
+def _budget(_name: str, given: Any) -> Any:
+    calls.budget_share(given)
+    return given
+
+
+# --- what can be asked for ---
+
+
+class Loading(TypedDict, total=False):
+    """How a model is loaded."""
+
+    device: Annotated[str, Option("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", "auto", metavar="DEVICE", check=_device)]
+    dtype: Annotated[
+        str,
+        Option(
+            "Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
+            "auto",
+            metavar="TYPE",
+            names=DTYPES,
+        ),
+    ]
+    offline: Annotated[bool, Option("Use local files only.", False, panel=INPUT)]
+    revision: Annotated[
+        str | None, Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word)
+    ]
+    trust_remote_code: Annotated[bool, Option("Run Python code that comes with the model.", False, panel=DANGEROUS)]
+    allow_pickle: Annotated[bool, Option("Load `.bin` weights (pickles, tensors only).", False, panel=DANGEROUS)]
+
+
+class Feeding(Loading, total=False):
+    """What a model is fed with, and how it is loaded."""
+
+    text: Annotated[
+        Words,
+        Option(
+            f"Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with `{os.pathsep}`). Default: "
+            "built-in texts of three kinds; for `demo` King James passages.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
+        ),
+    ]
+    tokens: Annotated[
+        int | None,
+        Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit"),
+    ]
+    sequences: Annotated[int, Option("How many windows or lines to feed, over all texts.", 32, panel=INPUT, least=1)]
+    batch_size: Annotated[int, Option("How many sequences go through the model at once.", 8, panel=INPUT, least=1)]
+    pack: Annotated[
+        bool,
+        Option("Cut running text into windows, or feed it line by line.", True, panel=INPUT, flag="--pack/--no-pack"),
+    ]
+    windows: Annotated[
+        Placement,
+        Option(
+            "Where windows lie in each text: `spread` evenly over it, the `first` ones, or `random`.",
+            "spread",
+            panel=INPUT,
+            metavar="PLACE",
+            noun="placement of windows",
+        ),
+    ]
+    intervals: Annotated[
+        Intervals | None,
+        Option(
+            "Errors and intervals over `windows` of these texts, or over `texts` like them.",
+            panel=INPUT,
+            metavar="UNITS",
+            shown="texts from five on, else windows",
+            noun="unit of intervals",
+        ),
+    ]
+    allow_foreign_text: Annotated[
+        bool, Option("Go on where the tokenizer does not know half of the text.", False, panel=INPUT)
+    ]
+    seed: Annotated[int, Option("Seed of everything random.", 0, least=0)]
+
+
+class ModelRequest(Feeding, total=False):
+    """Which part of a model is looked at, too."""
+
+    layers: Annotated[Numbers | None, Option("Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
+    heads: Annotated[Numbers | None, Option("Only these heads, as in `0,5`.", metavar="NUMBERS")]
+
+
+class InspectRequest(ModelRequest, total=False):
+    """What `inspect` can be asked for."""
+
+    source: Annotated[Source, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
+    analyzers: Annotated[
+        Words,
+        Option(
+            "Only this analyzer; repeatable. `attnlens list` names them, and says which run without being named.",
+            (),
+            flag="--analyzer",
+            metavar="NAME",
+            check=_analyzers,
+        ),
+    ]
+    select: Annotated[
+        str,
+        Option(
+            "What a query selects, for the analyzer `selection`: its largest score (`argmax`), or the fewest tokens "
+            "that hold a share of the weight (`top-p:0.9`).",
+            "argmax",
+            metavar="RULE",
+            check=_rule,
+        ),
+    ]
+    show: Annotated[
+        Literal["selection"] | None,
+        Option(
+            "With --head: the tokens that the head selects and those that hold its SVM up (`selection`), posed on the "
+            "module's inputs where M lives on them, else on queries and keys.",
+            metavar="WHAT",
+        ),
+    ]
+
+
+class SwapRequest(ModelRequest, total=False):
+    """What `swap_kernel` can be asked for, beside the kernels."""
+
+    part: Annotated[Part | None, Option("Only this part: `encoder`, `decoder` or `cross`.", metavar="PART")]
+    sweep: Annotated[
+        Sweep | None,
+        Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
+    ]
+    fit: Annotated[
+        bool, Option("Choose each head's free kernel parameters from calibration text, in closed form.", False)
+    ]
+    budget: Annotated[
+        str | None,
+        Option(
+            "With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`, and "
+            "promise what they cost from windows that chose nothing.",
+            metavar="BUDGET",
+            check=_budget,
+        ),
+    ]
+    ranks: Annotated[
+        Any,
+        Option(
+            "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
+            panel=INPUT,
+            metavar="FILE",
+            typed=str | None,
+            check=_file,
+        ),
+    ]
+    heal: Annotated[
+        int,
+        Option(
+            "Train W_Q and W_K (primal: its own maps too) towards the original model for so many steps.", 0, least=0
+        ),
+    ]
+    eta: Annotated[
+        float | None,
+        Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1"),
+    ]
+    ksvd_convention: Annotated[
+        Convention,
+        Option("How its objective is counted: as in the `paper` or in its `code`.", "paper", metavar="NAME"),
+    ]
+    path: Annotated[
+        Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
+    ]
+    allow_signed: Annotated[bool, Option("Allow odd powers, under which attention can be negative.", False)]
+    calibration: Annotated[
+        Words,
+        Option(
+            "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
+            "the evaluated text that are not evaluated.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,
+        ),
+    ]
+    save: Annotated[
+        str | os.PathLike[str] | None,
+        Option("Write the changed model to this folder.", panel=OUTPUT, metavar="DIR", check=_folder),
+    ]
+
+
+# --- what was asked for ---
+
+
+@cache
+def options(kind: type) -> dict[str, Option]:
+    """The options of a class whose annotations hold them, by name."""
+    return {name: _completed(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def _completed(hint: Any) -> Option:
+    """The option of an annotation, with the names and the check that its type implies."""
+    plain: Any
+    option: Option
+    plain, option = get_args(hint)[:2]
+    literal = next((part for part in alternatives(plain) if get_origin(part) is Literal), None)
+    option = replace(option, names=option.names or get_args(literal))
+    return option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
+
+
+def type_of(kind: type, name: str) -> Any:
+    """The type of an option's values."""
+    return get_args(get_type_hints(kind, include_extras=True)[name])[0]
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a union has; of any other type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _check_of(plain: Any, option: Option) -> Callable[[str, Any], Any]:
+    """How a value of that type is checked."""
+    if option.names:
+        return lambda name, given: checked_name(option.noun or name, given, option.names)
+    if plain is Words:
+        return words
+    if plain in (Numbers, Numbers | None):
+        return numbers
+    if bool in alternatives(plain):
+        return switch
+    if int in alternatives(plain):
+        return lambda name, given: whole(name, given, option.least or 0, option.most or LARGEST)
+    return unchecked
+
+
+def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for of a kind of run, every option with its value or its default.
+
+    Raises UsageError for an option that does not exist (did you mean), and for values that make no sense.
+    """
+    known = options(kind)
+    for name in given:
+        checked_name("option", name, known)
+    return {name: value_of(option, name, given.get(name, option.default)) for name, option in known.items()}
+
+
+def value_of(option: Option, name: str, given: Any) -> Any:
+    """A value as the run has it; None where that is the default. Raises UsageError where it makes no sense."""
+    if given is None and option.default is None:
+        return None
+    return option.check(name, given)

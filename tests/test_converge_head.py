@@ -20,12 +20,15 @@ HEAD = (3, 2)
 def gathered() -> tuple[Selector, Nearness]:
     """What a head of the demo sees of a little text, and the problem that it poses there."""
     from attnlens import models, requests, texts
+    from attnlens.run import feeding
 
     loaded = models.load("demo")
-    read: requests.Feeding = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
-    asked = requests.settings(read, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
-    settings = requests.of_model(asked, loaded)
-    return posed(loaded, settings, texts.sample("demo"), requests.cut_of(settings, read))[1:]
+    read = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
+    given = requests.checked(
+        requests.InspectRequest, {**read, "source": "tokens", "layers": [HEAD[0]], "heads": [HEAD[1]]}
+    )
+    settings = feeding.of_model(feeding.settings(given), loaded)
+    return posed(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, given))[1:]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ LAYERS = {
     "ksvd": 0,
     "registry": 1,
     "calls": 1,
+    "requests": 2,
     "analyzers": 2,
     "kernels": 2,
     "attention": 2,
@@ -28,7 +29,6 @@ LAYERS = {
     "hooks": 3,
     "weights": 3,
     "primal": 3,
-    "requests": 3,
     "experiments": 4,
     "run": 4,
     "doctor": 4,
@@ -40,7 +40,7 @@ LAYERS = {
     "__init__": 7,
     "__main__": 7,
 }
-WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "kernels", "cli")
+WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "kernels", "requests", "cli")
 HEAVY = {"torch", "transformers", "matplotlib"}
 KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "typer": {6}}
 LONGEST_FUNCTION, LONGEST_FILE = 40, 400

@@ -21,6 +21,7 @@ from attnlens.cli.swap import swap_kernel
 from attnlens.cli.verdict import PARTLY, end_strictly, failure
 from attnlens.cli.work import named_model, working
 from attnlens.registry import checked_name
+from attnlens.requests import InspectRequest, ModelRequest
 
 app = typer.Typer(
     name="attnlens",
@@ -59,16 +60,12 @@ def root(
 
 @app.command()
 @guarded
-@opt.also(opt.FED, opt.LOADED, opt.SHOWN)
+@opt.also(opt.parameters(InspectRequest), opt.SHOWN)
 def inspect(
     context: typer.Context,
     model: opt.Model = None,
-    source: opt.Source = "both",
-    analyzer: opt.Analyzers = None,
     head: opt.Head = None,
-    select: opt.Select = "argmax",
-    show: opt.Show = None,
-    seed: opt.Seed = 0,
+    windows_csv: opt.WindowsCsv = None,
     all_heads: opt.AllHeads = False,
     strict: opt.Strict = False,
     **_shared: Any,
@@ -79,7 +76,7 @@ def inspect(
 
 def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
     outputs = Outputs.of(given)
-    settings = opt.asked(given) | opt.loading(given) | opt.shown(given)
+    settings = opt.keywords(InspectRequest, given) | opt.chosen(given)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
     with interruptible_at_once():
@@ -104,18 +101,10 @@ app.command()(converge)
 
 @app.command()
 @guarded
-@opt.also(opt.LOADED)
+@opt.also(opt.parameters(ModelRequest, sequences=2, dtype="float64"))
 def doctor(
     context: typer.Context,
     model: opt.Model = None,
-    layers: opt.Layers = None,
-    heads: opt.Heads = None,
-    text: opt.Text = None,
-    tokens: opt.Tokens = None,
-    sequences: opt.Sequences = 2,
-    pack: opt.Pack = True,
-    dtype: opt.Dtype = "float64",
-    seed: opt.Seed = 0,
     strict: opt.Strict = False,
     json: opt.Json = None,
     quiet: opt.Quiet = False,
@@ -125,7 +114,7 @@ def doctor(
 ) -> None:
     """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
     outputs = Outputs.of(context.params)
-    settings = opt.asked(context.params) | opt.loading(context.params)
+    settings = opt.keywords(ModelRequest, context.params)
     name = named_model(model, quiet=quiet)
     outputs.check(Inputs.of(context.params, [name]))
     with interruptible_at_once():

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnlens import requests
 from attnlens.cli import options as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.inputs import Inputs
@@ -15,14 +16,15 @@ from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import NO_MODEL, working
 from attnlens.errors import UnaskedError, UsageError
+from attnlens.requests import InspectRequest
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""
 GIVEN = ("COMMANDLINE",)
 """Where an option comes from that was asked for in this call, and not for all commands."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
-TEXT = {"text", "tokens", "sequences", "batch_size", "pack", "windows", "intervals", "allow_foreign_text"}
-LOADING = {"device", "dtype", "offline", "trust_remote_code", "allow_pickle"}
+LOADING = set(requests.options(requests.Loading)) - {"revision"}
+TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
 SYNTHETIC = {"experiment", "n", "t", "d", "m", "lr", "loss", "head_function", "parameterisation", "attention", "start"}
 KINDS = {
     "the synthetic experiments": SYNTHETIC | {"trials", "iterations"},
@@ -110,8 +112,12 @@ Iterations = Annotated[int | None, opt.option("--iterations", panel=opt.EXPERIME
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
+FOLLOWED = {name: found for name, found in opt.parameters(InspectRequest).items() if name not in ("select", "show")}
+"""What a series can be asked for: what `inspect` can, but for what is shown of one head."""
+
+
 @guarded
-@opt.also({name: given for name, given in opt.FED.items() if name != "windows_csv"}, opt.LOADED, opt.SHOWN)
+@opt.also(FOLLOWED, opt.SHOWN)
 def converge(
     context: typer.Context,
     models: Models = None,
@@ -131,9 +137,6 @@ def converge(
     start: Start = None,
     trials: Trials = None,
     iterations: Iterations = None,
-    source: opt.Source = "both",
-    analyzer: opt.Analyzers = None,
-    seed: opt.Seed = 0,
     strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
@@ -152,15 +155,14 @@ def converge(
 
 
 @guarded
-@opt.also(opt.SHOWN)
+@opt.also({"seed": FOLLOWED["seed"]}, opt.SHOWN)
 def verify(
     context: typer.Context,
     quick: Quick = False,
-    seed: opt.Seed = 0,
     **_shared: Any,
 ) -> None:
     """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
-    outputs = Outputs.of(context.params)
+    outputs, seed = Outputs.of(context.params), context.params["seed"]
     outputs.check(Inputs())
     with interruptible_at_once():
         from attnlens import run
@@ -206,7 +208,7 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "experiments": given["experiment"] or (),
             "seed": given["seed"],
         }
-    shared = opt.asked(given) | opt.loading(given)
+    shared = opt.keywords(InspectRequest, given)
     head = opt.head(given["head"])
     if kind == "a head":
         if len(models) > 1:

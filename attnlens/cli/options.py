@@ -1,31 +1,25 @@
-"""Which options do the commands share? One spelling, one environment variable and one line of help each."""
+"""Makes the options of the commands from requests, and keywords for a run from what was typed."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from attnlens.calls import selection_share
+from attnlens import requests
 from attnlens.errors import TextError, UsageError
-from attnlens.registry import analyzers, checked_name
+from attnlens.requests import OUTPUT
 
 EXPERIMENT, TRAINED = "Synthetic experiments", "Checkpoints and heads"
-SOURCES = ("weights", "tokens", "both")
-NAMED = {
-    "windows": ("placement of windows", ("spread", "first", "random")),
-    "intervals": ("unit of intervals", ("windows", "texts")),
-}
-"""What each of these options names, and the names that there are."""
 LARGEST = 9999
 """Largest number of a layer or head that can be asked for; no model comes near it."""
-INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
+Parameters = dict[str, tuple[Any, Any]]
+"""Options by the parameter of a command: what typer is told of each, and its default."""
 
 
 def option(*names: str, panel: str = "Options", **more: Any) -> Any:
@@ -33,6 +27,46 @@ def option(*names: str, panel: str = "Options", **more: Any) -> Any:
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "ATTNLENS_" + long.removeprefix("--").replace("-", "_").upper()
     return typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
+
+
+def parameters(kind: type, **defaults: Any) -> Parameters:
+    """The options of a request, its own before those that it has in common with others; with other defaults."""
+    every = requests.options(kind)
+    bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
+    own_first = sorted(every, key=lambda name: sum(name in base for base in bases))
+    return {
+        parameter_of(name, every[name]): (_typed(kind, name, every[name]), defaults.get(name, _default(every[name])))
+        for name in own_first
+    }
+
+
+def parameter_of(name: str, found: requests.Option) -> str:
+    """The name of an option's parameter, by how it is typed: analyzer for --analyzer, in the place of analyzers."""
+    return found.flag.split("/")[0].removeprefix("--").replace("-", "_") or name
+
+
+def _default(found: requests.Option) -> Any:
+    return None if found.default == () else found.default
+
+
+def _typed(kind: type, name: str, found: requests.Option) -> Any:
+    """What typer is told: how the option is typed, which type its word has, and its line of help."""
+    flag = found.flag or "--" + name.replace("_", "-")
+    more = {"min": found.least, "max": found.most, "metavar": found.metavar}
+    given = {key: value for key, value in more.items() if value is not None}
+    if found.shown is not None:
+        given["show_default"] = found.shown
+    plain = found.typed or _word(requests.type_of(kind, name))
+    return Annotated[plain, option(flag, panel=found.panel, help=found.help, **given)]
+
+
+def _word(plain: Any) -> Any:
+    """The type that typer reads a word as: a bool, a number, several words, or one."""
+    parts = requests.alternatives(plain)
+    kind = next((kind for kind in (bool, int, float) if kind in parts), str)
+    if plain is requests.Words:
+        return list[str] | None
+    return kind if type(None) not in parts else kind | None
 
 
 Model = Annotated[
@@ -45,82 +79,8 @@ Listed = Annotated[
     str | None,
     typer.Argument(help="`kernels`, `analyzers`, `measures` or `schema`.", show_default="all but the schema"),
 ]
-Source = Annotated[str, option("--source", help="What to read: `weights`, `tokens` or `both`.", metavar="SOURCE")]
-Analyzers = Annotated[
-    list[str] | None,
-    option(
-        "--analyzer",
-        help="Only this analyzer; repeatable. `attnlens list` names them, and says which run without being named.",
-        metavar="NAME",
-    ),
-]
-Layers = Annotated[str | None, option("--layers", help="Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
-Heads = Annotated[str | None, option("--heads", help="Only these heads, as in `0,5`.", metavar="NUMBERS")]
 Head = Annotated[
     str | None, option("--head", help="Only this head, as in `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
-]
-Select = Annotated[
-    str,
-    option(
-        "--select",
-        help="What a query selects, for the analyzer `selection`: its largest score (`argmax`), or the fewest tokens "
-        "that hold a share of the weight (`top-p:0.9`).",
-        metavar="RULE",
-    ),
-]
-Show = Annotated[
-    str | None,
-    option(
-        "--show",
-        help="With --head: the tokens that the head selects and those that hold its SVM up (`selection`), posed on the "
-        "module's inputs where M lives on them, else on queries and keys.",
-        metavar="WHAT",
-    ),
-]
-Text = Annotated[
-    list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
-    option(
-        "--text",
-        panel=INPUT,
-        help="Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with "
-        f"`{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James passages.",
-        metavar="FILE",
-    ),
-]
-Tokens = Annotated[
-    int | None,
-    option("--tokens", panel=INPUT, min=2, help="Window length in tokens.", show_default="128, or the model's limit"),
-]
-Sequences = Annotated[
-    int, option("--sequences", panel=INPUT, min=1, help="How many windows or lines to feed, over all texts.")
-]
-BatchSize = Annotated[
-    int, option("--batch-size", panel=INPUT, min=1, help="How many sequences go through the model at once.")
-]
-Pack = Annotated[
-    bool, option("--pack/--no-pack", panel=INPUT, help="Cut running text into windows, or feed it line by line.")
-]
-Windows = Annotated[
-    str,
-    option(
-        "--windows",
-        panel=INPUT,
-        help="Where windows lie in each text: `spread` evenly over it, the `first` ones, or `random`.",
-        metavar="PLACE",
-    ),
-]
-Intervals = Annotated[
-    str | None,
-    option(
-        "--intervals",
-        panel=INPUT,
-        help="Errors and intervals over `windows` of these texts, or over `texts` like them.",
-        metavar="UNITS",
-        show_default="texts from five on, else windows",
-    ),
-]
-AllowForeignText = Annotated[
-    bool, option("--allow-foreign-text", panel=INPUT, help="Go on where the tokenizer does not know half of the text.")
 ]
 WindowsCsv = Annotated[
     str | None,
@@ -131,16 +91,6 @@ WindowsCsv = Annotated[
         metavar="FILE",
     ),
 ]
-Device = Annotated[str, option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", metavar="DEVICE")]
-Dtype = Annotated[
-    str,
-    option(
-        "--dtype",
-        help="Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
-        metavar="TYPE",
-    ),
-]
-Seed = Annotated[int, option("--seed", min=0, max=2**63 - 1, help="Seed of everything random.")]
 Json = Annotated[
     str | None, option("--json", panel=OUTPUT, help="Write the report as JSON (`-`: to stdout).", metavar="FILE")
 ]
@@ -160,20 +110,10 @@ Markdown = Annotated[
 ]
 AllHeads = Annotated[bool, option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
 Strict = Annotated[bool, option("--strict", help="Exit with 3 where a part could not be analysed.")]
-Offline = Annotated[bool, option("--offline", panel=INPUT, help="Use local files only.")]
-Revision = Annotated[
-    str | None, option("--revision", panel=INPUT, help="Commit, tag or branch of a hub model.", metavar="REVISION")
-]
 Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")]
 Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]
 NoProgress = Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")]
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
-TrustRemoteCode = Annotated[
-    bool, option("--trust-remote-code", panel=DANGEROUS, help="Run Python code that comes with the model.")
-]
-AllowPickle = Annotated[
-    bool, option("--allow-pickle", panel=DANGEROUS, help="Load `.bin` weights (pickles, tensors only).")
-]
 
 
 def head(word: str | None) -> tuple[int, int] | None:
@@ -186,29 +126,6 @@ def head(word: str | None) -> tuple[int, int] | None:
     return int(layer), int(number)
 
 
-FED: dict[str, tuple[Any, Any]] = {
-    "layers": (Layers, None),
-    "heads": (Heads, None),
-    "text": (Text, None),
-    "tokens": (Tokens, None),
-    "sequences": (Sequences, 32),
-    "batch_size": (BatchSize, 8),
-    "pack": (Pack, True),
-    "windows": (Windows, "spread"),
-    "intervals": (Intervals, None),
-    "allow_foreign_text": (AllowForeignText, False),
-    "windows_csv": (WindowsCsv, None),
-}
-"""What is looked at: option → (its type and help, its default)."""
-LOADED: dict[str, tuple[Any, Any]] = {
-    "device": (Device, "auto"),
-    "dtype": (Dtype, "auto"),
-    "offline": (Offline, False),
-    "revision": (Revision, None),
-    "trust_remote_code": (TrustRemoteCode, False),
-    "allow_pickle": (AllowPickle, False),
-}
-"""How a model is loaded."""
 SHOWN: dict[str, tuple[Any, Any]] = {
     "json": (Json, None),
     "csv": (Csv, None),
@@ -272,47 +189,42 @@ def numbers(what: str, words: str | None) -> list[int] | None:
     return sorted(found)
 
 
-def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those among a command's parameters that say what is looked at, checked.
+def keywords(kind: type, given: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Those among a command's parameters that a run of this kind takes, under its own names, checked.
 
-    Raises UsageError for an unknown source, analyzer, place of windows or unit of intervals, and for layers and heads
-    that are no numbers; TextError for `--text -` without a stdin.
+    Raises UsageError where one makes no sense, TextError for a text from stdin without a stdin.
     """
-    plain = ("tokens", "sequences", "batch_size", "pack", "seed", "windows", "intervals", "allow_foreign_text")
-    settings = {name: given[name] for name in plain if name in given} | {
-        "layers": numbers("layers", given["layers"]),
-        "heads": numbers("heads", given["heads"]),
-        "text": texts("text", given["text"] or ()),
-    }
-    if "source" in given:
-        settings["source"] = checked_name("source", given["source"], SOURCES)
-        settings["analyzers"] = given["analyzer"] or ()
-        if given["analyzer"]:
-            analyzers(given["analyzer"])  # an unknown one is refused before torch is imported
-    for name, (what, known) in NAMED.items():
-        if given.get(name) is not None:
-            checked_name(what, given[name], known)
-    return settings
+    found = {}
+    for name, asked in requests.options(kind).items():
+        parameter = parameter_of(name, asked)
+        if parameter in given and name not in without:
+            found[name] = requests.value_of(asked, name, _read(name, asked, given[parameter]))
+    return found
 
 
-def shown(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of one head is looked at and shown, as far as that is asked for; the head in the place of layers and heads.
+def _read(name: str, asked: requests.Option, word: Any) -> Any:
+    """A parameter as Python would give it."""
+    if name in ("layers", "heads"):
+        return numbers(name, word)
+    if asked.typed == list[Path] | None:
+        return texts(name, word or ())
+    return asked.default if word is None else word
+
+
+def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer and the head that --head names, as layers and heads; empty where it names none.
 
     Raises UsageError for a head beside other layers or heads, and for something to show without a head.
     """
-    found, show = head(given["head"]), given["show"]
-    selection_share(given["select"])
-    if show is not None:
-        checked_name("show", show, ("selection",))
-        if found is None:
-            raise UsageError(f"--show {show} shows one head, and none is named.", "Name it, as in --head 3.7.")
-    chosen = {"select": given["select"], "show": show}
+    found = head(given["head"])
     if found is None:
-        return chosen
+        if given["show"] is not None:
+            raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
+        return {}
     beside = [name for name in ("layers", "heads") if given[name] is not None]
     if beside:
         raise UsageError(f"--head names one head, and --{beside[0]} others.", f"Leave out --{beside[0]}.")
-    return chosen | {"layers": [found[0]], "heads": [found[1]]}
+    return {"layers": [found[0]], "heads": [found[1]]}
 
 
 def texts(what: str, paths: Sequence[Path]) -> list[str]:
@@ -327,16 +239,3 @@ def texts(what: str, paths: Sequence[Path]) -> list[str]:
             f"stdin is closed, so that --{what} - has nothing to read.", "Pipe a text into it, or name a file."
         )
     return names
-
-
-def loading(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those among a command's parameters that say how a model is loaded.
-
-    Raises UsageError for an unknown device or type.
-    """
-    from attnlens.models.placement import check_named
-
-    if "device" in given:
-        check_named(given["device"], given["dtype"])
-    names = ("device", "dtype", "offline", "revision", "trust_remote_code", "allow_pickle")
-    return {name: given[name] for name in names if name in given}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from attnlens import calls
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
@@ -18,11 +18,12 @@ from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.hub import first_line
 from attnlens.models.integrity import check_loaded, nonfinite_tensors
 from attnlens.models.locate import CONFIG, Place, find
-from attnlens.models.placement import check_named, device_of, dtype_of
+from attnlens.models.placement import device_of, dtype_of
 from attnlens.models.quiet import no_kernels, quiet
 from attnlens.models.stored import Stored, tensors_in
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import File, ModelInfo
+from attnlens.requests import Loading, checked
 
 if TYPE_CHECKING:
     import torch
@@ -32,17 +33,6 @@ __all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfin
 
 SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
-
-
-class Loading(TypedDict, total=False):
-    """The options of `load`, for functions that pass them on."""
-
-    revision: str | None
-    dtype: str
-    device: str
-    offline: bool
-    trust_remote_code: bool
-    allow_pickle: bool
 
 
 @dataclass(frozen=True)
@@ -90,8 +80,8 @@ def load(
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, or there is no such device.
     """
-    check_named(device, dtype)
-    _check_types(revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    checked(Loading, {"device": device, "dtype": dtype, "revision": revision, **switches})
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
@@ -121,14 +111,6 @@ def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
     stored = tensors_in(place)
     check_counts(place, len(stored))
     return stored
-
-
-def _check_types(revision: object, **switches: object) -> None:
-    """Raise UsageError for options of another type than theirs."""
-    if revision is not None:
-        calls.word("revision", revision)
-    for what, given in switches.items():
-        calls.switch(what, given)
 
 
 def _refuse_swapped(place: Place) -> None:

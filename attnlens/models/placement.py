@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from attnlens.calls import shown, word
-from attnlens.errors import ModelError, UsageError
-from attnlens.registry import checked_name
+from attnlens.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 NO_SUCH = "Choose --device auto or --device cpu."
-
-
-def check_named(device: str, dtype: str) -> None:
-    """Raise UsageError for words that name no device, or no type of numbers; torch is not asked."""
-    if not DEVICES.fullmatch(word("device", device)):
-        raise UsageError(f"There is no kind of device {shown(device)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
-    checked_name("dtype", dtype, DTYPES)
 
 
 def device_of(name: str) -> torch.device:

@@ -20,7 +20,8 @@ from attnlens.calls import public
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
-from attnlens.run import checks
+from attnlens.requests import ModelRequest
+from attnlens.run import checks, feeding
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Progress, silent
@@ -35,28 +36,25 @@ ANOTHER = 1e-3
 def doctor(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     progress: Progress = silent,
-    **more: Unpack[requests.Feeding],
+    **more: Unpack[ModelRequest],
 ) -> Report:
     """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
 
     P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
     loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
-    another `dtype` is honoured, and judged by the same tolerance. `more` are the options of `requests.Feeding`.
+    another `dtype` is honoured, and judged by the same tolerance. `more` are the options of `requests.ModelRequest`.
     Raises UsageError for words that make no sense, TextError, and ModelError where the model can't be loaded or read.
     """
     start = time.perf_counter()
-    loading = requests.loading_of(more, model)
-    asked = requests.settings({"sequences": 2, **more}, layers=layers, heads=heads)
-    files = requests.words("text", more.get("text", ()))
-    named = texts.read_each(files)
+    given = requests.checked(ModelRequest, {"sequences": 2, **more})
+    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
+    named = texts.read_each(given["text"])
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    requests.refuse_text(loaded, files, asked.tokens)
-    settings, inputs = _fed(requests.of_model(asked, loaded), loaded, requests.contents(named, loaded))
+    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    settings, inputs = _fed(feeding.of_model(asked, loaded), loaded, feeding.contents(named, loaded))
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -74,7 +72,7 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
         tool=tool(),
         command="doctor",
         model=loaded.info,
-        settings=requests.seen(settings, loaded, reached),
+        settings=feeding.seen(settings, loaded, reached),
         environment=environment(),
         coverage=coverage,
         summary=Summary(
@@ -210,9 +208,9 @@ def _fed(
         found = texts.placeholder(loaded, tokens, asked.seed, sequences=sequences)
     else:
         # what is compared is arithmetic, which is the same on a text that the model does not know
-        known: requests.Feeding = {"allow_foreign_text": True, "batch_size": sequences}
-        found = texts.batches(loaded, contents, requests.cut_of(asked, known))
-    return requests.fed(asked, found, loaded), found.batches[0].inputs
+        known = {"allow_foreign_text": True, "batch_size": sequences}
+        found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
+    return feeding.fed(asked, found, loaded), found.batches[0].inputs
 
 
 def _check(

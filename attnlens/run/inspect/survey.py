@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Literal, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
-from attnlens.run import checks
+from attnlens.requests import InspectRequest
+from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.chunks import finite_heads, pieces
@@ -38,36 +39,29 @@ NULL_DRAWS = 64
 def inspect(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,
-    source: Literal["weights", "tokens", "both"] = "both",
-    analyzers: requests.Words = (),
-    select: str = "argmax",
-    show: str | None = None,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     progress: Progress = silent,
-    **more: Unpack[requests.Feeding],
+    **more: Unpack[InspectRequest],
 ) -> Report:
     """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `requests.Feeding`: the
+    `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `InspectRequest`: the
     text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
     carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
     selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which carries what was finished.
     """
-    loading = requests.loading_of(more, model)
-    asked = requests.settings(more, source=source, layers=layers, heads=heads)
-    chosen, asked = requests.chosen(asked, analyzers, select, show)
-    files = requests.words("text", more.get("text", ()))
-    named = requests.named_texts(files, source)
+    given = requests.checked(InspectRequest, more)
+    loading = feeding.loading_of(more, model)
+    chosen, asked = feeding.chosen(feeding.settings(given), given["analyzers"], given["select"], given["show"])
+    named = feeding.named_texts(given["text"], asked.source)
     start = time.perf_counter()
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     timings = {"load": time.perf_counter() - start}
-    requests.refuse_text(loaded, files, asked.tokens)
-    settings, told = requests.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
-    contents = requests.contents(named, loaded) if source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *told, shown=show is not None)
-    return inspection.run(contents, requests.cut_of(settings, more))
+    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
+    contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
+    inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)
+    return inspection.run(contents, feeding.cut_of(settings, given))
 
 
 @dataclass
@@ -130,7 +124,7 @@ class Inspection:
 
     def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
         """The texts as batches; none for weights alone, nor for both sources where there is no tokenizer."""
-        asked, self.settings = self.settings, self.settings.model_copy(update=requests.NOTHING_FED)
+        asked, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
         if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
@@ -140,8 +134,8 @@ class Inspection:
                 raise
             self.tokenless = error.problem
             return ()
-        self.settings = requests.fed(asked, found, self.loaded)
-        self.collector.design = requests.design_of(asked, found)
+        self.settings = feeding.fed(asked, found, self.loaded)
+        self.collector.design = feeding.design_of(asked, found)
         self.fed = found
         return found.batches
 
@@ -164,7 +158,7 @@ class Inspection:
                 self.collector.skip(found.site.name, self.tokenless, measure="tokens")
         for entry in checks.out_of_reach(self.loaded, sample, window_sites):
             self.collector.skip(entry.site, entry.reason)
-        self.settings = requests.seen(self.settings, self.loaded, window_sites)
+        self.settings = feeding.seen(self.settings, self.loaded, window_sites)
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:

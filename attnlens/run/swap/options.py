@@ -1,4 +1,4 @@
-"""What can a run of `swap_kernel` be asked for, and which wishes contradict each other?"""
+"""Options of swap_kernel and the checks for conflicting ones."""
 
 from __future__ import annotations
 
@@ -6,53 +6,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from attnlens import calls, requests
-from attnlens.attention import Route
+from attnlens import calls
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
-from attnlens.ksvd import ETA, Convention
-from attnlens.records import CONVENTIONS, PARTS, PATHS, SWEEPS, Part, Plan, read_plan
-from attnlens.registry import checked_name
+from attnlens.ksvd import ETA
+from attnlens.records import Plan, read_plan
+from attnlens.requests import Convention, Part, Route, Sweep, Words, words
 from attnlens.run.swap.fit import check_fit
 from attnlens.run.swap.ranks.from_plan import part_of
 from attnlens.run.swap.saved import check_folder
 
-Unit = Literal["heads", "layers"]
 MOST_DIRECTIONS = 65536
 """A rank that cuts nothing in any head."""
 BOTH = "A plan says which layers and heads have which rank.", "Leave out --layers, --heads and --part, or --ranks."
-
-
-class Wishes(requests.Feeding, total=False):
-    """The options of `swap_kernel`, beside those of every run that feeds a model."""
-
-    part: Part | None
-    """Swap in this part alone: encoder, decoder or cross."""
-    path: Route
-    """How the new kernel is computed: the fastest exact path ("auto"), row tiles ("eager"), a fused path ("fused")."""
-    sweep: Unit | None
-    """Swap each head or layer alone too, and rank the effects."""
-    fit: bool
-    """Choose each head's free kernel parameters from calibration text."""
-    heal: int
-    """Train W_Q and W_K of the swapped heads, and the kernel's own parameters, for so many steps."""
-    calibration: requests.Words
-    """Text files for fit, heal, budget and ranks; without them, windows of the evaluated texts not evaluated."""
-    eta: float | None
-    """Weight of the KSVD regulariser in healing primal attention (default 0.1, of the published language model)."""
-    ksvd_convention: str
-    """How its objective is counted: "paper" (sums, default) or "code" (means, Λ squared)."""
-    budget: str | None
-    """Choose the rank of each key head: the smallest ones whose rise of the loss stays well within it, as in "loss:1%",
-    and promise that rise from calibration windows that neither fitted nor chose."""
-    ranks: Plan | str | os.PathLike[str] | None
-    """The rank of each key head, from a plan or its file (--plan), with the layers, heads and part that it has."""
-    save: str | os.PathLike[str] | None
-    """Write the swapped model into this new folder."""
-    allow_signed: bool
-    """Allow odd powers, whose kernels can be negative."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +31,7 @@ class Wish:
     """The new kernels."""
     part: Part | None
     path: Route
-    sweep: Unit | None
+    sweep: Sweep | None
     fit: bool
     heal: int
     calibration: list[str]
@@ -77,33 +45,27 @@ class Wish:
     convention: Convention
 
     @classmethod
-    def of(cls, kernels: requests.Words, given: Mapping[str, Any]) -> Wish:
-        """Raises UsageError where words make no sense or contradict each other, OutputError for an unusable folder."""
-        for option in given:
-            checked_name("option", option, Wishes.__annotations__)
-        spellings = dict.fromkeys(requests.words("kernels", kernels))
-        allow = calls.switch("allow_signed", given.get("allow_signed", False))
-        save = None if given.get("save") is None else calls.path("save", given["save"])
-        budget, ranks = given.get("budget"), _ranks(given)
-        if budget is not None or ranks is not None:
+    def of(cls, kernels: Words, asked: Mapping[str, Any]) -> Wish:
+        """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
+        spellings = dict.fromkeys(words("kernels", kernels))
+        ranks = _ranks(asked)
+        if asked["budget"] is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings))])
-        each = (parsed(words, allow_signed=allow) for words in spellings)
+        each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         wish = cls(
             kernels=kernels_asked,
-            part=cast("Part | None", _one_of("part", given.get("part"), PARTS)) if ranks is None else part_of(ranks),
-            path=cast("Route", _one_of("path", given.get("path", "auto"), PATHS)),
-            sweep=cast("Unit | None", _one_of("sweep", given.get("sweep"), SWEEPS)),
-            fit=calls.switch("fit", given.get("fit", False)),
-            heal=requests.whole("heal", given.get("heal", 0), 0),
-            calibration=requests.words("calibration", given.get("calibration", ())),
-            save=None if save is None else Path(save),
-            budget=None if budget is None else calls.budget_share(budget),
+            part=asked["part"] if ranks is None else part_of(ranks),
+            path=asked["path"],
+            sweep=asked["sweep"],
+            fit=asked["fit"],
+            heal=asked["heal"],
+            calibration=asked["calibration"],
+            save=None if asked["save"] is None else Path(asked["save"]),
+            budget=None if asked["budget"] is None else calls.budget_share(asked["budget"]),
             ranks=ranks,
-            eta=_eta(given, kernels_asked),
-            convention=cast(
-                "Convention", _one_of("--ksvd-convention", given.get("ksvd_convention", "paper"), CONVENTIONS)
-            ),
+            eta=_eta(asked, kernels_asked),
+            convention=asked["ksvd_convention"],
         )
         wish._check()
         return wish
@@ -151,14 +113,14 @@ class Wish:
         return self.ranks.settings.layers, self.ranks.settings.heads
 
 
-def _ranks(given: Mapping[str, Any]) -> Plan | None:
+def _ranks(asked: Mapping[str, Any]) -> Plan | None:
     """The plan to take ranks from; raises UsageError where it can't be read, or where something else chooses too."""
-    ranks = given.get("ranks")
+    ranks = asked["ranks"]
     if ranks is None:
         return None
-    if given.get("budget") is not None:
+    if asked["budget"] is not None:
         raise UsageError("A budget finds ranks, and --ranks gives them.", "Leave out --budget or --ranks.")
-    if given.get("part") is not None:
+    if asked["part"] is not None:
         raise UsageError(*BOTH)
     if not isinstance(ranks, Plan | str | os.PathLike):
         raise UsageError(
@@ -178,12 +140,12 @@ def _without_rank(kernels: list[str]) -> str:
     return f"rank:{MOST_DIRECTIONS}"
 
 
-def _eta(given: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
+def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
     """η where primal attention is healed; raises UsageError where it, or its convention, is given for nothing."""
-    regularised = bool(given.get("heal")) and any(kernel.info.form == "output" for kernel in kernels)
-    eta = given.get("eta")
+    regularised = asked["heal"] > 0 and any(kernel.info.form == "output" for kernel in kernels)
+    eta = asked["eta"]
     if not regularised:
-        if eta is not None or given.get("ksvd_convention", "paper") != "paper":
+        if eta is not None or asked["ksvd_convention"] != "paper":
             raise UsageError(
                 "Only the healing of primal attention is regularised by KSVD.",
                 "Use --eta and --ksvd-convention with --kernel primal:… and --heal.",
@@ -194,7 +156,3 @@ def _eta(given: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= calls.LARGEST:
         raise UsageError(f"eta must be 0 or more, not {calls.shown(eta)}.", f"The published code has 0.01 to {ETA:g}.")
     return float(eta)
-
-
-def _one_of(what: str, word: str | None, known: tuple[str, ...]) -> str | None:
-    return None if word is None else checked_name(what, word, known)

@@ -6,14 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Unpack, cast
+from typing import Unpack
 
-from attnlens import models, requests, texts
+from attnlens import models, texts
 from attnlens.calls import public
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
+from attnlens.requests import SwapRequest, Words, checked
+from attnlens.run import feeding
 from attnlens.run.progress import Interrupted, Progress, silent
-from attnlens.run.swap.options import Wish, Wishes
+from attnlens.run.swap.options import Wish
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
@@ -26,35 +28,29 @@ FITTING, HEALING = 32, 512
 @public
 def swap_kernel(
     model: str | PathLike[str] | models.Loaded = "demo",
-    kernels: requests.Words = "rbf",
+    kernels: Words = "rbf",
     *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     progress: Progress = silent,
-    **more: Unpack[Wishes],
+    **more: Unpack[SwapRequest],
 ) -> Report:
     """The loss, predictions and hidden states of a model under other kernels, against the model itself.
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
-    options of `Wishes` (part, path, sweep, fit, heal, eta, ksvd_convention, budget, ranks, calibration, save,
-    allow_signed) and of `requests.Feeding`. Raises UsageError, ModelError, TextError, OutputError, IdentityError,
-    Interrupted.
+    options of `SwapRequest`. Raises UsageError, ModelError, TextError, OutputError, IdentityError, Interrupted.
     """
     start = time.perf_counter()
-    given = cast("requests.Feeding", {name: more[name] for name in requests.Feeding.__annotations__ if name in more})  # type: ignore[literal-required]
-    wish = Wish.of(kernels, more)
-    layers, heads = wish.reach(layers, heads)
-    loading = requests.loading_of(given, model)
-    asked = requests.settings(given, layers=layers, heads=heads)
-    files = requests.words("text", given.get("text", ()))
-    named = texts.read_each(files)
+    given = checked(SwapRequest, more)
+    wish = Wish.of(kernels, given)
+    given["layers"], given["heads"] = wish.reach(given["layers"], given["heads"])
+    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
+    named = texts.read_each(given["text"])
     others = texts.read_each(wish.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    requests.refuse_text(loaded, files, asked.tokens)
-    asked = requests.of_model(asked, loaded).model_copy(update={"source": "tokens"})
-    contents = requests.contents(named, loaded)
+    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
+    contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)
-    cut = requests.cut_of(asked, given)
+    cut = feeding.cut_of(asked, given)
     work = _prepared(loaded, wish, asked, contents, others, cut, progress)
     return _reported(work, start)
 
@@ -114,8 +110,8 @@ def _prepared(
         notes = texts.foreign_notes(unknown)
         asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named, "notes": notes})
     fed = feed(loaded, evaluated, task, asked.seed)
-    design = requests.design_of(asked, evaluated)
-    settings = requests.fed(asked, evaluated, loaded)
+    design = feeding.design_of(asked, evaluated)
+    settings = feeding.fed(asked, evaluated, loaded)
     return Swapping(loaded, wish, settings, task, fed, design, calibrated, samples, progress, shared)
 
 

@@ -20,6 +20,7 @@ from attnlens.errors import UsageError
 from attnlens.experiments import options
 from attnlens.records import WHERE_POSED, Curve, Experiment, Report, Settings, Space
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
+from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Progress, silent
@@ -62,16 +63,17 @@ def head_experiments(
     make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
-    loading = requests.loading_of(more, model)
-    asked = requests.settings(more, source="tokens", layers=[head[0]], heads=[head[1]])
+    given = requests.checked(
+        requests.InspectRequest, {**more, "source": "tokens", "layers": [head[0]], "heads": [head[1]]}
+    )
+    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
     wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
     wanted = options.Settings(trials=1, seed=asked.seed, **options.checked(wishes))
-    files = requests.words("text", more.get("text", ()))
-    named = texts.read_each(files)
+    named = texts.read_each(given["text"])
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    requests.refuse_text(loaded, files, asked.tokens)
-    contents, settings = requests.contents(named, loaded), requests.of_model(asked, loaded)
-    cut = requests.cut_of(settings, more)
+    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
+    cut = feeding.cut_of(settings, given)
     report, selector, found = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
     meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)

@@ -12,6 +12,7 @@ from attnlens import models, registry, requests, texts
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
+from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector, environment, peak_memory, tool
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Interrupted, Progress, silent
@@ -44,16 +45,18 @@ def series(
     `more` are the options of `requests.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
     different shapes), TextError, and Interrupted, which carries the finished checkpoints.
     """
-    loading = requests.loading_of(more, None)
-    asked = requests.settings(more, source=source, **(_one(head, layers, heads) or {"layers": layers, "heads": heads}))
-    wanted = requests.words("analyzers", analyzers) or _usual(source)
-    chosen, asked = requests.chosen(asked, wanted, select, None)
+    where = _one(head, layers, heads) or {"layers": layers, "heads": heads}
+    own = {"source": source, "analyzers": analyzers, "select": select, **where}
+    given = requests.checked(requests.InspectRequest, {**more, **own})
+    loading = feeding.loading_of(more, None)
+    wanted = given["analyzers"] or _usual(source)
+    chosen, asked = feeding.chosen(feeding.settings(given), wanted, select, None)
     found = _found(requests.words("checkpoints", names), requests.words("revisions", revisions), loading)
     checkpoints.refuse_different(found)
-    contents = requests.named_texts(requests.words("text", more.get("text", ())), source)
+    contents = feeding.named_texts(given["text"], source)
     if source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
-    return Series(found, asked, chosen, contents, requests.cut_of(asked, more), progress, loading).run()
+    return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()
 
 
 def _one(head: tuple[int, int] | None, layers: object, heads: object) -> dict[str, Any]:
@@ -130,7 +133,7 @@ class Series:
 
     def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> Reading:
         loaded = replace(self._load(checkpoint), **reader)
-        settings = requests.of_model(self.asked, loaded)
+        settings = feeding.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
         inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
         try:

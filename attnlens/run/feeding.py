@@ -1,0 +1,179 @@
+"""Turns what was asked for into the settings, texts and windows that a model is fed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from attnlens import models, registry, texts
+from attnlens.errors import ModelError, UsageError
+from attnlens.hooks import Reached
+from attnlens.records import Settings, Text
+from attnlens.registry import Analyzer, Gathering
+from attnlens.requests import Loading
+from attnlens.statistics import Design
+from attnlens.statistics.design import FEWEST_TEXTS
+
+NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
+"""What the settings of a run without any input say."""
+
+
+def loading_of(given: Mapping[str, Any], model: object) -> Loading:
+    """Those of the options that say how a model is loaded.
+
+    Raises UsageError for one of them beside a model that is already loaded, which it can't change, and ModelError for a
+    loaded one without weights.
+    """
+    found = {name: value for name, value in given.items() if name in Loading.__annotations__}
+    if isinstance(model, models.Loaded) and any(weight.is_meta for weight in model.model.parameters()):
+        raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
+    if isinstance(model, models.Loaded) and found:
+        raise UsageError(
+            f"The model is already loaded, so that {', '.join(found)} would be ignored.",
+            "Give the options to attnlens.load.",
+        )
+    return cast("Loading", found)
+
+
+def settings(asked: Mapping[str, Any]) -> Settings:
+    """What was asked for, as far as a report records it under the options' own names."""
+    later = ("text", "analyzers", "select", "device", "dtype")  # which are known when the model is there
+    names = [name for name in Settings.model_fields if name in asked and name not in later]
+    return Settings(**{name: asked[name] for name in names})
+
+
+def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
+    """What was asked for, with the model's device and dtype and the length of a window on it.
+
+    Raises UsageError for more tokens than the model has positions.
+    """
+    return asked.model_copy(
+        update={
+            "device": str(loaded.model.device),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "tokens": texts.window_length(loaded.model, asked.tokens),
+        }
+    )
+
+
+def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
+    """How the texts are cut, by what was asked for."""
+    return texts.Cut(
+        tokens=asked.tokens,
+        sequences=asked.sequences or 1,
+        batch_size=given["batch_size"],
+        pack=asked.pack is not False,
+        placement=asked.windows or "spread",
+        seed=asked.seed,
+        allow_foreign=given["allow_foreign_text"],
+    )
+
+
+def contents(found: Sequence[texts.Content], loaded: models.Loaded) -> Sequence[texts.Content]:
+    """The texts that were named, or the built-in ones for this model."""
+    return found or texts.sample(loaded.info.id)
+
+
+def design_of(asked: Settings, found: texts.Batches) -> Design:
+    """How the sequences were sampled. Raises UsageError where too few texts are to stand for texts like them."""
+    names = found.parts or ("",) * found.sequences
+    count = len(set(names))
+    if asked.intervals == "texts" and count < FEWEST_TEXTS:
+        enough = count + len(found.left_out) >= FEWEST_TEXTS
+        there = (
+            f"{found.sequences} sequences are of {count}"
+            if enough
+            else f"there {'is' if count == 1 else 'are'} {count}"
+        )
+        raise UsageError(
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and {there}.",
+            f"Give more {'--sequences' if enough else '--text'}, or leave out --intervals texts.",
+        )
+    return Design.of(names, asked.intervals)
+
+
+def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Settings:
+    """The settings that say what was fed: texts in windows or lines, or noise alone."""
+    if not found.tokens:
+        nothing = {"pack": None, "windows": None, "intervals": None}
+        return asked.model_copy(update={"noise": Text.of(found.texts), "sequences": found.sequences, **nothing})
+    short = found.sequences < (asked.sequences or 0)
+    update = {
+        "text": Text.of(found.texts),
+        "texts": list(found.texts),
+        "sequences": found.sequences,
+        "sequences_asked": asked.sequences if short else None,
+        "intervals": design_of(asked, found).over,
+        "notes": [*asked.notes, *_told_of(asked, found, loaded)],
+    }
+    return asked.model_copy(update=update)
+
+
+def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
+    """What a reader must know of the windows, a sentence each."""
+    yield from texts.foreign_notes(found.unknown)
+    if found.left_out:
+        yield (
+            f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
+            f"{len(found.texts) + len(found.left_out)} texts."
+        )
+    what = "lines" if asked.pack is False else "windows"
+    if found.sequences < (asked.sequences or 0):
+        yield f"The text has {found.sequences} {what} of the {asked.sequences} asked for."
+    if asked.windows == "first":
+        yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
+    repeated = texts.repeated_share(loaded.tokenizer, found.ids)
+    if repeated > texts.MOST_SHARED:
+        yield (
+            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {what} has too: "
+            "errors over them are too small."
+        )
+
+
+def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) -> Settings:
+    """The settings of a model that reads no text with the tokens that its attention makes of an input, at most."""
+    if texts.reads_text(loaded):
+        return settings
+    return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
+
+
+def chosen(
+    asked: Settings, named: Sequence[str], select: str, show: str | None
+) -> tuple[list[Analyzer | Gathering], Settings]:
+    """The analyzers that run, and the settings with them and with what counts as selected.
+
+    Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
+    ignored, and where nothing can be shown.
+    """
+    found = registry.analyzers(named or ["selection"] * (show is not None), asked.source)
+    if not found:
+        raise UsageError(
+            f"{', '.join(named) or show} reads nothing from {asked.source}.",
+            "Leave out --source, or name another analyzer.",
+        )
+    names = list(dict.fromkeys(analyzer.name for analyzer in found))
+    looked = "selection" in names
+    if not looked and (select != "argmax" or show is not None):
+        word = f"--select {select}" if show is None else f"--show {show}"
+        raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
+    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
+
+
+def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Content]:
+    """The texts of these files. Raises UsageError where the weights alone are read, which need none; TextError."""
+    if files and source == "weights":
+        raise UsageError(
+            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
+        )
+    return texts.read_each(files)
+
+
+def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
+    """Raise UsageError where a text or its length is given for a model that reads none."""
+    if texts.reads_text(loaded) or (not text and tokens is None):
+        return
+    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
+    raise UsageError(
+        f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
+        "Leave out --text and --tokens.",
+    )
