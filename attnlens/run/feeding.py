@@ -37,7 +37,7 @@ def loading_of(given: Mapping[str, Any], model: object) -> Loading:
 
 def settings(asked: Mapping[str, Any]) -> Settings:
     """What was asked for, as far as a report records it under the options' own names."""
-    later = ("text", "analyzers", "select", "device", "dtype")  # which are known when the model is there
+    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # which are known when the model is there
     names = [name for name in Settings.model_fields if name in asked and name not in later]
     return Settings(**{name: asked[name] for name in names})
 

@@ -1,0 +1,205 @@
+"""What runs can be asked for: each option once, with its help, its bounds and its default.
+
+The fields of these typed dictionaries are the keywords of the Python functions and the options of the commands.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+from attnlens.calls import LARGEST, word
+from attnlens.requests import values
+from attnlens.requests.option import Option
+from attnlens.requests.values import Numbers, Words
+
+Source = Literal["weights", "tokens", "both"]
+Placement = Literal["spread", "first", "random"]
+Intervals = Literal["windows", "texts"]
+Part = Literal["encoder", "decoder", "cross"]
+Sweep = Literal["heads", "layers"]
+Route = Literal["auto", "eager", "fused"]
+Convention = Literal["paper", "code"]
+INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
+"""Panels of the help, beside that without a name."""
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+
+
+class Loading(TypedDict, total=False):
+    """How a model is loaded."""
+
+    device: Annotated[
+        str, Option("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", "auto", metavar="DEVICE", check=values.device)
+    ]
+    dtype: Annotated[
+        str,
+        Option(
+            "Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
+            "auto",
+            metavar="TYPE",
+            names=DTYPES,
+        ),
+    ]
+    offline: Annotated[bool, Option("Use local files only.", False, panel=INPUT)]
+    revision: Annotated[
+        str | None, Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word)
+    ]
+    trust_remote_code: Annotated[bool, Option("Run Python code that comes with the model.", False, panel=DANGEROUS)]
+    allow_pickle: Annotated[bool, Option("Load `.bin` weights (pickles, tensors only).", False, panel=DANGEROUS)]
+
+
+class Feeding(Loading, total=False):
+    """What a model is fed with, and how it is loaded."""
+
+    text: Annotated[
+        Words,
+        Option(
+            f"Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with `{os.pathsep}`). Default: "
+            "built-in texts of three kinds; for `demo` King James passages.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
+        ),
+    ]
+    tokens: Annotated[
+        int | None,
+        Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit"),
+    ]
+    sequences: Annotated[int, Option("How many windows or lines to feed, over all texts.", 32, panel=INPUT, least=1)]
+    batch_size: Annotated[int, Option("How many sequences go through the model at once.", 8, panel=INPUT, least=1)]
+    pack: Annotated[
+        bool,
+        Option("Cut running text into windows, or feed it line by line.", True, panel=INPUT, flag="--pack/--no-pack"),
+    ]
+    windows: Annotated[
+        Placement,
+        Option(
+            "Where windows lie in each text: `spread` evenly over it, the `first` ones, or `random`.",
+            "spread",
+            panel=INPUT,
+            metavar="PLACE",
+            noun="placement of windows",
+        ),
+    ]
+    intervals: Annotated[
+        Intervals | None,
+        Option(
+            "Errors and intervals over `windows` of these texts, or over `texts` like them.",
+            panel=INPUT,
+            metavar="UNITS",
+            shown="texts from five on, else windows",
+            noun="unit of intervals",
+        ),
+    ]
+    allow_foreign_text: Annotated[
+        bool, Option("Go on where the tokenizer does not know half of the text.", False, panel=INPUT)
+    ]
+    seed: Annotated[int, Option("Seed of everything random.", 0, least=0, most=LARGEST)]
+
+
+class ModelRequest(Feeding, total=False):
+    """Which part of a model is looked at, too."""
+
+    layers: Annotated[Numbers | None, Option("Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
+    heads: Annotated[Numbers | None, Option("Only these heads, as in `0,5`.", metavar="NUMBERS")]
+
+
+class InspectRequest(ModelRequest, total=False):
+    """What `inspect` can be asked for."""
+
+    source: Annotated[Source, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
+    analyzers: Annotated[
+        Words,
+        Option(
+            "Only this analyzer; repeatable. `attnlens list` names them, and says which run without being named.",
+            (),
+            flag="--analyzer",
+            metavar="NAME",
+            check=values.analyzers,
+        ),
+    ]
+    select: Annotated[
+        str,
+        Option(
+            "What a query selects, for the analyzer `selection`: its largest score (`argmax`), or the fewest tokens "
+            "that hold a share of the weight (`top-p:0.9`).",
+            "argmax",
+            metavar="RULE",
+            check=values.rule,
+        ),
+    ]
+    show: Annotated[
+        Literal["selection"] | None,
+        Option(
+            "With --head: the tokens that the head selects and those that hold its SVM up (`selection`), posed on the "
+            "module's inputs where M lives on them, else on queries and keys.",
+            metavar="WHAT",
+        ),
+    ]
+
+
+class SwapRequest(ModelRequest, total=False):
+    """What `swap_kernel` can be asked for, beside the kernels."""
+
+    part: Annotated[Part | None, Option("Only this part: `encoder`, `decoder` or `cross`.", metavar="PART")]
+    sweep: Annotated[
+        Sweep | None,
+        Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
+    ]
+    fit: Annotated[
+        bool, Option("Choose each head's free kernel parameters from calibration text, in closed form.", False)
+    ]
+    budget: Annotated[
+        str | None,
+        Option(
+            "With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`, and "
+            "promise what they cost from windows that chose nothing.",
+            metavar="BUDGET",
+            check=values.budget,
+        ),
+    ]
+    ranks: Annotated[
+        Any,
+        Option(
+            "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
+            panel=INPUT,
+            metavar="FILE",
+            typed=str | None,
+            check=values.file,
+        ),
+    ]
+    heal: Annotated[
+        int,
+        Option(
+            "Train W_Q and W_K (primal: its own maps too) towards the original model for so many steps.", 0, least=0
+        ),
+    ]
+    eta: Annotated[
+        float | None,
+        Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1"),
+    ]
+    ksvd_convention: Annotated[
+        Convention,
+        Option("How its objective is counted: as in the `paper` or in its `code`.", "paper", metavar="NAME"),
+    ]
+    path: Annotated[
+        Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
+    ]
+    allow_signed: Annotated[bool, Option("Allow odd powers, under which attention can be negative.", False)]
+    calibration: Annotated[
+        Words,
+        Option(
+            "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
+            "the evaluated text that are not evaluated.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,
+        ),
+    ]
+    save: Annotated[
+        str | os.PathLike[str] | None,
+        Option("Write the changed model to this folder.", panel=OUTPUT, metavar="DIR", check=values.folder),
+    ]
