@@ -23,6 +23,8 @@ from attnlens.cli.work import named_model, working
 from attnlens.registry import checked_name
 from attnlens.requests import InspectRequest, ModelRequest
 
+NOT_EXAMINED = ("batch_size", "windows", "intervals", "allow_foreign_text")
+"""What `doctor` has no use for: it compares two sequences, whatever they say, in one pass."""
 app = typer.Typer(
     name="attnlens",
     help="Look at the attention of pretrained transformers as kernel machines.",
@@ -101,7 +103,7 @@ app.command()(converge)
 
 @app.command()
 @guarded
-@opt.also(opt.parameters(ModelRequest, sequences=2, dtype="float64"))
+@opt.also(opt.parameters(ModelRequest, without=NOT_EXAMINED, sequences=2, dtype="float64"))
 def doctor(
     context: typer.Context,
     model: opt.Model = None,

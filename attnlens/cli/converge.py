@@ -112,7 +112,7 @@ Iterations = Annotated[int | None, opt.option("--iterations", panel=opt.EXPERIME
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
-FOLLOWED = {name: found for name, found in opt.parameters(InspectRequest).items() if name not in ("select", "show")}
+FOLLOWED = opt.parameters(InspectRequest, without=("select", "show"))
 """What a series can be asked for: what `inspect` can, but for what is shown of one head."""
 
 

@@ -29,9 +29,9 @@ def option(*names: str, panel: str = "Options", **more: Any) -> Any:
     return typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
 
 
-def parameters(kind: type, **defaults: Any) -> Parameters:
+def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) -> Parameters:
     """The options of a request, its own before those that it has in common with others; with other defaults."""
-    every = requests.options(kind)
+    every = {name: found for name, found in requests.options(kind).items() if name not in without}
     bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
     own_first = sorted(every, key=lambda name: sum(name in base for base in bases))
     return {
@@ -189,7 +189,7 @@ def numbers(what: str, words: str | None) -> list[int] | None:
     return sorted(found)
 
 
-def keywords(kind: type, given: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those among a command's parameters that a run of this kind takes, under its own names, checked.
 
     Raises UsageError where one makes no sense, TextError for a text from stdin without a stdin.
@@ -197,7 +197,7 @@ def keywords(kind: type, given: Mapping[str, Any], *, without: Collection[str] =
     found = {}
     for name, asked in requests.options(kind).items():
         parameter = parameter_of(name, asked)
-        if parameter in given and name not in without:
+        if parameter in given:
             found[name] = requests.value_of(asked, name, _read(name, asked, given[parameter]))
     return found
 
