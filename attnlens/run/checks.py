@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
-from attnlens.errors import IdentityError, ModelError, UsageError
+from attnlens.errors import IdentityError, ModelError, UsageError, is_memory
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Settings, Skipped
 
@@ -65,6 +65,8 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
     try:
         error = hooks.identity_error(loaded.model, inputs)
     except FAILURES as failure:
+        if is_memory(failure):
+            raise
         raise _cannot_run(loaded, inputs, failure) from failure
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
