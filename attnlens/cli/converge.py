@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -148,7 +148,12 @@ def converge(
     with interruptible_at_once():
         from attnlens import run
 
-    _run(lambda tell: run.converge(progress=tell, **settings), outputs, strict=strict)
+    jobs: dict[str, Callable[..., Any]] = {
+        "the synthetic experiments": run.converge_synthetic,
+        "a head": run.converge_head,
+        "checkpoints": run.converge_checkpoints,
+    }
+    _run(lambda tell: jobs[kind](progress=tell, **settings), outputs, strict=strict)
 
 
 @guarded
@@ -197,7 +202,7 @@ def refuse_other(kind: str, given: list[str]) -> None:
 
 
 def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.converge` for that kind of run, checked; UsageError where words make no sense."""
+    """The arguments of the function for that kind of run, checked; UsageError where words make no sense."""
     names = KINDS[kind]
     models = [_named(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
@@ -215,9 +220,9 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         own = {
             name: given[name] for name in ("lr", "loss", "iterations", "parameterisation") if given[name] is not None
         }
-        return {**kept, **own, "model": models[0] if models else None, "head": head}
+        return {**kept, **own, "model": models[0] if models else "demo", "head": head}
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, "checkpoints": models or True, "revisions": _revisions(given["revisions"]), "head": head}
+    return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}
 
 
 def _named(model: str) -> str:

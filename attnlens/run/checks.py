@@ -85,6 +85,17 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
     )
 
 
+def proven_whole(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """The same for a model that has to be whole: raises ModelError too where a weight is not finite."""
+    error, broken = proven(loaded, inputs)
+    if error is None:
+        raise ModelError(
+            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
+            "Mend the weights; `attnlens inspect` shows which heads are whole.",
+        )
+    return error
+
+
 def out_of_reach(loaded: models.Loaded, inputs: Mapping[str, Tensor], reached: list[Reached]) -> list[Skipped]:
     """Attention that is not read: outside the interface, not run, or in layers that the config leaves out."""
     found = hooks.unreached(loaded.model, inputs, reached)

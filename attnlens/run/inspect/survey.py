@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings
 from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import checks
 from attnlens.run.checks import conventions
+from attnlens.run.in_memory import at_rest, held
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.chunks import finite_heads, pieces
 from attnlens.run.inspect.collector import Collector, environment, peak_memory, scaled_null, tool
@@ -30,14 +31,18 @@ from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.statistics import gaussian_null
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 NULL_DRAWS = 64
 """Random heads behind each null."""
 
 
 @public
 def inspect(
-    model: str | PathLike[str] | models.Loaded = "demo",
+    model: str | PathLike[str] | models.Loaded | PreTrainedModel = "demo",
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     source: Literal["weights", "tokens", "both"] = "both",
     analyzers: requests.Words = (),
     select: str = "argmax",
@@ -49,25 +54,28 @@ def inspect(
 ) -> Report:
     """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `requests.Feeding`: the
+    `model` is a hub id, folder, file, `demo`, what `load` gave, or a transformers model in memory with its `tokenizer`
+    (without one its weights alone are read), which stays as it is. `more` are the options of `requests.Feeding`: the
     text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
     carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
     selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which carries what was finished.
     """
-    loading = requests.loading_of(more, model)
+    given = held(model, tokenizer)
+    loading = requests.loading_of(more, given)
     asked = requests.settings(more, source=source, layers=layers, heads=heads)
     chosen, asked = requests.chosen(asked, analyzers, select, show)
     files = requests.words("text", more.get("text", ()))
     named = requests.named_texts(files, source)
     start = time.perf_counter()
-    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    loaded = given if isinstance(given, models.Loaded) else models.load(given, **loading)
     timings = {"load": time.perf_counter() - start}
     requests.refuse_text(loaded, files, asked.tokens)
     settings, told = requests.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = requests.contents(named, loaded) if source != "weights" else ()
     inspection = Inspection(loaded, settings, chosen, *told, shown=show is not None)
-    return inspection.run(contents, requests.cut_of(settings, more))
+    with at_rest(loaded.model):
+        return inspection.run(contents, requests.cut_of(settings, more))
 
 
 @dataclass
