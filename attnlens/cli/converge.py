@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +32,12 @@ KINDS = {
     | LOADING,
 }
 """Which options each kind of run takes, beside those that all take."""
+JOBS = {
+    "the synthetic experiments": "converge_synthetic",
+    "a head": "converge_head",
+    "checkpoints": "converge_checkpoints",
+}
+"""The function of `attnlens` that each is."""
 
 Models = Annotated[
     list[str] | None,
@@ -148,12 +154,7 @@ def converge(
     with interruptible_at_once():
         from attnlens import run
 
-    jobs: dict[str, Callable[..., Any]] = {
-        "the synthetic experiments": run.converge_synthetic,
-        "a head": run.converge_head,
-        "checkpoints": run.converge_checkpoints,
-    }
-    _run(lambda tell: jobs[kind](progress=tell, **settings), outputs, strict=strict)
+    _run(lambda tell: getattr(run, JOBS[kind])(progress=tell, **settings), outputs, strict=strict)
 
 
 @guarded

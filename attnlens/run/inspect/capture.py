@@ -35,7 +35,7 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
     with at_rest(loaded.model):
-        reached = checks.sites(loaded, inputs)
+        reached = checks.sites(loaded, inputs, made_up=False)
         checks.proven(loaded, inputs)
         outside = [path for path, ran in hooks.unreached(loaded.model, inputs, reached).items() if ran]
     if outside:

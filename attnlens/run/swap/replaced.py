@@ -58,7 +58,7 @@ def replaced(
     loaded = held_model(model)
     inputs = _made_up(loaded) if batch is None else tensors(loaded.model, batch)
     with at_rest(loaded.model), torch.no_grad():
-        reached = checks.sites(loaded, inputs)
+        reached = checks.sites(loaded, inputs, made_up=batch is None)
         checks.proven_whole(loaded, inputs)
         sites = tuple(found.site for found in reached)
         chosen = chosen_sites(reached, layers, heads, part)
