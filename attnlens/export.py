@@ -26,9 +26,10 @@ FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 
 """What holds a page in a notebook: its styles don't reach the notebook, and it runs no script."""
 
 
-def save(report: Report, path: Path) -> None:
+def save(report: Report, path: str | Path) -> None:
     """Write the report: the ending of the path says as what. Raises OutputError for an ending that means nothing."""
-    target, suffix = Path(calls.path("path", path)), Path(path).suffix.lower()
+    target = Path(calls.path("path", path))
+    suffix = target.suffix.lower()
     if suffix in PICTURES:
         write_atomically(target, plots.overview(report, suffix))
     elif suffix in WRITERS:

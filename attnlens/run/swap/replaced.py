@@ -56,18 +56,24 @@ def replaced(
     if part is not None:
         checked_name("part", part, PARTS)
     loaded = held_model(model)
-    inputs = _made_up(loaded) if batch is None else tensors(loaded.model, batch)
     with at_rest(loaded.model), torch.no_grad():
-        reached = checks.sites(loaded, inputs, made_up=batch is None)
-        checks.proven_whole(loaded, inputs)
-        sites = tuple(found.site for found in reached)
+        inputs, reached = _surveyed(loaded, batch)
         chosen = chosen_sites(reached, layers, heads, part)
-        idle_sites(loaded.model, inputs, reached, layers)
+        idle_sites(loaded.model, inputs, reached, layers)  # refuses attention out of reach
         refuse_crossing(new, list(chosen))
+        sites = tuple(found.site for found in reached)
         swaps = {site: hooks.Swap(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
     return hooks.replace(loaded.model, sites, swaps)
+
+
+def _surveyed(loaded: Loaded, batch: Mapping[str, Any] | None) -> tuple[Mapping[str, Tensor], list[hooks.Reached]]:
+    """The batch, or a made-up one, and the sites that it reaches, when recomputing their attention changed nothing."""
+    inputs = _made_up(loaded) if batch is None else tensors(loaded.model, batch)
+    reached = checks.sites(loaded, inputs, made_up=batch is None)
+    checks.proven_whole(loaded, inputs)
+    return inputs, reached
 
 
 def _kernel(words: str, *, allow_signed: bool) -> Kernel:
