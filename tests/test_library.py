@@ -158,8 +158,10 @@ def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(mon
 
 def test_entry_points_are_read_once_a_process(monkeypatch):
     registry.measure_sources()
+    parsed("rbf")
     monkeypatch.setattr(metadata, "entry_points", lambda **_: pytest.fail("entry points were read again"))
     assert registry.measure_sources()["weights.symmetry"] == "weights"
+    assert parsed("rbf").info.name == "rbf"
 
 
 # --- capture ----------------------------------------------------------------------------------------------------------
