@@ -38,7 +38,7 @@ def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
-    return models.Loaded(model, tokenizer, "" if tokenizer else "no tokenizer was given", info, kind_of(model))
+    return models.Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
 
 
 def _refuse_answered(model: PreTrainedModel) -> None:
