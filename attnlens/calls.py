@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import islice
@@ -48,10 +50,16 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
         if not callable(given.get("progress", print)):
             raise UsageError("progress is no function.", "Give one that takes (stage, steps done, steps in all).")
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, _with_derivatives():
             return function(*args, **given)
 
     return call
+
+
+def _with_derivatives() -> AbstractContextManager[Any]:
+    """Outside a caller's inference mode, in which torch computes no derivatives."""
+    torch = sys.modules.get("torch")
+    return nullcontext() if torch is None else torch.inference_mode(mode=False)
 
 
 def word(what: str, given: Any) -> str:
@@ -65,7 +73,10 @@ def word(what: str, given: Any) -> str:
 
 def path(what: str, given: Any) -> str:
     """The same for a string or a path object, as a string."""
-    return word(what, os.fspath(given) if isinstance(given, os.PathLike) else given)
+    try:
+        return word(what, os.fspath(given) if isinstance(given, os.PathLike) else given)
+    except TypeError:  # its __fspath__ gives something else
+        raise UsageError(f"{what}={shown(given)} is no path.", f"Give {what} as a string or a path.") from None
 
 
 def switch(what: str, given: Any) -> bool:

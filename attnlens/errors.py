@@ -10,8 +10,11 @@ AttnlensError
 └── UnposedError      an Att-SVM problem has no constraint, so no direction is asked for
 """
 
-REFUSALS = ("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread")
-"""What allocators, the operating system and its loader of libraries say where memory does not suffice."""
+REFUSALS = (
+    *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
+    "error return without exception set",
+)
+"""What allocators, the operating system, its loader of libraries, and Python say where memory does not suffice."""
 
 
 class AttnlensError(Exception):
@@ -67,5 +70,5 @@ class UnposedError(AttnlensError):
 
 def is_memory(error: BaseException) -> bool:
     """Whether memory did not suffice: Python says so by type, torch's CPU allocator in a plain RuntimeError."""
-    said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError) else ""
+    said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
     return isinstance(error, MemoryError) or any(words in said for words in REFUSALS)

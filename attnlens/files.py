@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from attnlens.errors import AttnlensError, OutputError
+from attnlens.errors import AttnlensError, OutputError, UsageError
 
 LARGEST = 2**28
 """Bytes of the largest file that is read at once; tokenizers, the largest of them, have a tenth of it."""
@@ -87,6 +87,13 @@ def opened(path: Path) -> BinaryIO:
     if WITHOUT_WAITING:
         os.set_blocking(file.fileno(), True)
     return file
+
+
+def as_path(given: object) -> Path:
+    """The path that a caller in Python gave; UsageError for anything else."""
+    if not isinstance(given, str | Path):
+        raise UsageError(f"{written(given)} is no path.", "Give a string or a path.")
+    return Path(given)
 
 
 def with_home(path: str) -> Path:

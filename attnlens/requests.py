@@ -9,8 +9,8 @@ from operator import index
 from typing import Any, cast
 
 from attnlens import models, registry, texts
-from attnlens.calls import LARGEST, selection_share, several, shown, switch, word
-from attnlens.errors import UsageError
+from attnlens.calls import LARGEST, path, selection_share, several, shown, switch
+from attnlens.errors import ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Intervals, Settings, Text
 from attnlens.registry import Analyzer, Gathering, checked_name
@@ -36,7 +36,7 @@ def words(what: str, given: Words) -> list[str]:
     for one in found:
         if not isinstance(one, str | os.PathLike):
             raise UsageError(f"{what}={shown(given)} holds no string: {shown(one)}.", "Give strings or paths.")
-    return [word(what, os.fspath(one)) for one in found]
+    return [path(what, one) for one in found]
 
 
 def whole(what: str, given: Any, least: int, most: int = LARGEST) -> int:
@@ -111,6 +111,8 @@ def loading_of(given: Feeding, model: object) -> models.Loading:
     for option in given:
         checked_name("option", option, Feeding.__annotations__)
     found = {name: value for name, value in given.items() if name in models.Loading.__annotations__}
+    if isinstance(model, models.Loaded) and any(weight.is_meta for weight in model.model.parameters()):
+        raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
     if isinstance(model, models.Loaded) and found:
         raise UsageError(
             f"The model is already loaded, so that {', '.join(found)} would be ignored.",

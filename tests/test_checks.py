@@ -14,6 +14,7 @@ from attnlens import hooks, run, texts
 from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.run import checks
+from attnlens.run.swap import gates
 from attnlens.run.swap.targets import task_of
 
 FEW = {"tokens": 12, "sequences": 2}
@@ -208,10 +209,10 @@ def test_a_leak_that_the_model_has_itself_is_not_blamed_on_the_kernel():
     inputs = texts.placeholder(bert, 12, 0, sequences=2).batches[0].inputs
     kernel = dict.fromkeys(sites(bert, inputs), hooks.Swap(parsed("rbf")))
     variant = lambda: hooks.replace(bert.model, tuple(kernel), kernel)  # noqa: E731  # one expression
-    assert run.gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
+    assert gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
     # a model that mixes all tokens, padding too, before its attention
     bert.model.bert.embeddings.register_forward_hook(lambda _m, _a, output: output + output.mean(1, keepdim=True))
-    found = run.gates.leaks(bert, tuple(kernel), inputs, variant, 0)
+    found = gates.leaks(bert, tuple(kernel), inputs, variant, 0)
     assert found["mask_error"] is None
     assert "under its own kernel too" in found["reasons"]["mask_error"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -12,10 +13,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from hostile import edited
 from program import DEMO, environment_with
 from reports import synthetic_report
 
@@ -428,3 +432,56 @@ def test_an_interruption_ends_with_130_from_the_first_line_on(wait):
         _, told = process.communicate(timeout=120)
     assert process.returncode in ((130, -signal.SIGINT) if wait == 0 else (130,)), told
     assert b"Traceback" not in told or wait == 0
+
+
+CONFIGS = {
+    "a task whose model takes one sequence at a time": (
+        {"architectures": ["GPT2ForSequenceClassification"]},
+        "can't run",
+    ),
+    "control characters in a name of transformers' own": ({"sub_configs": "\x1b]0;x\x07"}, "sub_configs"),
+    "a share of rotary dimensions above 1": ({"rope_parameters": {"partial_rotary_factor": 3e7}}, "must be a share"),
+    "one position": ({"n_positions": 1}, "1 × 24 by config.json"),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_config_that_makes_no_sense_is_refused_without_a_word_of_others(fault, original, here, capsys):
+    change, words = CONFIGS[fault]
+    shutil.copytree(original, "odd")
+    edited(Path("odd/config.json"), **change)
+    told = refused(capsys, "inspect odd --sequences 2 --tokens 8 -q", words).err
+    assert "\x1b" not in told
+
+
+def test_a_file_of_defaults_without_an_end_is_refused(here, capsys):
+    with Path("attnlens.toml").open("wb") as file:
+        file.truncate(3 * 2**30)
+    refused(capsys, "inspect", "more than 1 MiB")
+
+
+def test_a_call_in_inference_mode_or_on_a_model_without_weights():
+    demo = attnlens.load("demo")
+    few = {"sequences": 2, "tokens": 8, "layers": [0]}
+    with torch.inference_mode():
+        assert attnlens.inspect(demo, **few).coverage.complete
+    bare = replace(demo, model=copy.deepcopy(demo.model).to("meta"))
+    for call in (attnlens.inspect, attnlens.swap_kernel, attnlens.doctor):
+        with pytest.raises(ModelError, match="meta device"):
+            call(bare, **few)
+
+
+def test_what_is_no_path_is_refused_by_name():
+    class Odd:
+        def __fspath__(self):
+            return 7
+
+    report = attnlens.inspect("demo", source="weights", layers=[0])
+    for call in (attnlens.load, attnlens.inspect, attnlens.load_swapped):
+        with pytest.raises(UsageError, match="no path"):
+            call(Odd())
+    for path in (3, None, b"x"):
+        with pytest.raises(UsageError, match="no path"):
+            report.write_json(path)
+    with pytest.raises(UsageError, match="no path"):
+        attnlens.inspect("demo", text=[Odd()])

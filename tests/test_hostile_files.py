@@ -409,6 +409,23 @@ def test_a_link_within_the_folder_and_one_named_by_the_caller_are_followed(folde
     assert models.load(str(folder / "step.safetensors")).missing_keys == ()
 
 
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/a.jinja", "additional_chat_templates", "source.spm"]
+)
+def test_nothing_outside_the_folder_is_read_as_a_template_or_a_vocabulary(name: str, folder: Path) -> None:
+    models.load(str(folder))
+    (folder.parent / "secret").write_text("secret")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(folder.parent if name == "additional_chat_templates" else folder.parent / "secret")
+    refused(ModelError, lambda: models.load(str(folder)), "leads out of its folder")
+
+
+def test_a_template_without_an_end_is_refused(folder: Path) -> None:
+    with (folder / "chat_template.jinja").open("wb") as file:
+        file.truncate(2**28 + 1)
+    refused(ModelError, lambda: models.load(str(folder)), "more than 256 MiB")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "", ".."])
 def test_what_may_not_be_read_is_said_to_be_unreadable(name: str, folder: Path) -> None:

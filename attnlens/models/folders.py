@@ -11,10 +11,24 @@ from typing import Any
 from attnlens.errors import ModelError
 from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, written
 
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges*", "tekken*", "*.tiktoken")
+TOKENIZERS = (
+    *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
+    *("*.model", "*.spm", "*.codes", "*.tiktoken"),
+)
 """Names of the files in which tokenizers are kept."""
-READ = ("config.json", "generation_config.json", "*tokens*.json", "*processor_config.json", "*.index.json", *TOKENIZERS)
+READ = (
+    "config.json",
+    "generation_config.json",
+    "*tokens*.json",
+    "*processor_config.json",
+    "*.index.json",
+    "*.jinja",
+    "normalizer.json",
+    *TOKENIZERS,
+)
 """Names of the small files beside the weights that transformers may open."""
+TEMPLATES = "additional_chat_templates"
+"""A folder in the model's folder, of which transformers reads every template."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """How the names of what is downloaded with the weights end."""
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -80,6 +94,9 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
     """
     for name in sorted(names):
         path = folder / name
+        if name == TEMPLATES and os.path.isdir(path):  # noqa: PTH112  # which never raises
+            _refuse_outside(folder, path)
+            check_small(path, names_in(path))
         read = any(fnmatch(name, pattern) for pattern in READ)
         if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
             continue

@@ -14,8 +14,8 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened
 
 VERSIONS = (2, 3)
-MOST_ITEMS = 2**23
-"""Fields, tensors, and entries of lists in a header, all together; the largest vocabularies have a tenth of it."""
+MOST_ITEMS = 2**21
+"""Fields, tensors, and entries of lists in a header, all together; the largest vocabularies have half of it."""
 MOST_DIMENSIONS = 8
 FORMATS = ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?", "", "", "<Q", "<q", "<d")
 """How the value of a field is packed, by the number of its type; texts and lists have none."""

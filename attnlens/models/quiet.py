@@ -7,21 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from logging import ERROR
+from logging import CRITICAL
 from typing import Any
 
 
 @contextmanager
-def only_errors() -> Iterator[None]:
-    """Inside, transformers logs only errors; what was set before is set again at the end.
+def unlogged() -> Iterator[None]:
+    """Inside, transformers logs nothing that is not critical; what was set before is set again at the end.
 
+    Its errors repeat what a config says, control characters and all; what matters of them is raised.
     Some models log when they are run and not when they are loaded: Mamba tells at its first forward pass which of its
     kernels are not installed.
     """
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
+    logging.set_verbosity(CRITICAL)
     try:
         yield
     finally:
@@ -30,13 +31,13 @@ def only_errors() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers shows no bars and only errors, and nothing warns; for the time that a model is loaded."""
+    """Inside, transformers shows no bars and logs nothing, and nothing warns; for the time that a model is loaded."""
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with only_errors(), warnings.catch_warnings(), _no_gguf_bar():
+        with unlogged(), warnings.catch_warnings(), _no_gguf_bar():
             warnings.simplefilter("ignore")
             yield
     finally:

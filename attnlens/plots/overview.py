@@ -91,11 +91,11 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
     sources = list(dict.fromkeys(source_of(name) for name in names))
     groups = [_apart(shapes, [name for name in names if source_of(name) == source]) for source in sources]
     if len(sources) > 1:
-        return [_panels(shapes, spaces[0], ACROSS) for spaces in groups[:2]]
+        return [row for spaces in groups[:2] if (row := _panels(shapes, spaces[0], ACROSS))]
     if deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
         return [row for row in (_depth_panels(shapes, deep[0]), _maps(shapes)) if row]
     if len(groups[0]) > 1:
-        return [_panels(shapes, space, ACROSS) for space in groups[0][:2]]
+        return [row for space in groups[0][:2] if (row := _panels(shapes, space, ACROSS))]
     panels = _panels(shapes, groups[0][0], 2 * ACROSS)
     return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
 

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from attnlens.errors import UsageError
-from attnlens.files import read_bytes
+from attnlens.files import as_path, read_bytes
 from attnlens.records.tensors import Part
 
 
@@ -54,9 +54,7 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
     Raises UsageError, which says `remedy`, where the file is missing, is not JSON, or is `otherwise`
     (`not a report`).
     """
-    if not isinstance(path, str | Path):
-        raise UsageError(f"A {type(path).__name__} is no path.", remedy)
-    content = read_bytes(path, UsageError, remedy)
+    content = read_bytes(as_path(path), UsageError, remedy)
     try:
         return kind.model_validate_json(content.removeprefix(BOM_UTF8))
     except ValidationError as error:

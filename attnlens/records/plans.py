@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from attnlens.files import write_atomically
+from attnlens.files import as_path, write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
 from attnlens.records.provenance import Intervals, ModelInfo, Settings, Text, Tool
 from attnlens.records.swaps import Pair
@@ -183,7 +183,7 @@ class Plan(Record):
 
     def write_json(self, path: str | Path) -> None:
         """Write the plan through a temporary file and a rename; raises OutputError where it can't be written."""
-        write_atomically(Path(path), self.to_json().encode())
+        write_atomically(as_path(path), self.to_json().encode())
 
 
 def read_plan(path: str | Path) -> Plan:

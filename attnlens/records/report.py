@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, Field, JsonValue, PrivateAttr
 
 from attnlens.errors import UsageError
-from attnlens.files import write_atomically
+from attnlens.files import as_path, write_atomically
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
@@ -220,7 +220,7 @@ class Report(Record):
 
         Raises OutputError where the path can't be written.
         """
-        write_atomically(Path(path), self.to_json().encode())
+        write_atomically(as_path(path), self.to_json().encode())
 
     def save(self, path: str | Path) -> None:
         """Write the report as what the path ends in: .json, .csv, .md, .html, or a picture, .png, .svg or .pdf.

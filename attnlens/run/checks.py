@@ -62,7 +62,10 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
 
     Raises IdentityError where it changes by more than rounding.
     """
-    error = hooks.identity_error(loaded.model, inputs)
+    try:
+        error = hooks.identity_error(loaded.model, inputs)
+    except FAILURES as failure:
+        raise _cannot_run(loaded, inputs, failure) from failure
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
     broken = models.nonfinite_tensors(loaded.model)

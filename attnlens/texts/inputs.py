@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-LARGEST_INPUT = 2**26
-"""Numbers in one image or sound beyond which none is made: 8192 × 8192, or an hour at 16 kHz."""
+LARGEST_INPUT = 2**24
+"""Numbers in one image or sound beyond which none is made: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz."""
 IMAGE_SIZE = 224
 """Height and width of an image where the config names none."""
-NO_START = ("The model's config names no start token for its decoder.", "Set decoder_start_token_id in it.")
+NO_START = ("The model's config names no start token that its decoder knows.", "Set decoder_start_token_id in it.")
 SAMPLES, FRAMES = 16_000, 100
 """Sound samples of a sequence, or frames of a spectrogram: one second at the usual rate."""
 CHARACTERS = 128
@@ -95,13 +95,16 @@ def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Ten
     if own is None:
         names += ["bos_token_id", "pad_token_id"]
     else:
-        with suppress(ValueError, AttributeError, IndexError):  # T5 wants it in its config; MusicGen writes no text
+        with suppress(
+            ValueError, TypeError, AttributeError, IndexError
+        ):  # T5 wants it in its config; MusicGen writes no text
             result: Tensor = own(labels=ids)
             return result
     settings = model.config, getattr(model, "generation_config", None)
     starts = (getattr(config, name, None) for name in names for config in settings)
     start = next((found for found in starts if found is not None), None)
-    if start is None:
+    known = vocabulary(model)
+    if not isinstance(start, int) or not 0 <= start < (known or start + 1):
         raise TextError(*NO_START)
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
@@ -120,7 +123,10 @@ def noise(model: PreTrainedModel, name: str, count: int, seed: int, skip: int = 
         raise TextError(f"attnlens can't make up {name} for a {type(model).__name__}.", NO_NOISE)
     if not all(isinstance(size, int) and size > 0 for size in shape) or math.prod(shape) > LARGEST_INPUT:
         asked = " × ".join(shortened(str(size)) for size in shape)
-        raise TextError(f"The config asks for {name} of {asked} numbers, which attnlens does not make up.", NO_NOISE)
+        raise TextError(
+            f"The config asks for {name} of {asked} numbers, which attnlens does not make up.",
+            "Mend its sizes in config.json.",
+        )
     generator = torch.Generator().manual_seed(seed)
     for _ in range(skip):
         torch.randn(shape, generator=generator)

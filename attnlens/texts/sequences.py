@@ -75,6 +75,8 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     Raises UsageError for fewer than two tokens, and for more than the model has positions.
     """
     limit = position_limit(model)
+    if limit is not None and limit < 2:
+        raise UsageError(f"The model reads {limit} token, which has no pair to look at.", "Use --source weights.")
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:

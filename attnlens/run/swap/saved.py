@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from attnlens import calls, hooks, texts
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, read_object, sha256
+from attnlens.files import make_folder, opened, read_object, sha256
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, first_line, load
+from attnlens.models.folders import weight_file
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Report, Site
 from attnlens.records.tensors import Part
@@ -133,7 +134,7 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: d
 def _part(parent: Path) -> Iterator[Path]:
     """A new folder in `parent`, in one of a secret name that is removed at the end, as are those of killed runs."""
     for left in parent.glob(f"{PART}*/{LOCK}"):
-        with suppress(OSError), left.open("rb") as lock:
+        with suppress(OSError), opened(left) as lock:  # a pipe, which nobody holds locked, is not waited for
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError where its process is alive
             shutil.rmtree(left.parent)
     secret = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
@@ -219,8 +220,9 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
     try:
         facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
-        _check_files(facts, {FITTED: sha256(place / FITTED)}, place)
-        fitted = load_file(place / FITTED)
+        stored = weight_file(place, FITTED)
+        _check_files(facts, {FITTED: sha256(stored)}, place)
+        fitted = load_file(stored)
     except (OSError, ModelError, ValidationError, SafetensorError) as error:
         raise _none(place, str(error).splitlines()[0].rstrip("."), "Give a folder that --save wrote.") from None
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
