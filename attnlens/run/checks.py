@@ -43,7 +43,9 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool 
         raise
 
 
-def _cannot_run(loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception, *, made_up: bool) -> ModelError:
+def _cannot_run(
+    loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception, *, made_up: bool = True
+) -> ModelError:
     """What is missing, where the model names it; else what it says of these inputs."""
     missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
     if missing and made_up:
