@@ -4,9 +4,13 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect`, `swap_kernel`, `converge`, `verify` and `doctor` return a `Report`; `read_report` reads one back, and
-`read_plan` a plan of ranks; `load` keeps a model for several calls, and `load_swapped` brings back one that was saved
-with another kernel.
+`inspect`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `verify` and `doctor` return a
+`Report`; `read_report` reads one back, and `read_plan` a plan of ranks; `load` keeps a model for several calls, and
+`load_swapped` brings back one that was saved with another kernel. `capture` and `replaced` work on a model that your
+own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `Parameter` define measures and kernels of your own.
+
+The submodules `analyzers`, `attsvm`, `kernels`, `ksvd`, `linalg`, `primal`, `records` and `statistics` are imported
+when they are first used, as in `attnlens.ksvd.dual`.
 """
 
 from __future__ import annotations
@@ -15,45 +19,89 @@ TYPE_CHECKING = False  # typing's own costs as long as all else that the program
 if TYPE_CHECKING:
     from typing import Any
 
+    from attnlens import analyzers as analyzers
+    from attnlens import attsvm as attsvm
+    from attnlens import kernels as kernels
+    from attnlens import ksvd as ksvd
+    from attnlens import linalg as linalg
+    from attnlens import primal as primal
+    from attnlens import records as records
+    from attnlens import statistics as statistics
     from attnlens.errors import AttnlensError as AttnlensError
     from attnlens.models import load as load
+    from attnlens.records import QueryKey as QueryKey
     from attnlens.records import Report as Report
     from attnlens.records import read_plan as read_plan
     from attnlens.records import read_report as read_report
+    from attnlens.registry import MeasureInfo as MeasureInfo
+    from attnlens.registry import Parameter as Parameter
+    from attnlens.registry import analyzer as analyzer
+    from attnlens.registry import kernel as kernel
     from attnlens.run.doctor import doctor as doctor
+    from attnlens.run.inspect.capture import capture as capture
     from attnlens.run.inspect.survey import inspect as inspect
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
+    from attnlens.run.swap.replaced import replaced as replaced
     from attnlens.run.swap.saved import load_swapped as load_swapped
-    from attnlens.run.training.converge import converge as converge
+    from attnlens.run.training.one_head import converge_head as converge_head
+    from attnlens.run.training.series import converge_checkpoints as converge_checkpoints
+    from attnlens.run.training.synthetic import converge_synthetic as converge_synthetic
     from attnlens.run.verify import verify as verify
 
 __version__ = "0.1.0"
 
+_SUBMODULES = ("analyzers", "attsvm", "kernels", "ksvd", "linalg", "primal", "records", "statistics")
 _HOMES = {
     "AttnlensError": "attnlens.errors",
+    "MeasureInfo": "attnlens.registry",
+    "Parameter": "attnlens.registry",
+    "QueryKey": "attnlens.records",
     "Report": "attnlens.records",
-    "converge": "attnlens.run",
+    "analyzer": "attnlens.registry",
+    "capture": "attnlens.run",
+    "converge_checkpoints": "attnlens.run",
+    "converge_head": "attnlens.run",
+    "converge_synthetic": "attnlens.run",
     "doctor": "attnlens.run",
     "inspect": "attnlens.run",
+    "kernel": "attnlens.registry",
     "load": "attnlens.models",
     "load_swapped": "attnlens.run",
     "read_plan": "attnlens.records",
     "read_report": "attnlens.records",
+    "replaced": "attnlens.run",
     "swap_kernel": "attnlens.run",
     "verify": "attnlens.run",
 }
 
 __all__ = [
     "AttnlensError",
+    "MeasureInfo",
+    "Parameter",
+    "QueryKey",
     "Report",
     "__version__",
-    "converge",
+    "analyzer",
+    "analyzers",
+    "attsvm",
+    "capture",
+    "converge_checkpoints",
+    "converge_head",
+    "converge_synthetic",
     "doctor",
     "inspect",
+    "kernel",
+    "kernels",
+    "ksvd",
+    "linalg",
     "load",
     "load_swapped",
+    "primal",
     "read_plan",
     "read_report",
+    "records",
+    "replaced",
+    "statistics",
     "swap_kernel",
     "verify",
 ]
@@ -61,10 +109,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The public names load what they need when they are first used, so that importing attnlens loads no torch."""
-    if name in _HOMES:
+    if name in _SUBMODULES or name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
+        return import_module(f"attnlens.{name}") if name in _SUBMODULES else getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'attnlens' has no attribute {name!r}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -347,8 +348,9 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     raise UsageError(f"There is no {what} {written!r}.", f"{hint}There are: {', '.join(options)}.")
 
 
+@cache
 def _load() -> None:
-    """Import the built-in analyzers and those that other packages offer as entry points."""
+    """Import the built-in analyzers and those that other packages offer as entry points; once in a process."""
     import_module("attnlens.analyzers")
     for entry in metadata.entry_points(group="attnlens.analyzers"):
         entry.load()

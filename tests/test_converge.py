@@ -17,8 +17,7 @@ from attnlens import run
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Experiment
 from attnlens.run.training.checkpoints import of_demo, step_of
-from attnlens.run.training.converge import finished, synthetic
-from attnlens.run.training.series import series
+from attnlens.run.training.synthetic import finished
 from attnlens.run.verify import ROWS
 
 SMALL = {"sequences": 2, "tokens": 32}
@@ -46,7 +45,7 @@ def trajectory(experiment: Experiment, measure: str, layer: int, head: int) -> l
 
 @pytest.fixture(scope="module")
 def of_weights() -> attnlens.Report:
-    return attnlens.converge(checkpoints=True, source="weights")
+    return attnlens.converge_checkpoints(source="weights")
 
 
 def test_demos_own_series_has_its_seven_steps(of_weights):
@@ -86,7 +85,7 @@ def test_the_null_stands_beside_the_measures_that_have_one(of_weights):
 def test_all_checkpoints_read_one_text_with_one_tokenizer():
     names = [checkpoint(100), "demo"]
     read = {**SMALL, "windows": "first"}
-    report = series(names, analyzers=["symmetry"], source="tokens", **read)
+    report = attnlens.converge_checkpoints(names, analyzers=["symmetry"], source="tokens", **read)
     (experiment,) = report.experiments
     final = attnlens.load("demo")
     early = replace(attnlens.load(checkpoint(100)), tokenizer=final.tokenizer, tokenizer_problem="")
@@ -110,7 +109,7 @@ def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
 
 
 def test_selection_is_followed_where_nothing_is_named():
-    report = series([checkpoint(3000), "demo"], head=(1, 0), sequences=1, tokens=16)
+    report = attnlens.converge_checkpoints([checkpoint(3000), "demo"], head=(1, 0), sequences=1, tokens=16)
     names = {trajectory.measure for trajectory in report.experiments[0].trajectories}
     assert "selection.efficiency" in names
     assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(1, 0)}
@@ -134,14 +133,18 @@ def test_a_name_tells_its_step(name, step):
 
 
 def test_checkpoints_are_put_in_the_order_of_their_steps():
-    report = series([checkpoint(300), checkpoint(0), checkpoint(30)], source="weights", analyzers=["symmetry"])
+    report = attnlens.converge_checkpoints(
+        [checkpoint(300), checkpoint(0), checkpoint(30)], source="weights", analyzers=["symmetry"]
+    )
     assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030", "step-00300"]
 
 
 def test_without_steps_the_order_is_the_callers(tmp_path):
     for name, step in (("late", 300), ("early", 0)):
         shutil.copytree(checkpoint(step), tmp_path / name)
-    report = series([str(tmp_path / "late"), str(tmp_path / "early")], source="weights", analyzers=["symmetry"])
+    report = attnlens.converge_checkpoints(
+        [str(tmp_path / "late"), str(tmp_path / "early")], source="weights", analyzers=["symmetry"]
+    )
     (experiment,) = report.experiments
     assert experiment.settings["checkpoints"] == ["late", "early"]
     assert (experiment.axis, experiment.curves["weights.symmetry"].steps) == ("checkpoint", [0, 1])
@@ -150,7 +153,9 @@ def test_without_steps_the_order_is_the_callers(tmp_path):
 def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
     told = []
     with pytest.raises(ModelError, match=r"n_head is 8 in step-00030 and 4 in step-77"):
-        series([checkpoint(30), other_shape(tmp_path, n_head=4)], progress=lambda *words: told.append(words))
+        attnlens.converge_checkpoints(
+            [checkpoint(30), other_shape(tmp_path, n_head=4)], progress=lambda *words: told.append(words)
+        )
     assert told == []
 
 
@@ -164,7 +169,7 @@ def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
 )
 def test_a_series_needs_two_checkpoints_that_are_there(names, words):
     with pytest.raises((UsageError, ModelError), match=words):
-        series(names)
+        attnlens.converge_checkpoints(names)
 
 
 def broken(tmp_path: Path, *tensors: str) -> str:
@@ -184,7 +189,7 @@ def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
     names = [checkpoint(30), broken(tmp_path, name)]
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, names[1])
-    report = series(names, head=(3, 2), analyzers=["symmetry"], **SMALL)
+    report = attnlens.converge_checkpoints(names, head=(3, 2), analyzers=["symmetry"], **SMALL)
     assert report.coverage.skipped
     assert all(entry.reason.startswith("in step-00100, ") for entry in report.coverage.skipped)
     assert "in step-00100" in report.coverage.sentence
@@ -195,7 +200,7 @@ def test_a_checkpoint_of_nan_is_named_where_its_heads_are_missing(tmp_path):
 
 def test_a_checkpoint_of_nan_alone_is_named_in_the_error(tmp_path):
     with pytest.raises(ModelError, match=r"step-00100: No head could be analysed"):
-        series([checkpoint(30), broken(tmp_path)], source="weights", analyzers=["symmetry"])
+        attnlens.converge_checkpoints([checkpoint(30), broken(tmp_path)], source="weights", analyzers=["symmetry"])
 
 
 def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
@@ -204,7 +209,9 @@ def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
         shutil.copytree(checkpoint(step), folder)
         for file in folder.glob("tokenizer*"):
             file.unlink()
-    report = series([str(folder) for folder in sorted(tmp_path.iterdir())], analyzers=["symmetry"], **SMALL)
+    report = attnlens.converge_checkpoints(
+        [str(folder) for folder in sorted(tmp_path.iterdir())], analyzers=["symmetry"], **SMALL
+    )
     assert report.coverage.skipped
     assert {entry.reason.partition(":")[2] for entry in report.coverage.skipped} == {
         " no checkpoint has tokenizer files"
@@ -216,19 +223,21 @@ def test_what_every_checkpoint_lacks_names_none_of_them(tmp_path):
 def test_progress_names_the_checkpoint():
     told = []
     names = [checkpoint(30), checkpoint(100)]
-    series(names, source="weights", analyzers=["symmetry"], progress=lambda stage, *_: told.append(stage))
+    attnlens.converge_checkpoints(
+        names, source="weights", analyzers=["symmetry"], progress=lambda stage, *_: told.append(stage)
+    )
     assert list(dict.fromkeys(told)) == ["checkpoints", "step-00030, weights", "step-00100, weights"]
 
 
 @pytest.mark.parametrize("head", [3, (3,), "3", (1, 2, 3), "3.x", (0, -1), (1.5, 2), True, "", ("3", "2")])
 def test_a_head_that_is_none_is_refused(head):
     with pytest.raises(UsageError, match="is no head"):
-        attnlens.converge("demo", head=head)
+        attnlens.converge_head("demo", head=head)
 
 
 def test_a_head_may_be_written_as_a_word():
-    report = attnlens.converge(
-        checkpoints=[checkpoint(30), checkpoint(100)], head="3.2", source="weights", analyzers=["symmetry"]
+    report = attnlens.converge_checkpoints(
+        [checkpoint(30), checkpoint(100)], head="3.2", source="weights", analyzers=["symmetry"]
     )
     assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(3, 2)}
 
@@ -236,7 +245,7 @@ def test_a_head_may_be_written_as_a_word():
 @pytest.mark.parametrize("nothing", [[], (), iter([])])
 def test_an_empty_list_of_checkpoints_is_not_demos(nothing):
     with pytest.raises(UsageError, match=r"checkpoints=\[\] names none"):
-        attnlens.converge(checkpoints=nothing)
+        attnlens.converge_checkpoints(nothing)
 
 
 def test_an_interrupted_series_keeps_what_is_finished():
@@ -245,7 +254,7 @@ def test_an_interrupted_series_keeps_what_is_finished():
             raise KeyboardInterrupt
 
     with pytest.raises(run.Interrupted) as caught:
-        series(source="weights", analyzers=["symmetry"], progress=stop)
+        attnlens.converge_checkpoints(source="weights", analyzers=["symmetry"], progress=stop)
     report = caught.value.report
     (experiment,) = report.experiments
     assert experiment.settings["checkpoints"] == ["step-00000", "step-00030"]
@@ -256,21 +265,19 @@ def test_an_interrupted_series_keeps_what_is_finished():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as nothing:
-        series(source="weights", progress=at_once)
+        attnlens.converge_checkpoints(source="weights", progress=at_once)
     assert not isinstance(nothing.value, run.Interrupted)
 
 
 def test_what_does_not_belong_together_is_refused():
     with pytest.raises(UsageError, match="layers or heads beside it"):
-        series(of_demo(), head=(0, 1), layers=[0])
+        attnlens.converge_checkpoints(of_demo(), head=(0, 1), layers=[0])
     with pytest.raises(UsageError, match="one model of the hub"):
-        attnlens.converge(revisions=["step1", "step2"])
-    with pytest.raises(UsageError, match="neither a head nor checkpoints"):
-        attnlens.converge("demo")
+        attnlens.converge_checkpoints(revisions=["step1", "step2"])
     with pytest.raises(UsageError, match="Did you mean 'iterations'"):
-        attnlens.converge(iteration=10)
+        attnlens.converge_synthetic(iteration=10)
     with pytest.raises(UsageError, match="no option 'trials'"):
-        attnlens.converge("demo", checkpoints=True, trials=3)
+        attnlens.converge_checkpoints("demo", trials=3)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +296,7 @@ def test_what_does_not_belong_together_is_refused():
 )
 def test_values_that_make_no_sense_are_refused_before_the_work(asked, words):
     with pytest.raises(UsageError, match=words):
-        synthetic(**asked, progress=lambda *_: pytest.fail("the work began"))
+        attnlens.converge_synthetic(**asked, progress=lambda *_: pytest.fail("the work began"))
 
 
 def experiment(name: str, passed: bool | None = True) -> Experiment:
@@ -312,7 +319,7 @@ def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
 
 
 def test_one_experiment_runs_with_the_settings_asked_for():
-    report = attnlens.converge(experiments="feasibility", quick=True, trials=3, n=3, t=3, d=2)
+    report = attnlens.converge_synthetic("feasibility", quick=True, trials=3, n=3, t=3, d=2)
     (found,) = report.experiments
     assert found.passed is None, "other sizes than the published ones have no verdict"
     assert found.settings["trials"] == 3

@@ -11,7 +11,7 @@ from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
 from attnlens.experiments import options
-from attnlens.run.training.one_head import FACTORS, as_instances, hardening, head_experiments, posed, starts, trained
+from attnlens.run.training.one_head import FACTORS, as_instances, converge_head, hardening, posed, starts, trained
 
 HEAD = (3, 2)
 
@@ -155,15 +155,15 @@ def test_factors_start_small_and_end_near_the_nuclear_svm(found: Nearness) -> No
 
 def test_a_head_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="no head 99"):
-        head_experiments("demo", head=(0, 99), sequences=1, tokens=8)
+        converge_head("demo", head=(0, 99), sequences=1, tokens=8)
     with pytest.raises(UsageError, match="parameterisation"):
-        head_experiments("demo", head=(0, 0), parameterisation="both")
+        converge_head("demo", head=(0, 0), parameterisation="both")
     with pytest.raises(UsageError, match="lr"):
-        head_experiments("demo", head=(0, 0), lr=-1.0)
+        converge_head("demo", head=(0, 0), lr=-1.0)
 
 
 def test_a_head_without_a_form_on_inputs_is_trained_on_its_queries_and_keys() -> None:
-    report = head_experiments(family("llama"), head=(0, 1), text=__file__, sequences=2, tokens=12, iterations=20)
+    report = converge_head(family("llama"), head=(0, 1), text=__file__, sequences=2, tokens=12, iterations=20)
     assert {experiment.settings["posed"] for experiment in report.experiments} == {"on queries and keys"}
     (head,) = report.heads
     cosine = head.measures["selection.projected_svm_cosine"].value
@@ -172,7 +172,7 @@ def test_a_head_without_a_form_on_inputs_is_trained_on_its_queries_and_keys() ->
 
 
 def test_the_report_carries_the_head_and_both_experiments() -> None:
-    report = head_experiments("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
+    report = converge_head("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
     assert report.command == "converge"
     assert [experiment.name for experiment in report.experiments] == [
         "head 3.2",

@@ -82,7 +82,7 @@ VERBS = {
     "rbf": lambda model: attnlens.swap_kernel(model, ["rbf", "linear"], allow_signed=True, **SMALL),
     "rank": lambda model: attnlens.swap_kernel(model, "rank:1", **SMALL),
     "sweep": lambda model: attnlens.swap_kernel(model, "rbf", sweep="layers", **SMALL),
-    "head": lambda model: attnlens.converge(model, head=(0, 0), iterations=5, **SMALL),
+    "head": lambda model: attnlens.converge_head(model, head=(0, 0), iterations=5, **SMALL),
 }
 
 

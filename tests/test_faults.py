@@ -237,7 +237,8 @@ def test_whatever_ends_a_verb_has_its_code(here, capsys, monkeypatch, verb, erro
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(run, verb.replace("-", "_"), failing)
+    job = "converge_synthetic" if verb == "converge" else verb.replace("-", "_")
+    monkeypatch.setattr(run, job, failing)
     assert exit_code([verb, "--no-progress"]) == code
     shown = capsys.readouterr()
     assert said in shown.err
@@ -278,10 +279,10 @@ CALLS = {
     "a huge layer": lambda: attnlens.inspect(layers=[HUGE]),
     "endless analyzers": lambda: attnlens.inspect(analyzers=itertools.repeat("symmetry")),
     "endless kernels": lambda: attnlens.swap_kernel("demo", itertools.repeat("rbf")),
-    "a head of 6,000 digits": lambda: attnlens.converge(head="9" * 6000 + ".1"),
-    "an endless head": lambda: attnlens.converge(head=itertools.count()),
-    "a huge rate": lambda: attnlens.converge(lr=HUGE),
-    "huge trials": lambda: attnlens.converge(trials=HUGE),
+    "a head of 6,000 digits": lambda: attnlens.converge_head(head="9" * 6000 + ".1"),
+    "an endless head": lambda: attnlens.converge_head(head=itertools.count()),
+    "a huge rate": lambda: attnlens.converge_synthetic(lr=HUGE),
+    "huge trials": lambda: attnlens.converge_synthetic(trials=HUGE),
     "a NUL in save": lambda: attnlens.swap_kernel(save="a\0b"),
     "a NUL in ranks": lambda: attnlens.swap_kernel("demo", "rank", ranks="a\0b"),
     "a NUL in a saved swap": lambda: attnlens.load_swapped("a\0b"),

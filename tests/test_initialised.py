@@ -57,7 +57,7 @@ def test_no_attention_rests_on_a_random_weight_in_any_verb(tmp_path, name):
         with pytest.raises(ModelError, match=f"lacks {name}, which would be filled at random"):
             verb(model, **SMALL)
     with pytest.raises(ModelError, match="filled at random"):
-        attnlens.converge(model, head=(3, 2), **SMALL)
+        attnlens.converge_head(model, head=(3, 2), **SMALL)
 
 
 def test_what_nothing_measured_depends_on_is_excused(tmp_path):

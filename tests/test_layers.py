@@ -36,11 +36,14 @@ LAYERS = {
     "tables": 5,
     "plots": 5,
     "html": 5,
+    "export": 5,
     "cli": 6,
     "__init__": 7,
     "__main__": 7,
 }
 WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "kernels", "requests", "cli")
+PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}
+"""Rooms above that a room finds by name when they are first asked for: what it can't know, or must not load."""
 HEAVY = {"torch", "transformers", "matplotlib"}
 KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "typer": {6}}
 LONGEST_FUNCTION, LONGEST_FILE = 40, 400
@@ -91,6 +94,13 @@ def upward(source: str, room: str) -> set[str]:
     return {other for other in rooms(imported(source)) if LAYERS[other] > LAYERS[room]}
 
 
+def found_by_name(source: str) -> set[str]:
+    """The rooms that a file imports by their names in strings."""
+    calls = [node for node in nodes(ast.parse(source), everywhere=True) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if ast.unparse(call.func).endswith("import_module")]
+    return rooms({call.args[0].value for call in loads if isinstance(call.args[0], ast.Constant)})
+
+
 def test_every_room_stands_on_a_layer_and_the_scan_sees_imports():
     assert {room_of(path) for path in FILES} <= set(LAYERS)
     assert len(FILES) > 20
@@ -101,6 +111,7 @@ def test_every_room_stands_on_a_layer_and_the_scan_sees_imports():
 @each_file
 def test_imports_only_go_down(path):
     assert upward(path.read_text(), room_of(path)) == set()
+    assert found_by_name(path.read_text()) <= PLUGGED_IN.get(room_of(path), set()) | {room_of(path)}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +128,10 @@ def test_imports_only_go_down(path):
 def test_a_planted_upward_import_is_found(planted):
     assert upward(planted, "registry")
     assert not upward(planted, "__main__")
+
+
+def test_a_room_that_is_found_by_name_is_seen():
+    assert found_by_name("from importlib import import_module\nimport_module('attnlens.plots')") == {"plots"}
 
 
 def test_rooms_of_one_layer_do_not_import_each_other_in_circles():

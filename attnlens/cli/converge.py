@@ -34,6 +34,12 @@ KINDS = {
     | LOADING,
 }
 """Which options each kind of run takes, beside those that all take."""
+JOBS = {
+    "the synthetic experiments": "converge_synthetic",
+    "a head": "converge_head",
+    "checkpoints": "converge_checkpoints",
+}
+"""The function of `attnlens` that each is."""
 
 Models = Annotated[
     list[str] | None,
@@ -151,7 +157,7 @@ def converge(
     with interruptible_at_once():
         from attnlens import run
 
-    _run(lambda tell: run.converge(progress=tell, **settings), outputs, strict=strict)
+    _run(lambda tell: getattr(run, JOBS[kind])(progress=tell, **settings), outputs, strict=strict)
 
 
 @guarded
@@ -199,7 +205,7 @@ def refuse_other(kind: str, given: list[str]) -> None:
 
 
 def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.converge` for that kind of run, checked; UsageError where words make no sense."""
+    """The arguments of the function for that kind of run, checked; UsageError where words make no sense."""
     names = KINDS[kind]
     models = [_named(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
@@ -217,9 +223,9 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         own = {
             name: given[name] for name in ("lr", "loss", "iterations", "parameterisation") if given[name] is not None
         }
-        return {**kept, **own, "model": models[0] if models else None, "head": head}
+        return {**kept, **own, "model": models[0] if models else "demo", "head": head}
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, "checkpoints": models or True, "revisions": _revisions(given["revisions"]), "head": head}
+    return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}
 
 
 def _named(model: str) -> str:

@@ -2,7 +2,18 @@
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
 from attnlens.hooks.call import OWN
-from attnlens.hooks.door import Door, Swap, implementation, install, is_attention, opened, replace, swapped, watch
+from attnlens.hooks.door import (
+    Door,
+    Swap,
+    implementation,
+    install,
+    is_answered,
+    is_attention,
+    opened,
+    replace,
+    swapped,
+    watch,
+)
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.survey import (
     IDENTITY_TOLERANCE,
@@ -36,6 +47,7 @@ __all__ = [
     "implementation",
     "inputs_of",
     "install",
+    "is_answered",
     "is_attention",
     "opened",
     "real_outputs",

@@ -25,6 +25,9 @@ from attnlens.records import Call, Site
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
 """Whose attention goes through transformers' interface."""
 
+NAMES = "attnlens_"
+"""How the names begin under which transformers knows attnlens' answers."""
+
 _door_numbers = count()
 
 
@@ -34,7 +37,7 @@ def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator
 
     Raises ModelError where no part of the model goes through the interface.
     """
-    names = _register(f"attnlens_{next(_door_numbers)}", answer)
+    names = _register(f"{NAMES}{next(_door_numbers)}", answer)
     try:
         with implementation(model, *names):
             yield
@@ -118,9 +121,22 @@ class Door:
     def site(self, module: nn.Module) -> Site:
         """The site of the module's next call; passes follow each other, so ordinals repeat from 0."""
         path = self.names[module]
-        ordinal = self.calls[path] % sum(known == path for known, _ in self.sites)
+        own = self._ordinals(path)
+        if not own:
+            raise ModelError(
+                f"{path} runs on this input, and did not on the one that the sites were found on.",
+                "Give inputs of the same kind in both places.",
+            )
         self.calls[path] += 1
-        return self.sites[path, ordinal]
+        return self.sites[path, (self.calls[path] - 1) % own]
+
+    def begin(self, *_: Any) -> None:
+        """A pass begins: ordinals are 0 again, also where an exception ended the one before."""
+        for path in self.calls:
+            self.calls[path] += -self.calls[path] % self._ordinals(path)
+
+    def _ordinals(self, path: str) -> int:
+        return sum(known == path for known, _ in self.sites)
 
 
 @dataclass(frozen=True)
@@ -210,8 +226,17 @@ def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[
         site = door.site(cast("nn.Module", call.module))
         return answer(site, changed(call, cross=site.part == "cross"))
 
-    with opened(model, numbered):
-        yield door
+    begins = model.register_forward_pre_hook(door.begin)
+    try:
+        with opened(model, numbered):
+            yield door
+    finally:
+        begins.remove()
+
+
+def is_answered(model: PreTrainedModel) -> bool:
+    """Whether attnlens answers attention of the model: a door is open, or was installed for good."""
+    return any((name or "").startswith(NAMES) for _, name in _implementations(model))
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -32,6 +32,7 @@ __all__ = [
     "drawings",
     "experiment_overview",
     "fan_figure",
+    "figure",
     "house_style",
     "is_file",
     "map_figure",
@@ -83,6 +84,13 @@ def overview(report: Report, suffix: str = ".png") -> bytes:
     """The one picture that stands for the report, as the bytes of a file. Raises UsageError where there is none."""
     (draw,) = _figures(report, alone=True).values()
     return _drawn(draw, suffix)
+
+
+def figure(report: Report) -> Figure:
+    """The same picture as a figure of matplotlib's. Raises UsageError where there is none."""
+    (draw,) = _figures(report, alone=True).values()
+    with house_style():
+        return draw()
 
 
 def _figures(report: Report, *, alone: bool) -> dict[str, Callable[[], Figure]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -221,6 +222,23 @@ class Report(Record):
         """
         write_atomically(as_path(path), self.to_json().encode())
 
+    def save(self, path: str | Path) -> None:
+        """Write the report as what the path ends in: .json, .csv, .md, .html, or a picture, .png, .svg or .pdf.
+
+        Raises OutputError for another ending and where the path can't be written, UsageError where a report has nothing
+        to draw.
+        """
+        _exports().save(self, path)
+
+    def plot(self) -> Any:
+        """The overview as a matplotlib Figure. Raises UsageError where the report has nothing to draw."""
+        return _exports().plot(self)
+
+    def _repr_html_(self) -> str | None:
+        """The HTML page, for notebooks; None where there is nothing to draw, and they show the one line instead."""
+        shown: str | None = _exports().framed(self)
+        return shown
+
     def to_dataframe(self) -> pandas.DataFrame:
         """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
 
@@ -231,6 +249,11 @@ class Report(Record):
         except ImportError:
             raise UsageError("to_dataframe needs pandas, which is not installed.", "Run: pip install pandas") from None
         return pandas.DataFrame([_row(head) for head in self.heads])
+
+
+def _exports() -> Any:
+    """The room that writes and draws reports; it stands above this one, and so is found when it is first asked for."""
+    return import_module("attnlens.export")
 
 
 def _row(head: Head) -> dict[str, object]:

@@ -1,21 +1,29 @@
 """What does attnlens do with a model? Each command is one function here: model → Report."""
 
 from attnlens.run.doctor import doctor, sound
+from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.survey import inspect
 from attnlens.run.progress import Interrupted
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.saved import Swapped, UnsavedError, load_swapped
-from attnlens.run.training.converge import converge
+from attnlens.run.training.one_head import converge_head
+from attnlens.run.training.series import converge_checkpoints
+from attnlens.run.training.synthetic import converge_synthetic
 from attnlens.run.verify import verify
 
 __all__ = [
     "Interrupted",
     "Swapped",
     "UnsavedError",
-    "converge",
+    "capture",
+    "converge_checkpoints",
+    "converge_head",
+    "converge_synthetic",
     "doctor",
     "inspect",
     "load_swapped",
+    "replaced",
     "sound",
     "swap_kernel",
     "verify",

@@ -27,8 +27,8 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ar
 """What models raise in a forward pass that they can't do."""
 
 
-def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
-    """The sites that these inputs reach.
+def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> list[Reached]:
+    """The sites that these inputs reach, which attnlens has `made_up` or the user's own code has.
 
     Raises ModelError where the model can't run them on its own either, and where it has no sites.
     """
@@ -39,14 +39,16 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
             with torch.no_grad():
                 hooks.forward(loaded.model, inputs)
         except FAILURES as error:
-            raise _cannot_run(loaded, inputs, error) from error
+            raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
         raise
 
 
-def _cannot_run(loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception) -> ModelError:
+def _cannot_run(
+    loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception, *, made_up: bool = True
+) -> ModelError:
     """What is missing, where the model names it; else what it says of these inputs."""
     missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
-    if missing:
+    if missing and made_up:
         return ModelError(
             f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
             "Choose a model of text, images or sound alone.",
@@ -88,6 +90,17 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
         f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
         "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
     )
+
+
+def proven_whole(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """The same for a model that has to be whole: raises ModelError too where a weight is not finite."""
+    error, broken = proven(loaded, inputs)
+    if error is None:
+        raise ModelError(
+            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
+            "Mend the weights; `attnlens inspect` shows which heads are whole.",
+        )
+    return error
 
 
 def out_of_reach(loaded: models.Loaded, inputs: Mapping[str, Tensor], reached: list[Reached]) -> list[Skipped]:

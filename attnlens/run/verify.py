@@ -14,7 +14,7 @@ from attnlens.experiments.ksvd_identities import ksvd_identities
 from attnlens.experiments.primal_decay import primal_decay
 from attnlens.records import Experiment, Report, Skipped
 from attnlens.run.progress import Progress, silent
-from attnlens.run.training.converge import WIDTH, finished
+from attnlens.run.training.synthetic import WIDTH, finished
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.requests import InspectRequest
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
+from attnlens.run.in_memory import at_rest, held
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.chunks import finite_heads, pieces
 from attnlens.run.inspect.collector import Collector, environment, peak_memory, scaled_null, tool
@@ -31,37 +32,44 @@ from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.statistics import gaussian_null
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 NULL_DRAWS = 64
 """Random heads behind each null."""
 
 
 @public
 def inspect(
-    model: str | PathLike[str] | models.Loaded = "demo",
+    model: str | PathLike[str] | models.Loaded | PreTrainedModel = "demo",
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
     **more: Unpack[InspectRequest],
 ) -> Report:
     """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, or what `load` gave. `more` are the options of `InspectRequest`: the
+    `model` is a hub id, folder, file, `demo`, what `load` gave, or a transformers model in memory with its `tokenizer`
+    (without one its weights alone are read), which stays as it is. `more` are the options of `InspectRequest`: the
     text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
     carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
     selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which carries what was finished.
     """
     given = requests.checked(InspectRequest, more)
-    loading = feeding.loading_of(more, model)
+    subject = held(model, tokenizer)
+    loading = feeding.loading_of(more, subject)
     chosen, asked = feeding.chosen(feeding.settings(given), given["analyzers"], given["select"], given["show"])
     named = feeding.named_texts(given["text"], asked.source)
     start = time.perf_counter()
-    loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
+    loaded = subject if isinstance(subject, models.Loaded) else models.load(subject, **loading)
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, given["text"], asked.tokens)
     settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
     inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)
-    return inspection.run(contents, feeding.cut_of(settings, given))
+    with at_rest(loaded.model):
+        return inspection.run(contents, feeding.cut_of(settings, given))
 
 
 @dataclass

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts
-from attnlens.errors import ModelError, OutputError, UsageError
+from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
 from attnlens.run import checks
-from attnlens.run.checks import check_numbers
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.perplexity import guess_notes
 from attnlens.run.progress import Progress
+from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.heal import Healer, changed_weights, heal
@@ -85,7 +85,8 @@ class Swapping:
     """Share of the evaluated tokens that stand in the calibration text too."""
     sites: tuple[Site, ...] = ()
     heads_of: dict[Site, int] = field(default_factory=dict)
-    chosen: list[Site] = field(default_factory=list)
+    chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
+    """Where the kernel is swapped, and in which heads; None means all."""
     idle: list[Skipped] = field(default_factory=list)
     """Attention that the evaluated input does not run."""
     identity_error: float = 0.0
@@ -143,60 +144,23 @@ class Swapping:
         """Find the sites, prove the door, choose the sites."""
         probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
         reached = checks.sites(self.loaded, probe)
-        self.identity_error = _proven(self.loaded, probe)
+        self.identity_error = checks.proven_whole(self.loaded, probe)
         refuse_initialised(self.loaded, probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
         if self.wish.ranks is not None:
             check_fits(self.wish.ranks, reached)
-        wish, count = self.wish, len(self.sites)
-        check_numbers("layer", self.settings.layers, count)
-        check_numbers("head", self.settings.heads, max(self.heads_of.values()))
-        missed = hooks.unreached(self.loaded.model, probe, reached)
-        self.idle = [Skipped(site=path, reason=checks.NOT_RUN) for path, ran in missed.items() if not ran]
-        outside = [path for path, ran in missed.items() if ran]
-        if outside and self.settings.layers is None:
-            raise ModelError(
-                f"{outside[0]} can't be swapped: {checks.OUTSIDE}.",
-                f"Swap the {count} sites within reach: --layers 0-{count - 1}.",
-            )
-        self.chosen = [
-            site for site in self.sites if self.settings.layers is None or site.layer in self.settings.layers
-        ]
-        self.chosen = [site for site in self.chosen if wish.part in (None, site.part)]
-        # A site with fewer heads than the one that has most may have none of those asked for.
-        self.chosen = [site for site in self.chosen if self._heads_at(site) != ()]
-        if not self.chosen:
-            parts = ", ".join(sorted({site.part for site in self.sites}))
-            raise UsageError(
-                "No site is left to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
-            )
-
-    def _heads_at(self, site: Site) -> tuple[int, ...] | None:
-        """Which of the heads asked for this site has; None means all."""
-        heads = self.settings.heads
-        return None if heads is None else tuple(head for head in heads if head < self.heads_of[site])
+        self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.wish.part)
+        self.idle = idle_sites(self.loaded.model, probe, reached, self.settings.layers)
 
     def _kernels(self) -> list[Kernel]:
         """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
-        crossing = next((site for site in self.chosen if site.part == "cross"), None)
         for kernel in self.wish.kernels:
-            if crossing and kernel.info.form == "output":
-                raise UsageError(
-                    f"{kernel.info.name} has no meaning in cross-attention ({crossing.name}): "
-                    "its e- and r-scores would belong to the tokens of two sequences.",
-                    "Choose --part encoder or --part decoder.",
-                )
-            modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
-            if crossing and modifier:
-                raise UsageError(
-                    f"{modifier} has no meaning in cross-attention ({crossing.name}).",
-                    "Choose --part encoder or --part decoder.",
-                )
+            refuse_crossing(kernel, list(self.chosen))
         return self.wish.kernels
 
     def _swaps(self, kernel: Kernel) -> Swaps:
-        return {site: hooks.Swap(kernel, self._heads_at(site)) for site in self.chosen}
+        return {site: hooks.Swap(kernel, heads) for site, heads in self.chosen.items()}
 
     def _variant(self, swaps: Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
         @contextmanager
@@ -368,17 +332,3 @@ class Swapping:
         start = time.perf_counter()
         yield
         self.timings[stage] = time.perf_counter() - start
-
-
-def _proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """By how much the model changes when its own attention is recomputed.
-
-    Raises IdentityError where that is more than rounding, and ModelError where its weights are not finite.
-    """
-    error, broken = checks.proven(loaded, inputs)
-    if error is None:
-        raise ModelError(
-            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
-            "Mend the weights; `attnlens inspect` shows which heads are whole.",
-        )
-    return error

@@ -16,6 +16,7 @@ from attnlens.analyzers.selection import Selector
 from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
+from attnlens.calls import public
 from attnlens.errors import UsageError
 from attnlens.experiments import options
 from attnlens.records import WHERE_POSED, Curve, Experiment, Report, Settings, Space
@@ -44,10 +45,11 @@ PARAMETERISATIONS = ("W", "KQ")
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 
-def head_experiments(
+@public
+def converge_head(
     model: str | PathLike[str] | models.Loaded = "demo",
     *,
-    head: tuple[int, int],
+    head: tuple[int, int] | str,
     lr: float = 0.1,
     loss: str = "logistic",
     iterations: int = ITERATIONS,
@@ -57,14 +59,15 @@ def head_experiments(
 ) -> Report:
     """Normalised gradient descent on one head's own selection problem, its chosen tokens optimal (score 1, others 0).
 
-    `head` is (layer, head). Two experiments: training from zero and from the head's own M (correlation to the SVM that
-    selects the same tokens, selections kept, ‖W‖ in units of ‖W_mm‖; a step has the length lr · ‖W_mm‖), and how the
-    softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and UsageError for words that
-    make no sense and for a head whose problem has no solution.
+    `head` is (layer, head), or `3.7`. Two experiments: training from zero and from the head's own M (correlation to the
+    SVM that selects the same tokens, selections kept, ‖W‖ in units of ‖W_mm‖; a step has the length lr · ‖W_mm‖), and
+    how the softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and UsageError for words
+    that make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
+    layer, number = one = requests.head(head)
     given = requests.checked(
-        requests.InspectRequest, {**more, "source": "tokens", "layers": [head[0]], "heads": [head[1]]}
+        requests.InspectRequest, {**more, "source": "tokens", "layers": [layer], "heads": [number]}
     )
     loading, asked = feeding.loading_of(more, model), feeding.settings(given)
     wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
@@ -76,8 +79,8 @@ def head_experiments(
     cut = feeding.cut_of(settings, given)
     report, selector, found = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
-    meant = hardening(found, selector.scenes(head[1]), selector.softmax[head[1]], head)
-    experiments = [_placed(made, selector.spaces[0]) for made in (trained(found, head, wanted, progress), meant)]
+    meant = hardening(found, selector.scenes(number), selector.softmax[number], one)
+    experiments = [_placed(made, selector.spaces[0]) for made in (trained(found, one, wanted, progress), meant)]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
 

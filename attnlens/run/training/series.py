@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, Unpack
 
 from attnlens import models, registry, requests, texts
+from attnlens.calls import public
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
@@ -18,16 +19,16 @@ from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.measure import mean_loss
 from attnlens.run.swap.targets import feed, task_of
-from attnlens.run.training import checkpoints
-from attnlens.run.training.checkpoints import Checkpoint
+from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
 from attnlens.run.training.trajectories import Reading, training
 
 
-def series(
-    names: requests.Words = (),
+@public
+def converge_checkpoints(
+    checkpoints: requests.Words | None = None,
     *,
     revisions: requests.Words = (),
-    head: tuple[int, int] | None = None,
+    head: tuple[int, int] | str | None = None,
     source: Literal["weights", "tokens", "both"] = "both",
     analyzers: requests.Words = (),
     select: str = "argmax",
@@ -38,10 +39,11 @@ def series(
 ) -> Report:
     """Every measure of every head against the training step, in one experiment with the heads' trajectories.
 
-    `names` are folders, files or hub ids (none, or `demo`: the checkpoints of the demo model), or one hub model with
+    `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
     several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
     Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
-    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head) restricts the series to it.
+    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
+    series to it.
     `more` are the options of `requests.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
     different shapes), TextError, and Interrupted, which carries the finished checkpoints.
     """
@@ -51,21 +53,23 @@ def series(
     loading = feeding.loading_of(more, None)
     wanted = given["analyzers"] or _usual(source)
     chosen, asked = feeding.chosen(feeding.settings(given), wanted, select, None)
-    found = _found(requests.words("checkpoints", names), requests.words("revisions", revisions), loading)
-    checkpoints.refuse_different(found)
+    names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
+    found = _found(names, requests.words("revisions", revisions), loading)
+    refuse_different(found)
     contents = feeding.named_texts(given["text"], source)
     if source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()
 
 
-def _one(head: tuple[int, int] | None, layers: object, heads: object) -> dict[str, Any]:
+def _one(head: tuple[int, int] | str | None, layers: object, heads: object) -> dict[str, Any]:
     """The layer and head of the one that is named. Raises UsageError where layers or heads are named too."""
     if head is None:
         return {}
     if layers is not None or heads is not None:
         raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
-    return {"layers": [head[0]], "heads": [head[1]]}
+    layer, number = requests.head(head)
+    return {"layers": [layer], "heads": [number]}
 
 
 def _usual(source: str) -> list[str]:
@@ -74,15 +78,17 @@ def _usual(source: str) -> list[str]:
     return list(dict.fromkeys(found.name for found in every if source in ("both", found.source)))
 
 
-def _found(names: list[str], revisions: list[str], loading: models.Loading) -> list[Checkpoint]:
+def _found(names: list[str] | None, revisions: list[str], loading: models.Loading) -> list[Checkpoint]:
+    if names == []:
+        raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
     if not revisions:
-        return checkpoints.named(checkpoints.of_demo() if names in ([], ["demo"]) else names, loading)
-    if len(names) != 1:
+        return named(of_demo() if names is None or names == ["demo"] else names, loading)
+    if names is None or len(names) != 1:
         raise UsageError(
             "Revisions belong to one model of the hub.",
             "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
         )
-    return checkpoints.revised(names[0], revisions, loading)
+    return revised(names[0], revisions, loading)
 
 
 @dataclass
@@ -121,7 +127,7 @@ class Series:
         """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
         if not self.contents:
             return {}
-        giver = checkpoints.with_tokenizer(self.checkpoints)
+        giver = with_tokenizer(self.checkpoints)
         if giver is None:
             return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
         loaded = self._load(giver)

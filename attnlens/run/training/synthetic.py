@@ -1,60 +1,22 @@
-"""Does training converge to the max-margin solution? The paper's synthetic experiments, a head, or checkpoints."""
+"""Runs the synthetic experiments of Att-SVM: does training converge to the max-margin solution?"""
 
 from __future__ import annotations
 
-import inspect as signatures
 import time
 from collections.abc import Callable, Sequence
-from os import PathLike
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from attnlens import requests
 from attnlens.calls import public
-from attnlens.errors import UnaskedError, UsageError
 from attnlens.experiments import names, refuse_ignored, run_experiments
 from attnlens.experiments.options import checked
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.registry import checked_name
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Interrupted, Progress, silent
-from attnlens.run.training.series import series
 
 WIDTH = 10
 """d of the paper's experiments."""
-
-
-@public
-def converge(
-    model: str | PathLike[str] | None = None,
-    *,
-    head: tuple[int, int] | str | None = None,
-    checkpoints: requests.Words | bool = False,
-    revisions: requests.Words = (),
-    progress: Progress = silent,
-    **options: Any,
-) -> Report:
-    """Token selection under training, against the max-margin solution of Att-SVM (Tarzanagh et al. 2023).
-
-    Alone: the paper's synthetic experiments (`synthetic` names the options). With `model` and `head` = (layer, head)
-    or `3.7`: that head's own selection problem. With `checkpoints` (several names; True means those of `demo`), or
-    `model` and `revisions`: every head's measures against the training step (`series` names the options). Raises
-    UsageError for what does not belong together and for options of another kind of run, ModelError, TextError,
-    Interrupted.
-    """
-    one = None if head is None else requests.head(head)
-    if checkpoints is not False or revisions:
-        names = [] if isinstance(checkpoints, bool) else requests.words("checkpoints", checkpoints)
-        if not names and not isinstance(checkpoints, bool):
-            raise UsageError("checkpoints=[] names none.", "Name two or more, or give True for those of demo.")
-        named = (*names, *([] if model is None else [str(model)]))
-        return _called(series, options, named, head=one, revisions=revisions, progress=progress)
-    if one is not None:
-        from attnlens.run.training.one_head import head_experiments
-
-        return _called(head_experiments, options, "demo" if model is None else model, head=one, progress=progress)
-    if model is not None:
-        raise UnaskedError(str(model))
-    return _called(synthetic, options, progress=progress)
 
 
 class Sizes(TypedDict, total=False):
@@ -90,7 +52,8 @@ NAMES = {"t": "T", "head_function": "head"}
 """What the experiments call a setting that has another name here."""
 
 
-def synthetic(
+@public
+def converge_synthetic(
     experiments: requests.Words = (),
     *,
     quick: bool = False,
@@ -105,6 +68,8 @@ def synthetic(
     many as `verify --quick` takes. Raises UsageError for values that make no sense, Interrupted with the experiments
     that are finished.
     """
+    for name in sizes:
+        checked_name("option", name, Sizes.__annotations__)
     overrides = checked({NAMES.get(name, name): value for name, value in sizes.items()})
     requests.whole("seed", seed, 0)
     wanted = requests.words("experiments", experiments) or list(names())
@@ -154,12 +119,3 @@ def one_layer(width: int) -> ModelInfo:
     return ModelInfo(
         id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=width**2
     )
-
-
-def _called(run: Callable[..., Report], options: dict[str, Any], *args: object, **fixed: Any) -> Report:
-    """`run` with the options that it knows. Raises UsageError for any other (did you mean)."""
-    known = [name for name in signatures.signature(run).parameters if name not in (*fixed, "more", "sizes")]
-    more = Sizes.__annotations__ if run is synthetic else requests.Feeding.__annotations__
-    for option in options:
-        checked_name("option", option, [*known, *more])
-    return run(*args, **options, **fixed)

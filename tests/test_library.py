@@ -1,0 +1,462 @@
+"""Holds what the Python library promises to code that has a model in memory, and to packages that add to attnlens."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import functools
+import re
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import families
+import matplotlib.figure
+import pytest
+import torch
+from program import DEMO
+from reports import synthetic_report
+
+import attnlens
+from attnlens import hooks, registry
+from attnlens.errors import ModelError, OutputError, UsageError
+from attnlens.hooks import Swap
+from attnlens.kernels import parsed
+from attnlens.models import load
+
+PACKAGE = Path(attnlens.__file__).parent
+MATHS = ("attsvm", "ksvd", "linalg", "statistics", "primal")
+REPRODUCED = ("bert", "albert", "gpt2", "gpt_oss", "gemma2", "t5", "bart")
+"""Families that hand out their attention matrices: plain, one module called again and again, causal, sinks and groups,
+softcap and window, position bias, cross-attention."""
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    return load("demo")
+
+
+def family(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A tiny model of that family, with inputs of which one is padded."""
+    model = families.build(name)
+    return model, families.inputs(name, model, padded=True)
+
+
+def given(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's first output."""
+    with torch.no_grad():
+        found: torch.Tensor = model(**batch)[0]
+    return found
+
+
+def state(model: Any) -> list[object]:
+    """All that must be the same when the library has let a model go."""
+    parts = [
+        (module.training, *map(len, (module._forward_hooks, module._forward_pre_hooks))) for module in model.modules()
+    ]
+    learning = [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]
+    names = {id(config): config._attn_implementation for config in hooks.door.configs_of(model)}
+    return [parts, learning, list(names.values()), torch.get_rng_state().tolist()]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+AFRESH = """
+import sys
+import attnlens
+assert "torch" not in sys.modules, "importing attnlens loads torch"
+print(attnlens.kernel.__name__, attnlens.analyzer.__name__, attnlens.MeasureInfo.__name__, attnlens.Parameter.__name__)
+assert "torch" not in sys.modules, "what a third party registers with loads torch"
+print(attnlens.ksvd.dual.__name__, attnlens.primal.build.__name__)
+"""
+
+
+def test_importing_attnlens_loads_no_torch_and_its_submodules_are_there():
+    result = subprocess.run([sys.executable, "-c", AFRESH], capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["kernel", "analyzer", "MeasureInfo", "Parameter", "dual", "build"], result.stderr
+
+
+@pytest.mark.parametrize("name", attnlens.__all__)
+def test_every_promised_name_resolves(name):
+    assert getattr(attnlens, name) is not None
+
+
+def test_names_are_listed_once_and_another_is_refused():
+    assert sorted(attnlens.__all__) == attnlens.__all__ == dir(attnlens)
+    assert set(attnlens._HOMES) | set(attnlens._SUBMODULES) | {"__version__"} == set(attnlens.__all__)
+    assert attnlens.ksvd is import_module("attnlens.ksvd")
+    with pytest.raises(AttributeError, match="no attribute 'ksdv'"):
+        attnlens.ksdv  # noqa: B018
+
+
+def test_type_checkers_are_told_of_every_lazy_name():
+    (told,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    names = {alias.asname for node in told.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names - {None} == set(attnlens.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("room", ["attsvm", "primal", "statistics"])
+def test_the_examples_of_a_room_run_and_show_what_they_say(room):
+    with torch.random.fork_rng():
+        found = doctest.testmod(getattr(attnlens, room))
+    assert found.attempted >= 5
+    assert found.failed == 0
+
+
+@functools.cache
+def names_used(path: Path) -> set[str]:
+    """Names that a file imports or reads, also as attributes."""
+    tree = ast.parse(path.read_text())
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return read | imported | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("room", MATHS)
+def test_what_a_room_exports_is_used_by_the_package_or_shown_in_its_examples(room):
+    init = PACKAGE / room / "__init__.py"
+    used = set().union(*(names_used(path) for path in PACKAGE.rglob("*.py") if path != init))
+    shown = "\n".join(re.findall(r"^>>> (.*)$", ast.get_docstring(ast.parse(init.read_text())) or "", re.MULTILINE))
+    exported = getattr(attnlens, room).__all__
+    assert [name for name in exported if name not in used and not re.search(rf"\b{name}\b", shown)] == []
+
+
+# --- plug-ins ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(monkeypatch):
+    from attnlens import MeasureInfo, Parameter, QueryKey, analyzer, kernel
+
+    registry.every_analyzer()
+    monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
+
+    @analyzer("scale", "tokens", [MeasureInfo("tokens.scale_used", "The scale.", "s")], by_default=False)
+    def scale(query_key: QueryKey) -> dict[str, torch.Tensor]:
+        """How large is the scale of the scores?"""
+        return {"tokens.scale_used": torch.full(query_key.query.shape[:-2], query_key.scale)}
+
+    assert "scale" in [found.name for found in registry.every_analyzer()]
+    report = attnlens.inspect("demo", analyzers=["scale"], sequences=2, tokens=8, layers=[0])
+    assert report.heads[0].measures["tokens.scale_used"].value == pytest.approx(16**-0.5)
+
+    facts = {"source": "here", "positive": True, "symmetric": False, "features": "none", "form": "score"}
+    try:
+
+        @kernel("warm", formula="z/t", parameters=(Parameter("t", "temperature", float, 1.0, above=0),), **facts)
+        def warm(score: torch.Tensor, t: float) -> torch.Tensor:
+            """The exponential kernel at another temperature."""
+            return score / t
+
+        model, batch = family("bert")
+        with attnlens.replaced(model, "warm:t=1"):
+            assert torch.allclose(given(model, batch), given(family("bert")[0], batch), atol=1e-4)
+    finally:
+        registry.KERNELS.pop("warm", None)
+
+
+def test_entry_points_are_read_once_a_process(monkeypatch):
+    registry.measure_sources()
+    parsed("rbf")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: pytest.fail("entry points were read again"))
+    assert registry.measure_sources()["weights.symmetry"] == "weights"
+    assert parsed("rbf").info.name == "rbf"
+
+
+# --- capture ----------------------------------------------------------------------------------------------------------
+
+
+def handed_out(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The attention matrices that the model itself gives, in the order of execution."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(**batch, output_attentions=True)
+    if "attentions" in found:
+        return list(found.attentions)
+    pairs = zip(found.decoder_attentions, found.cross_attentions, strict=True)
+    return [*found.encoder_attentions, *(matrix for pair in pairs for matrix in pair)]
+
+
+@pytest.mark.parametrize("name", REPRODUCED)
+def test_captured_queries_and_keys_give_the_models_own_attention_matrices(name):
+    model, batch = family(name)
+    captured, own = attnlens.capture(model, batch), handed_out(model, batch)
+    assert [query_key.site.layer for query_key in captured] == list(range(len(own)))
+    for query_key, matrix in zip(captured, own, strict=True):
+        assert dict(model.named_modules())[query_key.site.path] is not None
+        assert query_key.heads == tuple(range(matrix.shape[1]))
+        seen = matrix[..., : query_key.attention.shape[-1]].double()
+        rows = query_key.attention.sum(-1, keepdim=True) > 0  # padded queries that see nothing
+        assert torch.allclose(query_key.attention, seen * rows, atol=2e-5)
+        spoiled = query_key.query.roll(1, dims=-3) @ query_key.paired_key.mT  # the control: heads in another order
+        assert not torch.allclose((spoiled * query_key.scale).softmax(-1).double(), seen, atol=1e-2)
+
+
+def test_a_captured_site_goes_through_the_analyzers_as_in_inspect(demo):
+    ids = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    captured = attnlens.capture(demo, {"input_ids": ids})[2]
+    (symmetry,) = registry.analyzers(["symmetry"], "tokens")
+    assert captured.source == "tokens"
+    assert captured.value is not None
+    for values in symmetry.function(captured).values():
+        assert values.shape[:2] == (1, 8)
+
+
+def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
+    words = ["A short line.", "And another, which is longer than the first."]
+    demo.tokenizer.pad_token = demo.tokenizer.eos_token
+    batch = demo.tokenizer(words, padding=True, return_tensors="pt")
+    assert attnlens.capture(demo.model, batch)[0].query.shape[:2] == (2, 8)
+    with pytest.raises(UsageError, match=r"'input_ids'.* is a list and no tensor"):
+        attnlens.capture(demo.model, demo.tokenizer(words))
+    for nothing in ({}, None, "text"):
+        with pytest.raises(UsageError, match="holds no inputs"):
+            attnlens.capture(demo.model, nothing)
+    for other in ("demo", torch.nn.Linear(2, 2)):
+        with pytest.raises(UsageError, match="no model in memory"):
+            attnlens.capture(other, batch)
+    with pytest.raises(ModelError, match="can't run on pixels"):
+        attnlens.capture(demo.model, {"pixels": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("name", families.REFUSED)
+def test_a_model_without_attention_in_reach_is_refused_by_name(name):
+    model = families.build(name)
+    for use in (lambda batch: attnlens.capture(model, batch), lambda _: attnlens.replaced(model, "rbf")):
+        with pytest.raises(ModelError, match=type(model).__name__):
+            use(families.inputs(name, model))
+
+
+def test_attention_outside_the_interface_is_warned_of(monkeypatch):
+    model, batch = family("bert")
+    monkeypatch.setattr(hooks, "unreached", lambda *_: {"one.self": True, "two.self": True, "idle": False})
+    with pytest.warns(UserWarning, match="Not captured: one.self and 1 more, for its attention is computed outside"):
+        assert len(attnlens.capture(model, batch)) == 2
+
+
+# --- replaced ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "llama", "t5", "vit"])
+def test_inside_the_block_a_model_gives_what_swap_kernel_measures_and_outside_what_it_gave(name):
+    model = families.build(name)
+    batch = families.inputs(name, model)
+    sites = tuple(found.site for found in hooks.survey(model, batch))
+    before = given(model, batch)
+    for layers, heads in ((None, None), ([1], [0, 2])):
+        swap = Swap(parsed("rbf:gamma=1"), None if heads is None else tuple(heads))
+        with hooks.replace(model, sites, {site: swap for site in sites if layers is None or site.layer in layers}):
+            expected = given(model, batch)
+        with attnlens.replaced(model, "rbf:gamma=1", layers=layers, heads=heads) as door:
+            assert torch.equal(given(model, batch), expected)
+        assert sum(door.calls.values()) == len(sites)
+        assert torch.equal(given(model, batch), before)
+        assert not torch.allclose(expected, before, atol=1e-2)  # the control
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_is_as_before_after_an_exception_and_after_all_that_looks_at_it(training):
+    model, batch = family("bert")
+    model.train(training).requires_grad_(True)
+    model.bert.embeddings.requires_grad_(False)
+    model.cls.eval()
+    before = state(model)
+    attnlens.capture(model, batch)
+    assert state(model) == before
+    attnlens.inspect(model, layers=[0], analyzers=["symmetry"])
+    assert state(model) == before
+    changing = attnlens.replaced(model, "linear")
+    assert state(model) == before, "the model trains inside the block as it did before"
+    with pytest.raises(ZeroDivisionError), changing:
+        1 / 0  # noqa: B018
+    assert state(model) == before
+
+
+def test_users_train_and_generate_inside_the_block(demo):
+    model, batch = family("llama")
+    model.requires_grad_(True)
+    with attnlens.replaced(model, "rbf:gamma=1", layers=[0]):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert float(model.model.layers[0].self_attn.q_proj.weight.grad.norm()) > 0
+    ids = torch.tensor([[7, 8, 9, 10]])
+    asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with attnlens.replaced(demo, "exponential"):
+        same = demo.model.generate(ids, **asked)
+    with attnlens.replaced(demo, "linear"):
+        cached = demo.model.generate(ids, **asked)
+        assert torch.equal(cached, demo.model.generate(ids, use_cache=False, **asked))
+    assert torch.equal(demo.model.generate(ids, **asked), same)
+    assert not torch.equal(cached, same)  # the control
+
+
+def test_a_pass_that_broke_off_does_not_shift_the_layers_of_the_next():
+    model, batch = family("albert")
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(_module: Any, _args: Any) -> None:
+        raise StoppedError
+
+    with attnlens.replaced(model, "rbf:gamma=1", layers=[0]):
+        expected = given(model, batch)
+        hook = model.albert.encoder.albert_layer_groups[0].albert_layers[0].ffn.register_forward_pre_hook(stop)
+        with pytest.raises(StoppedError):
+            given(model, batch)
+        hook.remove()
+        assert torch.equal(given(model, batch), expected)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an unknown kernel": ("rfb", {}, "Did you mean 'rbf'"),
+    "no string": (3, {}, "kernel=3 is no string"),
+    "a kernel to be fitted": ("rank:4", {}, "rank is fitted to calibration text"),
+    "a signed kernel": ("polynomial:degree=3", {}, "is negative somewhere"),
+    "an unknown layer": ("rbf", {"layers": [7]}, "no layer 7"),
+    "an unknown head": ("rbf", {"heads": [4]}, "no head 4"),
+    "letters for layers": ("rbf", {"layers": "0"}, "is no list of numbers"),
+    "an unknown part": ("rbf", {"part": "decode"}, "Did you mean 'decoder'"),
+    "an unknown option": ("rbf", {"layer": [0]}, "Did you mean 'layers'"),
+    "a part that is not there": ("rbf", {"part": "decoder"}, "No site is left"),
+    "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "is a list and no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_replaced_is_refused_before_the_block(case):
+    kernel, options, words = REFUSED[case]
+    model, _ = family("bert")
+    before = state(model)
+    with pytest.raises(UsageError, match=words):
+        attnlens.replaced(model, kernel, **options)
+    assert state(model) == before
+
+
+def test_what_has_no_meaning_at_a_site_is_refused_by_its_name(demo):
+    with pytest.raises(UsageError, match=r"window has no meaning in cross-attention .decoder.block.0.layer.1"):
+        attnlens.replaced(families.build("t5"), "window:4")
+    assert attnlens.replaced(families.build("t5"), "window:4", part="encoder")
+    with pytest.raises(UsageError, match="needs every pair of tokens"):
+        attnlens.replaced(demo, "skewless")
+
+
+def test_sites_that_are_never_reached_are_told_at_the_end():
+    model, batch = family("bert")
+    with pytest.raises(ModelError, match="never reached 2 of 2 sites"), attnlens.replaced(model, "rbf"):
+        pass
+    with pytest.raises(ModelError, match="never reached 1 of 1 sites"), attnlens.replaced(model, "rbf", layers=[1]):
+        model.bert.encoder.layer[0](model.bert.embeddings(batch["input_ids"]))
+
+
+def test_inputs_of_another_kind_than_the_sites_were_found_on_are_refused():
+    model, batch = family("clip")
+    text = {name: value for name, value in batch.items() if name != "pixel_values"}
+    with attnlens.replaced(model.text_model, "rbf", batch=text):
+        given(model.text_model, text)
+    door = hooks.Door({}, {model: "clip"})
+    with pytest.raises(ModelError, match="clip runs on this input, and did not"):
+        door.site(model)
+
+
+def test_two_kernels_at_once_and_a_model_with_another_kernel_are_refused():
+    model, batch = family("bert")
+    with attnlens.replaced(model, "rbf", layers=[0]):
+        given(model, batch)
+        for use in (
+            lambda: attnlens.replaced(model, "linear", layers=[1]),
+            lambda: attnlens.capture(model, batch),
+            lambda: attnlens.inspect(model),
+        ):
+            with pytest.raises(UsageError, match="answered by attnlens already"):
+                use()
+    assert len(attnlens.capture(model, batch)) == 2
+
+
+# --- inspect of a model in memory -------------------------------------------------------------------------------------
+
+
+def test_a_model_in_memory_reads_as_the_one_that_is_loaded(demo):
+    asked: dict[str, Any] = {"sequences": 2, "tokens": 16, "text": str(PACKAGE / "samples" / "documentation.txt")}
+    held, named = attnlens.inspect(demo.model, tokenizer=demo.tokenizer, **asked), attnlens.inspect("demo", **asked)
+    assert held.heads == named.heads
+    assert held.model.id == f"{DEMO} (in memory)"
+    assert (held.model.files, held.model.revision) == ([], None), "nobody knows whether they are still a file's weights"
+    assert held.coverage.complete
+
+
+def test_without_a_tokenizer_the_weights_alone_are_read():
+    report = attnlens.inspect(families.build("bert"), analyzers=["symmetry"])
+    assert report.model.id == "BertForMaskedLM (in memory)"
+    assert {name.split(".")[0] for name in report.measure_names()} == {"weights"}
+    assert "no tokenizer was given" in report.coverage.sentence
+
+
+def test_options_that_a_model_in_memory_would_ignore_are_refused(demo):
+    with pytest.raises(UsageError, match="device would be ignored"):
+        attnlens.inspect(demo.model, device="cpu")
+    for other in ("demo", demo):
+        with pytest.raises(UsageError, match="A tokenizer is given beside a model"):
+            attnlens.inspect(other, tokenizer=demo.tokenizer)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ending", "begins"),
+    [
+        (".json", b"{"),
+        (".csv", b"site,"),
+        (".md", b"#"),
+        (".HTML", b"<!doctype html>"),
+        (".png", b"\x89PNG"),
+        (".svg", b"<?xml"),
+        (".pdf", b"%PDF"),
+    ],
+)
+def test_a_report_is_saved_as_what_the_path_ends_in(ending, begins, tmp_path):
+    report = synthetic_report(2, 3)
+    report.save(tmp_path / f"report{ending}")
+    assert (tmp_path / f"report{ending}").read_bytes().startswith(begins)
+    report.save(str(tmp_path / f"again{ending}"))
+    assert (tmp_path / f"again{ending}").read_bytes() == (tmp_path / f"report{ending}").read_bytes()
+
+
+def test_an_ending_that_means_nothing_and_a_path_that_cannot_be_written_are_refused(tmp_path):
+    report = synthetic_report(2, 3)
+    for name in ("report", "report.docx"):
+        with pytest.raises(OutputError, match="its ending says no kind of file"):
+            report.save(tmp_path / name)
+    with pytest.raises(OutputError):
+        report.save(tmp_path / "nowhere" / "report.json")
+    with pytest.raises(UsageError):
+        report.save("")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_plots_itself_and_shows_itself_in_a_notebook(tmp_path):
+    report = synthetic_report(2, 3)
+    figure = report.plot()
+    assert isinstance(figure, matplotlib.figure.Figure)
+    assert figure.axes
+    shown = report._repr_html_()
+    assert shown.startswith('<iframe sandbox srcdoc="&lt;!doctype html&gt;')
+    assert "<script" not in shown
+    assert shown.count('"') == 4, "what a report holds can't end the attribute"
+    empty = report.model_copy(update={"heads": []})
+    assert empty._repr_html_() is None
+    with pytest.raises(UsageError, match="no measures to draw"):
+        empty.plot()
+
+
+# --- converge ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("job", "foreign"),
+    [("converge_synthetic", "head"), ("converge_head", "trials"), ("converge_checkpoints", "iterations")],
+)
+def test_each_job_of_converge_takes_its_own_options_alone(job, foreign):
+    with pytest.raises(UsageError, match=f"no option '{foreign}'"):
+        getattr(attnlens, job)(**{"head": (0, 0)} if job == "converge_head" else {}, **{foreign: 3})
