@@ -673,4 +673,4 @@ def test_flex_attention_reads_the_softcap() -> None:
 
 
 def test_the_room_says_what_it_offers() -> None:
-    assert set(attention.__all__) == {"Path", "attend", "route", "weights"}
+    assert set(attention.__all__) == {"Route", "attend", "route", "weights"}

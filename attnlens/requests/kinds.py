@@ -182,7 +182,12 @@ class SwapRequest(ModelRequest, total=False):
     ]
     ksvd_convention: Annotated[
         Convention,
-        Option("How its objective is counted: as in the `paper` or in its `code`.", "paper", metavar="NAME"),
+        Option(
+            "How its objective is counted: as in the `paper` or in its `code`.",
+            "paper",
+            metavar="NAME",
+            noun="--ksvd-convention",
+        ),
     ]
     path: Annotated[
         Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
