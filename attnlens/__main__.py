@@ -1,4 +1,4 @@
-"""How is attnlens run as `python -m attnlens`?"""
+"""Runs attnlens as `python -m attnlens`."""
 
 from attnlens.cli import main
 

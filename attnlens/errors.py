@@ -1,4 +1,4 @@
-"""Which errors does attnlens raise? One family, each with what is wrong and what to do about it.
+"""The errors that attnlens raises: one family, each with what is wrong and what to do.
 
 AttnlensError
 ├── UsageError        the call's words make no sense (unknown analyzer, heads 7-3)

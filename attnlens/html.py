@@ -1,4 +1,4 @@
-"""How does a report look as one page, without any other file? Overview, what stands out, and every head's numbers."""
+"""A report as one self-contained HTML page: overview, most extreme heads, every head's numbers."""
 
 from __future__ import annotations
 

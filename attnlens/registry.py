@@ -1,4 +1,4 @@
-"""Which analyzers and kernels are there? A decorator enters a plain function; an unknown name gets a suggestion."""
+"""Registers analyzers and kernels by a decorator, and suggests the nearest name for an unknown one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which shapes are in a report: a map of layers × heads, a set of parts that sum to 1, a curve per head?"""
+"""The shapes in a report: maps of layers × heads, measures that sum to 1, a curve for each head."""
 
 from __future__ import annotations
 

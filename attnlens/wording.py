@@ -1,4 +1,4 @@
-"""How are names, numbers and other people's strings written where a person reads them?"""
+"""Writes names, numbers and other people's strings as a person reads them."""
 
 from __future__ import annotations
 

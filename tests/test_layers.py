@@ -211,6 +211,7 @@ def test_files_and_functions_fit_on_their_screens(path):
 def test_every_file_says_in_its_first_line_what_it_does(path):
     first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
     assert len(first.split()) >= 4
+    assert "?" not in first, "a statement, and no question"
 
 
 def test_third_party_imports_are_declared_dependencies():

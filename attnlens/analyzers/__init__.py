@@ -1,4 +1,4 @@
-"""Which questions can be asked? Every file of this room is one; importing the room enters them all."""
+"""The analyzers, one question a file; importing the room registers them all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""Which kernel would a head's scores be, extended to pairs that the model never compares? Runs only where named."""
+"""Measures of a causal head's scores extended to pairs that the model never compares; runs only where named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far is a head's attention a low-rank kernel SVD, and do its values lie where that SVD would put them?"""
+"""Kernel SVD of a head's attention: residual of its leading pairs, objective J, and where its values lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast do the head's singular values fall, and so which rank does it need?"""
+"""Singular values of a head's logits: effective rank, stable rank, decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the head's kernel symmetric, is it positive definite, and if not, how far from it?"""
+"""Symmetry, directionality and definiteness of a head's query/key kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is softmax(log k(q, k) + bias, over the keys allowed) v computed exactly, fast and in O(T · tile) memory?"""
+"""Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory."""
 
 from attnlens.attention.routes import Route, attend, route
 from attnlens.attention.rows import weights

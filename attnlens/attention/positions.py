@@ -1,4 +1,4 @@
-"""Where in its sequence does each query and key of a call stand, with padding on the left and a key-value cache?"""
+"""Positions of queries and keys in their sequences, with left padding and a key-value cache."""
 
 from __future__ import annotations
 

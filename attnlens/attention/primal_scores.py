@@ -1,4 +1,4 @@
-"""How is Primal-Attention computed: from each token's e- and r-scores, in O(T·s), without an attention matrix?"""
+"""Primal-Attention from the e- and r-scores of each token, in O(tokens · s), without an attention matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a kernel that is a product of vectors computed by torch's scaled_dot_product_attention?"""
+"""Kernels that are products of vectors, through torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 

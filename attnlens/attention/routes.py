@@ -1,4 +1,4 @@
-"""By which path is a call answered fastest and exactly, and why not by a faster one?"""
+"""Chooses the fastest exact route for a call, and says why a faster one does not apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are attention weights written out, a tile of query rows at a time?"""
+"""Attention weights written out for a tile of query rows at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a kernel of the score, or a filter, computed by compiled FlexAttention on a GPU?"""
+"""Kernels of the score, and filters, through compiled FlexAttention on a GPU."""
 
 from __future__ import annotations
 

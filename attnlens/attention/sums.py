@@ -1,4 +1,4 @@
-"""How is a kernel with finitely many features computed by running sums, in O(T) time and memory?"""
+"""Kernels with finitely many features, by running sums in O(tokens) time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is attention computed under a tie that takes a sequence's whole matrix of log k apart?"""
+"""Attention under ties that change a sequence's whole matrix of log k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Poses, solves and certifies the problems of Att-SVM: does attention select tokens as a support vector machine would?
+"""Poses, solves and certifies the problems of Att-SVM: attention as a support vector machine over tokens.
 
 Everything takes plain tensors and works in float64; no model is needed. `selection`, `prompt`, `causal`,
 `selection_sets`, `finite_part` and `next_token` pose a problem; `solve` minimises ‖W‖_F, `solve_nuclear` the nuclear

@@ -1,4 +1,4 @@
-"""Which constraints does a head's selection pose? One family of problems for each theorem on attention as an SVM."""
+"""Constraints of the Att-SVM problems, one family for each theorem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far can an answer be trusted? Status, gap and margins recomputed from its multipliers, whoever found them."""
+"""Certificates of a solution: status, duality gap and margins recomputed from its multipliers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where does training go? Normalised gradient descent on one-layer attention, for many trials at once."""
+"""Normalised gradient descent on one-layer attention, for many trials at once."""
 
 from __future__ import annotations
 

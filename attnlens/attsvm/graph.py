@@ -1,4 +1,4 @@
-"""Which token comes before which? The priorities that next-token prediction teaches, as an Att-SVM problem."""
+"""Token-priority graphs of next-token prediction, posed as Att-SVM problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens does a head select, and would the SVM select them with a larger margin? A head's own problem, posed."""
+"""The selection problem of one head: its selected tokens and the constraints that they pose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How near does a head come to its SVM? The margin that it reaches of the best one, and the angle between the two."""
+"""Margin that a head reaches of the best one, and the cosine between its form and the max-margin form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be separated? Constraints on one bilinear form W: the chosen token's score must exceed every other's."""
+"""A max-margin problem: linear constraints on one bilinear form W."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is there any W at all? A verdict with its proof: a margin, or Gordan's certificate."""
+"""Decides whether any W separates, with a margin or Gordan's certificate as proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a solver answer? A direction with its proof, or the proof that there is none."""
+"""The answer of a solver: a direction with its certificate, or the proof that there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the arguments of a solver make sense? Refused with what is wrong and what to do, before anything is computed."""
+"""Checks the arguments of the solvers before anything is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be typed? Each command parses, calls one function, and shows what comes back."""
+"""The commands: each parses its options, calls one function, and delivers its report."""
 
 from __future__ import annotations
 

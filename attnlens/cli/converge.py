@@ -1,4 +1,4 @@
-"""What can be typed after `attnlens converge` and `attnlens verify`, and what is done with it?"""
+"""The commands `converge` and `verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the options say that were not given? A file beside the work may, and so may one word of the environment."""
+"""Default options from attnlens.toml, pyproject.toml and the environment."""
 
 from __future__ import annotations
 

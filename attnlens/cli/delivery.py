@@ -1,4 +1,4 @@
-"""How are results handed over? Data first, then tables, pictures last; what fails costs itself alone."""
+"""Writes data first, then tables, then pictures; what fails costs itself alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files does a command read? They are looked for before anything heavy is imported."""
+"""Finds the files that a command reads, before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do the results go? Every file is found fit before the work, and is no input of it."""
+"""Checks before the work that every output can be written and replaces no input."""
 
 from __future__ import annotations
 

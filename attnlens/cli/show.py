@@ -1,4 +1,4 @@
-"""How does a command talk on stderr while it works, and how does it end where something goes wrong?"""
+"""Messages and progress on stderr, interruption, and the end of a command that failed."""
 
 from __future__ import annotations
 

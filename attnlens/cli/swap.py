@@ -1,4 +1,4 @@
-"""What can be typed after `attnlens swap-kernel`, and what is done with it?"""
+"""The command `swap-kernel` and its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where `doctor` could not prove a model, or --strict finds that something was left out?"""
+"""Messages where `doctor` finds a difference, or --strict finds that something was left out."""
 
 from __future__ import annotations
 

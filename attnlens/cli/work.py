@@ -1,4 +1,4 @@
-"""What does every command of a model do alike? It names the model, and shows progress while it works."""
+"""What every command of a model shares: the model's name, and progress while it works."""
 
 from __future__ import annotations
 

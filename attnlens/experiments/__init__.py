@@ -1,4 +1,4 @@
-"""Does training select tokens as the papers say? Their synthetic experiments, one question a file."""
+"""The papers' synthetic experiments on token selection, one a file."""
 
 from __future__ import annotations
 

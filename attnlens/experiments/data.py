@@ -1,4 +1,4 @@
-"""What are the synthetic experiments made of? Random instances, starts, and the figures of many trials."""
+"""Random instances, starts and summary figures of the synthetic experiments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do deeper layers' singular values decay faster? Figure 1 of Primal-Attention, measured on the model that ships."""
+"""Decay of singular values by layer: Figure 1 of Primal-Attention on the demo model."""
 
 from __future__ import annotations
 

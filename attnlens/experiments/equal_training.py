@@ -1,4 +1,4 @@
-"""How are a model and its Primal.+ trained alike? The same start, the same batches, the same steps."""
+"""Trains a model and its Primal.+ alike: the same start, batches and steps."""
 
 from __future__ import annotations
 

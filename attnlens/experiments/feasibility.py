@@ -1,4 +1,4 @@
-"""For which sizes does any W separate arbitrary tokens of random data?"""
+"""How often some W separates arbitrary tokens of random data, by size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often does descent from zero select the best token of every input, and how does that grow with d?"""
+"""How often descent from zero selects the best token of every input, by dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the golden instances solved as they were by a general convex solver?"""
+"""Solves the golden instances, whose answers come from a general convex solver."""
 
 from __future__ import annotations
 

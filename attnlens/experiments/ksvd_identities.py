@@ -1,4 +1,4 @@
-"""Do primal and dual kernel SVD agree, on a real head and on random features, with F = I and F = X'?"""
+"""Agreement of primal and dual kernel SVD on a real head and on random features, F = I and F = X'."""
 
 from __future__ import annotations
 

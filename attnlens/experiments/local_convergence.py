@@ -1,4 +1,4 @@
-"""Does descent on W end at the Frobenius SVM, and descent on (K, Q) at the nuclear one, for the tokens it selects?"""
+"""Convergence of descent on W to the Frobenius SVM, and on (K, Q) to the nuclear one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?"""
+"""Convergence to W_fin + R · W_mm of the generalised SVM, where several tokens keep their weight."""
 
 from __future__ import annotations
 

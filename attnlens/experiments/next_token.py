@@ -1,4 +1,4 @@
-"""Trained to predict the next token, does attention end at the SVM of the token-priority graph plus a finite part?"""
+"""Convergence under next-token prediction: the SVM of the token-priority graph plus a finite part."""
 
 from __future__ import annotations
 

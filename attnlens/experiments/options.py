@@ -1,4 +1,4 @@
-"""How large are the synthetic experiments? Their settings, what may be changed, when the published still count."""
+"""Sizes and settings of the synthetic experiments, and when published values still compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the last layer decay faster after equal training with Primal-Attention there? demo's size, trained both ways."""
+"""Decay of the last layer's singular values after equal training with and without Primal-Attention there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of which rank is the nuclear solution?"""
+"""Rank of the nuclear solution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What are the queries and keys of a trained model on real text, and how much does each kernel's first σ hold?"""
+"""Queries and keys of a trained model on real text, and the share of each kernel's first singular value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a running model's attention reached? Through transformers' own interface: watch it, or replace its kernel."""
+"""Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
 from attnlens.hooks.call import OWN

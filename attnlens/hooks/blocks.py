@@ -1,4 +1,4 @@
-"""Which part of a forward pass need not be repeated? The blocks before the first change answer with what they gave."""
+"""Replays cached outputs of the blocks before the first swapped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are the arguments of transformers' attention functions read as a Call?"""
+"""Reads the arguments of transformers' attention functions as a Call."""
 
 from __future__ import annotations
 

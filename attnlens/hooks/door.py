@@ -1,4 +1,4 @@
-"""How is a running model's attention watched, or its kernel replaced? Inside `with`, counted, and restored."""
+"""Watches attention or replaces its kernel inside `with`: sites are counted, and everything is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is an attention module called with? Its inputs, as a running model hands them over."""
+"""Captures the inputs of attention modules in a running model."""
 
 from __future__ import annotations
 

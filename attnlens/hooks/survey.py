@@ -1,4 +1,4 @@
-"""Which attention computations does one forward pass reach, and is what attnlens recomputes what the model computes?"""
+"""Lists the attention sites of one forward pass, and checks that recomputed attention gives the model's outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With which kernels can attention be computed? The files of this room define them; a Kernel is one with parameters."""
+"""Attention kernels, defined in the files of this room; a Kernel is one with its parameters."""
 
 from attnlens.kernels.catalogue import kernels
 from attnlens.kernels.modifiers import FILTERS, TIES, Filter, Modifier

@@ -1,4 +1,4 @@
-"""Which kernels are there? Those that this room's files enter, and those that other packages offer as entry points."""
+"""The known kernels: this room's, and those that other packages offer as entry points."""
 
 from __future__ import annotations
 

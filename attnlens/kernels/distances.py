@@ -1,4 +1,4 @@
-"""Which kernels compare queries and keys by a distance, an overlap or an angle?"""
+"""Kernels of a distance, an overlap or an angle between query and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels are products of finitely many features, so that running sums compute attention in O(tokens)?"""
+"""Kernels that are inner products of finitely many features, for attention in O(tokens)."""
 
 from __future__ import annotations
 

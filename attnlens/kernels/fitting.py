@@ -1,4 +1,4 @@
-"""How near is a kernel to a head, once what softmax ignores is gone? Row-centred squares over the pairs seen."""
+"""Distance of a kernel to a head's own: row-centred squares of log k over the visible pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank does a head need? Its best logits of a given rank, by a closed form on calibration text."""
+"""Best logits of a given rank, by a closed form on calibration text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be combined with any kernel? Ties of queries and keys, and filters of the keys that a query may see."""
+"""Ties of queries and keys, and filters of the visible keys, that combine with any kernel."""
 
 from __future__ import annotations
 

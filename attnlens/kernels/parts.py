@@ -1,4 +1,4 @@
-"""What is left of a sequence's log k without its skew part, its negative part, both, or its key term?"""
+"""A sequence's log k without its skew part, its negative part, both, or its key term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which primal attention replaces a head? W_e, W_r by the closed-form KSVD of its own queries and keys; no training."""
+"""Primal attention in a head's place: W_e and W_r by the closed-form KSVD of its own queries and keys."""
 
 from __future__ import annotations
 

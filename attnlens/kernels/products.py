@@ -1,4 +1,4 @@
-"""Which kernels see queries and keys only through the score s⟨q, k⟩?"""
+"""Kernels of the score s⟨q, k⟩ alone."""
 
 from __future__ import annotations
 

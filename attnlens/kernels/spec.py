@@ -1,4 +1,4 @@
-"""What is a kernel in use? A Kernel: a registered one with its parameters, tie and filter, ready to be computed."""
+"""A Kernel in use: a registered kernel with its parameters, tie and filter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does `rbf:gamma=1+window:64` mean?"""
+"""Parses the spelling of a kernel, such as `rbf:gamma=1+window:64`."""
 
 from __future__ import annotations
 

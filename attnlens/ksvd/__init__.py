@@ -1,4 +1,4 @@
-"""What is attention as an asymmetric kernel machine? Its kernel SVD, dual and primal (Chen et al. 2023).
+"""Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
 
 Everything takes plain tensors, (…, tokens, features), and works in float64 over all leading axes; no model is needed.
 

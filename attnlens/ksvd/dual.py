@@ -1,4 +1,4 @@
-"""Which s pairs of directions solve the kernel SVD of attention? The dual: K H_r = H_e Σ, Kᵀ H_e = H_r Σ."""
+"""Dual kernel SVD of attention: s pairs of directions with K H_r = H_e Σ and Kᵀ H_e = H_r Σ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which features φ of queries and keys make the kernel K_ij = ⟨Fφ_q(x_i), Fφ_k(x_j)⟩, and which rows are F?"""
+"""Features φ of queries and keys with K_ij = ⟨Fφ_q(x_i), Fφ_k(x_j)⟩, and the choice of F."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is the kernel SVD of a long sequence had from a few of its rows and columns? By asymmetric Nyström features."""
+"""Kernel SVD of a long sequence from a few of its rows and columns, by asymmetric Nyström features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which objective J is 0 where the kernel SVD is solved, and which regulariser ΣJ² does training add to its loss?"""
+"""The objective J, which is 0 at a solution of the kernel SVD, and the regulariser ΣJ² of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights W_e, W_r on the features give the kernel SVD's scores, for tokens seen and unseen? The primal."""
+"""Primal kernel SVD: weights W_e, W_r on the features that give the scores of seen and unseen tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the left and right singular spaces lie, to each other and to the values?"""
+"""Angles between left and right singular spaces, and between them and the values."""
 
 from __future__ import annotations
 

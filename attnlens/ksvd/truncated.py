@@ -1,4 +1,4 @@
-"""How are the s leading singular triplets of a large dense kernel matrix had without all of them?"""
+"""The s leading singular triplets of a large dense kernel matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said about factored matrices A Bᵀ without forming them? Pure maths on tensors, in float64."""
+"""Factored matrices A Bᵀ in float64, analysed without forming them."""
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
 from attnlens.linalg.attention import attention_singular_values, centred, entropy, even_weight, first_weight, max_weight

@@ -1,4 +1,4 @@
-"""How much of a head's scores do a term for each key and one for each distance explain? Least squares, mask by mask."""
+"""Share of a head's scores explained by a term for each key and one for each distance, by least squares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts do the logits of a head have, as softmax sees them? Positive, negative, skew, key: four shares."""
+"""Shares of a head's logits as softmax sees them: positive, negative, skew, key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How concentrated is an attention matrix?"""
+"""Concentration of attention matrices: entropy, largest weight, weight on the first token, singular values."""
 
 from __future__ import annotations
 

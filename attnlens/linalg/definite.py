@@ -1,4 +1,4 @@
-"""Is the kernel matrix exp(L) positive semidefinite, symmetrised? A verdict that row constants of L do not change."""
+"""Decides whether exp(L), symmetrised, is positive semidefinite, whatever row constants L has."""
 
 from __future__ import annotations
 

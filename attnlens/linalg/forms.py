@@ -1,4 +1,4 @@
-"""What are the norm, eigenvalues and singular values of s · W_Q W_Kᵀ? Everything follows from Gram matrices."""
+"""Norm, eigenvalues and singular values of s · W_Q W_Kᵀ, from Gram matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is LAPACK run on many small matrices? One BLAS thread each, in a pool over the leading axes."""
+"""Runs LAPACK on many small matrices: one BLAS thread each, in a pool over the leading axes."""
 
 from __future__ import annotations
 

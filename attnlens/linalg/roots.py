@@ -1,4 +1,4 @@
-"""Which R has RᵀR = B for a Gram matrix B = AᵀA? Cholesky where it is accurate, else QR of A, else eigenvalues."""
+"""R with RᵀR = AᵀA: by Cholesky where it is accurate, else by QR of A, else by eigenvalues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a rotary position encoding do to a trace or a Gram matrix, summed over positions?
+"""Traces and Gram matrices under a rotary position encoding, summed over positions.
 
 Both sums are quadratic in R. A pair of coordinates meets no other in R, so they follow from products of cos and sin of
 two pairs: of the order of head_dim² at each position, where multiplying the matrices out would take head_dim³.

@@ -1,4 +1,4 @@
-"""How fast do singular values fall, and which rank does a matrix need?"""
+"""Effective rank, stable rank and decay of singular values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How symmetric is s · W_Q W_Kᵀ, and does it point from rows to columns or back?"""
+"""Symmetry and directionality of s · W_Q W_Kᵀ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does softmax see of a head's logits? The visible scores without row means: what they depend on, their rank."""
+"""Visible scores without their row means: what softmax sees of a head's logits, and their rank."""
 
 from __future__ import annotations
 

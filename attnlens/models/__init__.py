@@ -1,4 +1,4 @@
-"""How does a model get from its name into memory, and what can be said of it before it has run?"""
+"""Loads a model from its name and describes it before it has run."""
 
 from __future__ import annotations
 

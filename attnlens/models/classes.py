@@ -1,4 +1,4 @@
-"""Which transformers class does a checkpoint want, and what does such a model read?"""
+"""The transformers class that a checkpoint asks for, and what such a model reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a config.json make sense, before transformers builds a model of it, and what in it is not its choice?"""
+"""Checks config.json before a model is built, and overrides the settings that it may not choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a hub id become a folder on this machine, without waiting for a network that is not there?"""
+"""Fetches a hub model into a local folder, without waiting for a network that is not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the weights that a model was given the numbers that its files hold, and is every one of them finite?"""
+"""Checks that a loaded model has the numbers of its files, and that they are finite."""
 
 from __future__ import annotations
 

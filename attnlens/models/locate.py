@@ -1,4 +1,4 @@
-"""Which files does a model's name mean? `demo`, a folder, a GGUF or safetensors file, or a model of the hub."""
+"""Finds the files that a model's name means: `demo`, a folder, a GGUF or safetensors file, a hub id."""
 
 from __future__ import annotations
 

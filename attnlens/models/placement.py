@@ -1,4 +1,4 @@
-"""On which device does a model run, and in which number type?"""
+"""The device and the number type on which a model runs."""
 
 from __future__ import annotations
 

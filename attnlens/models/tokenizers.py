@@ -1,4 +1,4 @@
-"""Is there a tokenizer that fits the model, and if not, why not?"""
+"""Loads the tokenizer that fits a model, or the reason why there is none."""
 
 from __future__ import annotations
 

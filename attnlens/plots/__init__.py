@@ -1,4 +1,4 @@
-"""Which pictures does a report make? Maps of layers × heads, fans of curves, and the overview, as files."""
+"""Pictures of a report as files: maps of layers × heads, fans of curves, the overview."""
 
 from __future__ import annotations
 

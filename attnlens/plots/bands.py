@@ -1,4 +1,4 @@
-"""Which lines stand for all heads of a curve? Median and quartiles, each part of the model by itself."""
+"""Median and quartiles of a curve over heads, for each part of the model."""
 
 from __future__ import annotations
 

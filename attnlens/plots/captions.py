@@ -1,4 +1,4 @@
-"""What must a reader of a picture know: unit, null, error, coverage?"""
+"""Captions of pictures: unit, null, error, coverage."""
 
 from __future__ import annotations
 

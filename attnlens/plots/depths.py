@@ -1,4 +1,4 @@
-"""How does a curve change with depth? Its fan in the first, middle and last third of the layers, side by side."""
+"""A curve's fans in the first, middle and last third of the layers, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the pictures of experiments stand on one page?"""
+"""Pages of the experiments' pictures."""
 
 from __future__ import annotations
 

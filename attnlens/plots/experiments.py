@@ -1,4 +1,4 @@
-"""Which pictures do experiments make? Curves with quartiles, ours against the published, the heads' trajectories."""
+"""Pictures of experiments: curves with quartiles, ours against the published, trajectories of heads."""
 
 from __future__ import annotations
 

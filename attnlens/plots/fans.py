@@ -1,4 +1,4 @@
-"""How does a curve differ from head to head and with depth? A fan of lines, its median and quartiles."""
+"""A fan of lines, one a head, coloured by layer, with median and quartiles."""
 
 from __future__ import annotations
 

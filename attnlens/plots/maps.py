@@ -1,4 +1,4 @@
-"""Where in the model is a measure large? A map of layers × heads."""
+"""Maps of layers × heads."""
 
 from __future__ import annotations
 

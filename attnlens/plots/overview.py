@@ -1,4 +1,4 @@
-"""What does the model's attention look like on one page? Its most telling maps, shares and curves."""
+"""The overview page: the most telling maps, shares and curves of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With what margins does a head select? Every posed query's beside its null heads' and the best least margin."""
+"""Margins of a head's selections, beside those of its null and the best least margin."""
 
 from __future__ import annotations
 

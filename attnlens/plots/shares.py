@@ -1,4 +1,4 @@
-"""What does a whole consist of, head by head? Stacked lines of measures that sum to 1."""
+"""Stacked lines of measures that sum to 1, head by head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are axes drawn whose numbers span factors: iterations and training steps, which begin at 0, and values?"""
+"""Axes for iterations, training steps and values that span orders of magnitude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a picture look, and how is it the same file every time?"""
+"""Colours, fonts and encoding of pictures, the same bytes in every run."""
 
 from __future__ import annotations
 

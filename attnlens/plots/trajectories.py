@@ -1,4 +1,4 @@
-"""How do a model's heads change from checkpoint to checkpoint? Small multiples: a line a head, a picture a measure."""
+"""Trajectories of heads over checkpoints: a picture for each measure, a line for each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a transformer built whose layers, all or the last, attend by Primal-Attention? PrimalFormer and Primal.+."""
+"""Transformers whose layers, all or the last, attend by Primal-Attention: PrimalFormer and Primal.+."""
 
 from __future__ import annotations
 

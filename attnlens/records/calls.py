@@ -1,4 +1,4 @@
-"""What does a model ask of one attention computation? A Call: queries, keys, values and all that decides their use."""
+"""A Call: queries, keys, values and all that decides one attention computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of what was asked for is in a report, and why is the rest missing?"""
+"""Coverage: how much of what was asked for a report holds, and why the rest is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What did an experiment find? Its figures with errors, what was published, whether they agree, and curves."""
+"""An Experiment: figures with errors, published values, verdict and curves."""
 
 from __future__ import annotations
 

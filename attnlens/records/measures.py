@@ -1,4 +1,4 @@
-"""What is one number of a report? A value with its error bar or null, or the reason why there is none."""
+"""A Measure: a value with its standard error or null, or the reason why there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank does each head get within a loss budget? A Plan: the ranks, what was estimated, promised and measured."""
+"""A Plan: the rank of each key head within a loss budget, and what was estimated, promised and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a command find? A Report: measures head by head, with what they rest on; JSON in and out."""
+"""The Report of a command: measures head by head, with what they rest on; JSON in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a position turn a query or a key? A Rotation: pairs of coordinates, and their angle at each position."""
+"""A Rotation: pairs of coordinates and their angle at each position."""
 
 from __future__ import annotations
 

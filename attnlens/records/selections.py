@@ -1,4 +1,4 @@
-"""Which tokens does a head select, and which others hold its SVM up? The queries that were posed, as text."""
+"""Selections as text: the posed queries, their selected tokens and support vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What did another kernel do to a model? A Swap: what was exchanged, what it cost, and what vouches for the numbers."""
+"""A Swap: what was exchanged, what it cost, and the checks behind the numbers."""
 
 from __future__ import annotations
 

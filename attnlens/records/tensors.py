@@ -1,4 +1,4 @@
-"""What does an analyzer read? A QueryKey: the factored matrix of every head at one site."""
+"""A QueryKey: the factored matrix scale · Q Kᵀ of every head at one site."""
 
 from __future__ import annotations
 

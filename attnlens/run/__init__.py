@@ -1,4 +1,4 @@
-"""What does attnlens do with a model? Each command is one function here: model → Report."""
+"""The commands as functions: a model and a request give a Report."""
 
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture

@@ -1,4 +1,4 @@
-"""Does what was asked for exist in this model, is it whole, and how is its attention put together?"""
+"""Checks that a model has the sites that were asked for, runs, and is reproduced by recomputing its attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what attnlens reads what the model computes? Its attention matrices are rebuilt two ways and compared."""
+"""Compares rebuilt attention matrices with the model's own, from captured queries and keys and from the weights."""
 
 from __future__ import annotations
 

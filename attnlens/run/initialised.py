@@ -1,4 +1,4 @@
-"""Does anything that is measured rest on a weight that the checkpoint lacks, so that it is random?"""
+"""Refuses measurements that depend on weights which the checkpoint lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the papers' small experiments come out as published? Row by row: ours, published, tolerance, pass or fail."""
+"""Reruns the papers' small experiments: ours, published, tolerance, pass or fail."""
 
 from __future__ import annotations
 

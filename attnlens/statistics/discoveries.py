@@ -1,4 +1,4 @@
-"""How surprising are many differences of mean 0, and which of these hypotheses to reject?"""
+"""p-values of differences with mean 0, and the rejections of Benjamini and Hochberg."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a report read in a terminal, in markdown, in a spreadsheet? Each file loads when it is first used."""
+"""A report in a terminal, in markdown, in a spreadsheet; each file is imported when it is first used."""
 
 from __future__ import annotations
 

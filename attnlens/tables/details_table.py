@@ -1,4 +1,4 @@
-"""What else does a report know: which files, which versions, how long, how much memory?"""
+"""Files, versions, times and memory of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are experiments read: ours beside the published, and every measure against the training step?"""
+"""Tables of experiments: ours beside the published, and measures by training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sentences belong to a report: whose it is, what is missing, what stands out?"""
+"""Sentences of a report: its subject, what is missing, the most extreme heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are an experiment's figures and curves named in words, and which quantity is it that they show?"""
+"""Names of an experiment's figures and curves in words."""
 
 from __future__ import annotations
 

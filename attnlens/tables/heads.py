@@ -1,4 +1,4 @@
-"""What does every single head read? One table a source, one row a head."""
+"""A table for each source, a row for each head."""
 
 from __future__ import annotations
 

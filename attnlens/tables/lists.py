@@ -1,4 +1,4 @@
-"""What does attnlens know, and what did doctor find? The tables of `attnlens list` and `attnlens doctor`."""
+"""The tables of `attnlens list` and `attnlens doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a report read on a page of markdown, whatever a stranger wrote into it?"""
+"""A report as markdown, with other people's strings escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is it that a measure's null reads?"""
+"""What the null of a measure is, in words."""
 
 from __future__ import annotations
 

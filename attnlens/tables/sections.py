@@ -1,4 +1,4 @@
-"""How is a report told part by part: sentences and tables that read the same in terminal, markdown and HTML?"""
+"""A report as sections of sentences and tables, for terminal, markdown and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a head select, word by word? Its most decided queries in their sentences, every kind of token marked."""
+"""A head's most decided queries in their sentences, with every kind of token marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a series of checkpoints read: every measure, over the heads, against the training step?"""
+"""A series of checkpoints as tables: every measure over the heads, by training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On how wide a page is a table printed, and which of its columns fit?"""
+"""Prints tables in the width of the page, with the columns that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors does a model take, and how are they made of token ids or of noise?"""
+"""Makes the tensors that a model takes, of token ids or of noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of what is evaluated stands in another text too? The share of its tokens in long runs of both."""
+"""Share of the evaluated tokens that stand in long runs of another text too."""
 
 from __future__ import annotations
 

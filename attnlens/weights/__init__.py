@@ -1,4 +1,4 @@
-"""What are each head's W_Q and W_K, whatever the layout? The Jacobian of the captured queries and keys tells."""
+"""W_Q and W_K of each head, whatever the layout, from the Jacobian of the captured queries and keys."""
 
 from __future__ import annotations
 

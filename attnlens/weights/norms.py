@@ -1,4 +1,4 @@
-"""Which norms stand inside an attention module, what are their gains, and how is it called without the rest of them?"""
+"""Norms inside an attention module, their gains, and calls of the module without the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does one attention module make of tokens of our choice? It is called alone, with its weights in float64."""
+"""Calls one attention module on tokens of our choice, with its weights in float64."""
 
 from __future__ import annotations
 

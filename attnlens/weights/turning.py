@@ -1,4 +1,4 @@
-"""How does position turn a module's queries and keys? By which angle each pair of coordinates, at each position."""
+"""The rotation of a module's queries and keys: the angle of each pair of coordinates by position."""
 
 from __future__ import annotations
 

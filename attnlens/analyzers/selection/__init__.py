@@ -1,4 +1,4 @@
-"""Does the head select tokens as its max-margin SVM does, and with what margin?"""
+"""Att-SVM measures: how near a head's token selection comes to its max-margin SVM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a head's own selection problem posed, in every space? Sequences are kept, and solved with their nulls."""
+"""Keeps the sequences that a head reads, poses its selection problem in every space, and solves it with its nulls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of a head's selection problem?"""
+"""The measures of a head's selection problem: names, formulas, ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a solved problem, and what measure does it make beside those of its null?"""
+"""Reduces a solved selection problem and its nulls to measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which λ is best when the constraints are few? By exchanging signs, damped Newton steps, or NNLS, as these allow."""
+"""Nonnegative least distance for few constraints: sign exchanges, damped Newton steps, NNLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the equalities leave of the inequalities? Their Gram matrix once the equalities are eliminated."""
+"""Eliminates equalities from a problem: the Gram matrix of what is left of the inequalities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which W of least Frobenius norm separates? An active set that grows by each query's worst constraints."""
+"""Max-margin W of least Frobenius norm, by an active set that grows by each query's worst constraints."""
 
 from __future__ import annotations
 

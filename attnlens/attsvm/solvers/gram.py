@@ -1,4 +1,4 @@
-"""What are the inner products of a problem's constraints? Of any few of them, without the matrix of all."""
+"""Inner products of a problem's constraints, for any few of them, without the matrix of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which W and λ are best in the nuclear norm? A primal-dual interior-point method on the Gram matrices.
+"""Nuclear-norm Att-SVM by a primal-dual interior-point method on the Gram matrices.
 
 min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is min ½ tr X with W in the corner of X = [[P, W], [Wᵀ, Q]] ⪰ 0; its dual is
 max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. As the constraints are rank-one in u and z, the Newton

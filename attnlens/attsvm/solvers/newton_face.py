@@ -1,4 +1,4 @@
-"""What is the nuclear solution to the last digit? Newton's method, once its rank and its support are known."""
+"""Newton's method for the nuclear solution on its face, once rank and support are known."""
 
 from __future__ import annotations
 

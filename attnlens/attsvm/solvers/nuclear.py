@@ -1,4 +1,4 @@
-"""Which selection does W = K Qᵀ learn? Att-SVM in the nuclear norm, solved with a certified gap."""
+"""Max-margin W = K Qᵀ of least nuclear norm, with a certified duality gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far from separable is it? The soft-margin problem, which has an answer where the hard-margin one has none."""
+"""The soft-margin problem, which has a solution where the hard-margin one has none."""
 
 from __future__ import annotations
 

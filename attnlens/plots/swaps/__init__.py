@@ -1,4 +1,4 @@
-"""Which pictures does a report of `swap-kernel` make?"""
+"""Pictures of a report of `swap-kernel`."""
 
 from attnlens.plots.swaps.pages import panel_figure, swap_overview
 from attnlens.plots.swaps.panels import pictures

@@ -1,4 +1,4 @@
-"""How near does healing come, step by step? The loss over the validation distance, each on an axis of its own."""
+"""The loss and the validation distance during healing, each on its own axis."""
 
 from __future__ import annotations
 

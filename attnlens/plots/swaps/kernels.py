@@ -1,4 +1,4 @@
-"""Which kernel costs how much? A dot a kernel, with its interval."""
+"""The cost of each kernel as a dot with its interval."""
 
 from __future__ import annotations
 

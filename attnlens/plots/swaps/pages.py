@@ -1,4 +1,4 @@
-"""How do a swap's pictures stand on a page? An overview of all, and one by one with a caption."""
+"""Pages of a swap's pictures: an overview, and each with its caption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pictures does a swap make? Panels for what there is: stages, sites, sweep, healing; several kernels."""
+"""The panels of a swap: stages, sites, sweep, healing, several kernels."""
 
 from __future__ import annotations
 

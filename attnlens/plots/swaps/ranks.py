@@ -1,4 +1,4 @@
-"""Which rank does each head get within the budget? A map of layers × heads."""
+"""Map of the rank that each head gets within a budget."""
 
 from __future__ import annotations
 

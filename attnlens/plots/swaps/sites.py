@@ -1,4 +1,4 @@
-"""Where does the new kernel change the attention's output most? A bar a site, or a line a kernel."""
+"""Change of the attention's output at each site, as bars or a line for each kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far is the model from its original at each stage? A dot a stage, with the interval of its difference."""
+"""Difference from the original at each stage, as dots with intervals."""
 
 from __future__ import annotations
 

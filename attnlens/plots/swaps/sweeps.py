@@ -1,4 +1,4 @@
-"""Which heads or layers bear the new kernel alone? A diverging map of heads, or a dot a layer with its interval."""
+"""Effects of a sweep: a diverging map of heads, or a dot for each layer with its interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which pieces are a batch's queries and keys analysed? Without padding, without NaN, and few enough for memory."""
+"""Cuts a batch's queries and keys into pieces without padding or NaN that fit into memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do analyzers that gather see a model? Sequence by sequence, with the modules' inputs where M lives on them."""
+"""Feeds analyzers that gather, sequence by sequence, with the modules' inputs where M lives on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which words are the tokens that a head selects? The sequences of its picks, token by token."""
+"""The text of selected tokens in their sequences."""
 
 from __future__ import annotations
 

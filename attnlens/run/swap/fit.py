@@ -1,4 +1,4 @@
-"""Which free parameters bring a kernel closest to each head's own? Chosen in closed form from calibration text."""
+"""Fits a kernel's free parameters to each head's own kernel, in closed form from calibration text."""
 
 from __future__ import annotations
 

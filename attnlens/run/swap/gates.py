@@ -1,4 +1,4 @@
-"""Can a swap's numbers be an artefact? Under the new kernel too, nothing may leak from the future or from padding."""
+"""Checks a swapped model for leaks from the future and from padding."""
 
 from __future__ import annotations
 

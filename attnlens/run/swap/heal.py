@@ -1,4 +1,4 @@
-"""How near can a swapped model come to the original? Swapped heads learn from it: W_Q, W_K, the kernel's numbers."""
+"""Trains swapped heads towards the original model: W_Q, W_K and the kernel's own parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast is a model, and how much memory does it take? And what to do where there is not enough."""
+"""Speed and memory of a model, and what to do where memory does not suffice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a swapped model survive the session? As an ordinary model folder, with attnlens.json beside the weights."""
+"""Saves a swapped model as an ordinary model folder with attnlens.json, and loads it again."""
 
 from __future__ import annotations
 

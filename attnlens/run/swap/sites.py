@@ -1,4 +1,4 @@
-"""What does a kernel change at one site, and what must a reader know about it there?"""
+"""The change that a kernel makes at one site, and its notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a model predict, and which targets does a text give it?"""
+"""The prediction task of a model and the targets that a text gives it."""
 
 from __future__ import annotations
 

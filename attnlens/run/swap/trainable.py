@@ -1,4 +1,4 @@
-"""Which entries of a model's weights make queries and keys, and nothing else?"""
+"""Masks of the weights that make queries and keys of the swapped heads, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints make a series: where does each lie, at which training step, and are they of one shape?"""
+"""The checkpoints of a series: places, training steps, equal shapes."""
 
 from __future__ import annotations
 

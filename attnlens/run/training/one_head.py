@@ -1,4 +1,4 @@
-"""Would training keep what a head selects? Gradient descent on its own selection problem, from zero and from it."""
+"""Gradient descent on one head's own selection problem, from zero and from its weights."""
 
 from __future__ import annotations
 

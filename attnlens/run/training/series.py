@@ -1,4 +1,4 @@
-"""How do a model's heads change while it is trained? Its checkpoints, one after the other, on one text."""
+"""Measures of a model's heads over its checkpoints, on one text."""
 
 from __future__ import annotations
 

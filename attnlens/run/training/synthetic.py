@@ -1,4 +1,4 @@
-"""Runs the synthetic experiments of Att-SVM: does training converge to the max-margin solution?"""
+"""Runs the synthetic experiments of Att-SVM on convergence to the max-margin solution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a swap read: in a terminal, in markdown, in a spreadsheet?"""
+"""A swap in a terminal, in markdown, in a spreadsheet."""
 
 from attnlens.tables.sections import Rows, Section
 from attnlens.tables.swaps.sections import sections, site_sections

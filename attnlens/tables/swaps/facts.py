@@ -1,4 +1,4 @@
-"""Which sentences belong to a swap: what it did, what vouches for it, what it costs, what a reader must know?"""
+"""Sentences of a swap: its effect, its checks, its cost, its notes."""
 
 from __future__ import annotations
 

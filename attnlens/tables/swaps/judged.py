@@ -1,4 +1,4 @@
-"""By what is a swap judged, in which unit, and how far from its original is it by that?"""
+"""The quantity by which a swap is judged, its unit, and its distance from the original."""
 
 from __future__ import annotations
 

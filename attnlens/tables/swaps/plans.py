@@ -1,4 +1,4 @@
-"""How is a plan of ranks told? What was estimated, promised, measured and saved, and the ranks layer by layer."""
+"""A plan of ranks in words: estimated, promised, measured, saved, and the ranks by layer."""
 
 from __future__ import annotations
 

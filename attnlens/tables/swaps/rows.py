@@ -1,4 +1,4 @@
-"""Which tables show a swap? Columns of finished text: its stages, several kernels, its sites, its sweep."""
+"""Tables of a swap as columns of finished text: stages, kernels, sites, sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order is a swap told? Sections of sentences and tables, the same in terminal, markdown and HTML."""
+"""The sections of a swap, the same in terminal, markdown and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a swap read in a terminal?"""
+"""A swap in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a swap written as markdown, and as rows for a spreadsheet?"""
+"""A swap as markdown, and as rows for a spreadsheet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the ranks of a plan fit this model, and what are they there? Checked head by head, their maps fitted anew."""
+"""Takes the ranks of a plan, checked head by head against the model, with maps fitted anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By how much does a loss rise, as a share of itself, with its interval over windows or over texts?"""
+"""Rise of a loss as a share of itself, with its interval over windows or texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a plan of ranks save? Parameters, operations and cached bytes, counted where they really fall away."""
+"""Parameters, operations and cached bytes that a plan of ranks saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are the cheapest within a loss budget? Nested plans by sensitivity, fitted, chosen and promised apart."""
+"""Searches the smallest ranks within a loss budget: nested plans, fitted, chosen and promised on separate windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much does the loss rise when a key head's logits lose directions? From gradients and the heads' own outputs."""
+"""Sensitivity of the loss to each direction of a key head's logits, from gradients and outputs."""
 
 from __future__ import annotations
 
