@@ -162,7 +162,7 @@ def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ([checkpoint(30)], "no series"),
+        ([checkpoint(30)], "at least two checkpoints"),
         ([checkpoint(30), checkpoint(30)], "named twice"),
         ([checkpoint(30), str(DEMO / "checkpoints" / "step-99999")], "There is no such folder"),
     ],

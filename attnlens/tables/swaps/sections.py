@@ -66,7 +66,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
         plan = report.plan
         yield Section("Ranks", tuple(plan_lines(plan)), plan_rows(plan), (explained(plan),), items=True)
     more = (facts.proof([swap]), facts.cost(swap), facts.off_simplex(swap), facts.site_errors(swap))
-    yield Section("What vouches for it, and what it costs", tuple(line for line in more if line), items=True)
+    yield Section("Checks and cost", tuple(line for line in more if line), items=True)
     if swap.healing is not None:
         yield Section("Healing", tuple(facts.healing(swap.healing, unit)), items=True)
 
@@ -78,7 +78,7 @@ def _several(report: Report) -> Iterator[Section]:
     yield Section("What they do", tuple(lines), kernel_rows(report.swaps), (_reading_help(first, report),))
     yield from _by_text(report.swaps)
     yield Section("Kernels", tuple(map(facts.kernel, report.swaps)), items=True)
-    yield Section("What vouches for it", (facts.proof(report.swaps),), items=True)
+    yield Section("Checks", (facts.proof(report.swaps),), items=True)
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:

@@ -10,7 +10,7 @@ from attnlens.tables.swaps.sections import sections, site_sections
 
 
 def swap_summary(report: Report) -> Group:
-    """What the swap did, what vouches for it, the sweep and the healing, notes, and what has no value."""
+    """What the swap did, its checks and cost, the sweep and the healing, notes, and what has no value."""
     return Group(*printed(sections(report)))
 
 
