@@ -39,7 +39,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("mamba",), "has no softmax attention"),
     **dict.fromkeys(("qwen2_5_vl_vision", "glm4v_vision"), "can't make up hidden_states and grid_thw"),
     "patchtst": "can't make up past_values",
-    "switch_transformers": "config names no start token for its decoder",
+    "switch_transformers": "config names no start token that its decoder knows",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "gives every query a sink of its own",
 }
