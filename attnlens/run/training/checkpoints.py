@@ -94,7 +94,8 @@ def _checkpoint(model: str, revision: str | None, loading: models.Loading) -> Ch
 def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
     if len(found) < 2:
         raise UsageError(
-            "A series needs at least two checkpoints.", "Name two or more, as in --checkpoints step-100 step-200, or --revisions."
+            "A series needs at least two checkpoints.",
+            "Name two or more, as in --checkpoints step-100 step-200, or --revisions.",
         )
     places = [(one.place.folder, one.place.file) for one in found]
     for number, place in enumerate(places):
