@@ -116,7 +116,8 @@ def commands() -> Path:
     """A folder with the command `attnlens`, for the PATH of a shell; this test process's server runs behind it."""
     if not _folder:
         folder = Path(tempfile.mkdtemp(prefix="attnlens-tests-"))
-        server = subprocess.Popen([sys.executable, __file__, str(folder / "socket")], env=_environment())
+        command = [sys.executable, __file__, str(folder / "socket")]
+        server = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         atexit.register(server.kill)
         while not (folder / "ready").exists():
@@ -145,8 +146,12 @@ def _serve(address: Path) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         parent = os.getppid()
-        while os.getppid() == parent:
-            connection = door.accept()[0]
+        door.settimeout(2)
+        while os.getppid() == parent:  # tests that were killed leave no server behind
+            try:
+                connection = door.accept()[0]
+            except TimeoutError:
+                continue
             if os.fork() == 0:
                 door.close()
                 _answer(connection)
