@@ -24,6 +24,7 @@ from program import DEMO, environment_with
 from reports import synthetic_report
 
 import attnlens
+from attnlens.cli import show
 from attnlens.cli.door import exit_code
 from attnlens.cli.verdict import failure
 from attnlens.cli.work import NO_MODEL
@@ -408,6 +409,15 @@ def test_a_hostile_environment_changes_nothing(here):
     run = subprocess.run(program, env=environment_with(**HOSTILE), capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interruption_that_a_library_made_an_error_of_its_own_is_still_one(monkeypatch, capsys):
+    monkeypatch.setattr(show, "_struck", [])
+    assert show.told(ValueError("a control: a bug, and no interruption")) == show.BUG
+    with pytest.raises(KeyboardInterrupt):
+        show.interrupt(signal.SIGINT, None)
+    assert show.told(ValueError("SchemaError: KeyboardInterrupt")) == show.INTERRUPTED
+    assert capsys.readouterr().err.endswith("Interrupted.\n")
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.03, 0.08, 0.15, 0.3, 0.6])

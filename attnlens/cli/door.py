@@ -17,7 +17,7 @@ import typer
 from attnlens.cli import leave
 from attnlens.cli.commands import app
 from attnlens.cli.outputs import READER_LEFT, product
-from attnlens.cli.show import UNUSABLE, complain, told
+from attnlens.cli.show import UNUSABLE, complain, interrupt, told
 
 TypedWrong: Any = typer.BadParameter.__base__
 """What click raises for words that it can't parse; typer carries its own click, or uses the package, by its version."""
@@ -64,7 +64,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
 def _prepare() -> None:
     """Make streams, page and libraries usable in whatever state the caller left them."""
     if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on what is finished is kept
+        signal.signal(signal.SIGINT, interrupt)  # from here on what is finished is kept
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it lives as long as the program
     for stream in (sys.stdout, sys.stderr):

@@ -81,12 +81,22 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+_struck: list[int] = []
+"""The interruptions of this run."""
+
+
+def interrupt(number: int, _frame: object) -> None:
+    """Raise KeyboardInterrupt, and remember it: pydantic, while it builds a class, makes an error of its own of it."""
+    _struck.append(number)
+    raise KeyboardInterrupt
+
+
 def told(error: BaseException) -> int:
     """Say what ended a command; the exit code. A panic of a Rust library, which is no Exception, is told too."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)
         return UNUSABLE
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) or _struck:
         say("Interrupted.")
         return INTERRUPTED
     if is_memory(error):
