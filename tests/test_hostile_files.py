@@ -420,6 +420,18 @@ def test_nothing_outside_the_folder_is_read_as_a_template_or_a_vocabulary(name: 
     refused(ModelError, lambda: models.load(str(folder)), "leads out of its folder")
 
 
+def test_templates_of_the_hubs_cache_are_links_to_its_blobs_and_are_read(folder: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "commit"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    blobs.mkdir()
+    (snapshot / "additional_chat_templates").mkdir()
+    for number, name in enumerate(("chat_template.jinja", "additional_chat_templates/a.jinja")):
+        (blobs / str(number)).write_text("{{ messages }}")
+        (snapshot / name).symlink_to(blobs / str(number))
+    assert models.load(str(snapshot)).tokenizer is not None
+
+
 def test_a_template_without_an_end_is_refused(folder: Path) -> None:
     with (folder / "chat_template.jinja").open("wb") as file:
         file.truncate(2**28 + 1)

@@ -35,7 +35,7 @@ def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) ->
     bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
     own_first = sorted(every, key=lambda name: sum(name in base for base in bases))
     return {
-        parameter_of(name, every[name]): (_typed(kind, name, every[name]), defaults.get(name, _default(every[name])))
+        parameter_of(name, every[name]): (_typed(name, every[name]), defaults.get(name, _default(every[name])))
         for name in own_first
     }
 
@@ -49,14 +49,14 @@ def _default(found: requests.Option) -> Any:
     return None if found.default == () else found.default
 
 
-def _typed(kind: type, name: str, found: requests.Option) -> Any:
+def _typed(name: str, found: requests.Option) -> Any:
     """What typer is told: how the option is typed, which type its word has, and its line of help."""
     flag = found.flag or "--" + name.replace("_", "-")
     more = {"min": found.least, "max": found.most, "metavar": found.metavar}
     given = {key: value for key, value in more.items() if value is not None}
     if found.shown is not None:
         given["show_default"] = found.shown
-    plain = found.typed or _word(requests.type_of(kind, name))
+    plain = found.typed or _word(found.type)
     return Annotated[plain, option(flag, panel=found.panel, help=found.help, **given)]
 
 
@@ -204,7 +204,7 @@ def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(name: str, asked: requests.Option, word: Any) -> Any:
     """A parameter as Python would give it."""
-    if name in ("layers", "heads"):
+    if asked.check is requests.numbers:
         return numbers(name, word)
     if asked.typed == list[Path] | None:
         return texts(name, word or ())

@@ -96,7 +96,7 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
         path = folder / name
         if name == TEMPLATES and os.path.isdir(path):  # noqa: PTH112  # which never raises
             _refuse_outside(folder, path)
-            check_small(path, names_in(path))
+            check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
         read = any(fnmatch(name, pattern) for pattern in READ)
         if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
             continue

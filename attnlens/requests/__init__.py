@@ -15,7 +15,7 @@ from attnlens.requests.kinds import (
     SwapRequest,
     Sweep,
 )
-from attnlens.requests.option import Option, alternatives, checked, options, type_of, value_of
+from attnlens.requests.option import Option, alternatives, checked, options, value_of
 from attnlens.requests.values import Numbers, Words, head, numbers, whole, words
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "head",
     "numbers",
     "options",
-    "type_of",
     "value_of",
     "whole",
     "words",

@@ -40,6 +40,8 @@ class Option:
     """What these are names of, where that is not the option's own name."""
     typed: Any = None
     """What typer makes of its word, where its type does not say it."""
+    type: Any = str
+    """The type of its values, by its annotation."""
     check: Callable[[str, Any], Any] = unchecked
     """(name, value) → the value as the run has it; raises UsageError. Where none is named, by its type."""
 
@@ -56,13 +58,8 @@ def _completed(hint: Any) -> Option:
     option: Option
     plain, option = get_args(hint)[:2]
     literal = next((part for part in alternatives(plain) if get_origin(part) is Literal), None)
-    option = replace(option, names=option.names or get_args(literal))
+    option = replace(option, type=plain, names=option.names or get_args(literal))
     return option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
-
-
-def type_of(kind: type, name: str) -> Any:
-    """The type of an option's values."""
-    return get_args(get_type_hints(kind, include_extras=True)[name])[0]
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
