@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from attnlens.choices import Sources
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
@@ -189,9 +190,7 @@ def gathering(
     return enter
 
 
-def analyzers(
-    names: Iterable[str] = (), source: Literal["weights", "tokens", "both"] = "both"
-) -> list[Analyzer | Gathering]:
+def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
     """The analyzers of those names (those that run by default, where none is named) for that source, gatherings last.
 
     Raises UsageError for an unknown name, with the nearest known one.

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnlens"
 LAYERS = {
     "errors": 0,
+    "choices": 0,
     "wording": 0,
     "files": 0,
     "records": 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from attnlens.attention.positions import unplaced
 from attnlens.attention.primal_scores import by_primal
@@ -14,6 +14,7 @@ from attnlens.attention.scores import by_scores
 from attnlens.attention.sums import by_sums, reach
 from attnlens.attention.whole import by_whole
 from attnlens.attention.whole import refuse as refuse_hidden
+from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
@@ -21,9 +22,6 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-
-Route = Literal["auto", "eager", "fused"]
-"""The fastest exact path there is; row tiles; a fused path or an error."""
 
 
 CAPPED = "the model caps its scores (softcap)"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
+from attnlens.choices import Convention
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-Convention = Literal["paper", "code"]
-"""paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
 ETA = 0.1
 """η of the published code for language modelling; 0.01 for Long Range Arena."""
 

@@ -1,11 +1,12 @@
 """The frozen nouns that the parts of attnlens hand to each other."""
 
+from attnlens.choices import Intervals, Part
 from attnlens.records.calls import Call
 from attnlens.records.coverage import Coverage, Skipped
 from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
 from attnlens.records.measures import Head, HeadId, Measure, Null, Record
 from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
-from attnlens.records.provenance import Conventions, File, Intervals, ModelInfo, Settings, Text, Tool
+from attnlens.records.provenance import Conventions, File, ModelInfo, Settings, Text, Tool
 from attnlens.records.report import (
     Environment,
     Extreme,
@@ -20,10 +21,7 @@ from attnlens.records.report import (
 from attnlens.records.rotation import Rotation
 from attnlens.records.selections import WHERE_POSED, Pick, Selection, Sentence, Space
 from attnlens.records.swaps import (
-    CONVENTIONS,
     PARTS,
-    PATHS,
-    SWEEPS,
     Change,
     Effect,
     Healing,
@@ -37,14 +35,11 @@ from attnlens.records.swaps import (
     TextChange,
     TextCosine,
 )
-from attnlens.records.tensors import Part, QueryKey, Site, Source
+from attnlens.records.tensors import QueryKey, Site, Source
 from attnlens.records.windows import Windows
 
 __all__ = [
-    "CONVENTIONS",
     "PARTS",
-    "PATHS",
-    "SWEEPS",
     "WHERE_POSED",
     "Bound",
     "Call",

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
+from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import as_path, read_bytes
-from attnlens.records.tensors import Part
 
 
 def _nine_digits(number: float) -> float:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from attnlens.choices import Intervals, Part
 from attnlens.files import as_path, write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
-from attnlens.records.provenance import Intervals, ModelInfo, Settings, Text, Tool
+from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
 from attnlens.records.swaps import Pair
-from attnlens.records.tensors import Part
 
 CHOSEN_BY = "an older attnlens wrote it: what it promised was measured on the text that chose the ranks"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Literal
 
+from attnlens.choices import Intervals, Placement, Sources
 from attnlens.records.measures import Count, Record
 
 
@@ -83,10 +84,6 @@ class Text(Record):
         return cls(name=" + ".join(text.name for text in texts), sha256=digest.hexdigest())
 
 
-Intervals = Literal["windows", "texts"]
-"""Over what errors and intervals are: the windows of the texts named, or texts like them."""
-
-
 class Settings(Record):
     """What was asked for, and what was fed."""
 
@@ -96,7 +93,7 @@ class Settings(Record):
     """Device of the forward passes."""
     dtype: str = "float32"
     """Type of the model's weights; measures are computed in float64."""
-    source: Literal["weights", "tokens", "both"] = "both"
+    source: Sources = "both"
     """Which sources were analysed."""
     analyzers: list[str] = []
     """Which analyzers ran."""
@@ -104,7 +101,7 @@ class Settings(Record):
     """The text, where one was fed; several as one."""
     texts: list[Text] = []
     """Each text with the numbers of its windows."""
-    windows: Literal["spread", "first", "random"] | None = None
+    windows: Placement | None = None
     """Where in each text the windows (or lines) lie; None where no text was fed."""
     intervals: Intervals | None = None
     """Over what standard errors and intervals are; None where no text was fed."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, PrivateAttr
 
+from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import as_path, write_atomically
 from attnlens.records.coverage import Coverage
@@ -19,7 +20,6 @@ from attnlens.records.plans import Plan
 from attnlens.records.provenance import ModelInfo, Settings, Tool
 from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
-from attnlens.records.tensors import Part
 from attnlens.records.windows import Windows
 from attnlens.wording import clean
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from attnlens.choices import Part
 from attnlens.records.measures import Number, Record
-from attnlens.records.tensors import Part
 
 PARTS: tuple[Part, ...] = get_args(Part)
 """The order in which parts stand, so that the layers of one stand together."""
-PATHS = ("auto", "eager", "fused")
-"""How a kernel can be asked to be computed."""
-SWEEPS = ("heads", "layers")
-"""What can be swapped one by one."""
-CONVENTIONS = ("paper", "code")
-"""How the KSVD objective can be counted."""
 Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
 
 

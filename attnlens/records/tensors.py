@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from attnlens.choices import Part
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from attnlens.records.rotation import Rotation
 
-Part = Literal["encoder", "decoder", "cross"]
 Source = Literal["weights", "tokens"]
 
 

@@ -10,17 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.calls import LARGEST, word
+from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.requests import values
 from attnlens.requests.option import Option
 from attnlens.requests.values import Numbers, Words
 
-Source = Literal["weights", "tokens", "both"]
-Placement = Literal["spread", "first", "random"]
-Intervals = Literal["windows", "texts"]
-Part = Literal["encoder", "decoder", "cross"]
-Sweep = Literal["heads", "layers"]
-Route = Literal["auto", "eager", "fused"]
-Convention = Literal["paper", "code"]
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 """Panels of the help, beside that without a name."""
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
@@ -109,7 +103,7 @@ class ModelRequest(Feeding, total=False):
 class InspectRequest(ModelRequest, total=False):
     """What `inspect` can be asked for."""
 
-    source: Annotated[Source, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
+    source: Annotated[Sources, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
     analyzers: Annotated[
         Words,
         Option(

@@ -9,6 +9,7 @@ from hashlib import sha256
 from random import Random
 from typing import TYPE_CHECKING
 
+from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.foreign import foreign_notes, refuse_foreign, unknown_shares
@@ -24,7 +25,7 @@ from attnlens.texts.inputs import (
     wanted,
 )
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
-from attnlens.texts.sampling import PLACEMENTS, Placement, chosen, shares
+from attnlens.texts.sampling import chosen, shares
 from attnlens.texts.sequences import lines, position_limit, window_length, windows
 from attnlens.texts.sources import LONGEST, Content, read_each, sample, thinned
 
@@ -37,7 +38,6 @@ __all__ = [
     "CHARACTERS",
     "LONGEST",
     "MOST_SHARED",
-    "PLACEMENTS",
     "RUN",
     "Batch",
     "Batches",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from random import Random
-from typing import Literal
 
-Placement = Literal["spread", "first", "random"]
-PLACEMENTS: tuple[Placement, ...] = ("spread", "first", "random")
+from attnlens.choices import Placement
 
 
 def shares(available: Sequence[int], wanted: int) -> list[int]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from attnlens import calls
+from attnlens.choices import Convention, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.ksvd import ETA
 from attnlens.records import Plan, read_plan
-from attnlens.requests import Convention, Part, Route, Sweep, Words, words
+from attnlens.requests import Words, words
 from attnlens.run.swap.fit import check_fit
 from attnlens.run.swap.ranks.from_plan import part_of
 from attnlens.run.swap.saved import check_folder

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from attnlens import calls, hooks, texts
+from attnlens.choices import Part
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.files import make_folder, opened, read_object, sha256
 from attnlens.kernels import parsed
@@ -25,7 +26,6 @@ from attnlens.models import SWAPPED, Loaded, first_line, load
 from attnlens.models.folders import weight_file
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Report, Site
-from attnlens.records.tensors import Part
 from attnlens.run.checks import FAILURES
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from attnlens import models, registry, requests, texts
 from attnlens.calls import public
+from attnlens.choices import Sources
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
@@ -29,7 +30,7 @@ def converge_checkpoints(
     *,
     revisions: requests.Words = (),
     head: tuple[int, int] | str | None = None,
-    source: Literal["weights", "tokens", "both"] = "both",
+    source: Sources = "both",
     analyzers: requests.Words = (),
     select: str = "argmax",
     layers: Sequence[int] | None = None,

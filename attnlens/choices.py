@@ -1,0 +1,18 @@
+"""The words that options choose from, each set once; without any import, so that every room can name them."""
+
+from typing import Literal
+
+Sources = Literal["weights", "tokens", "both"]
+"""What a run reads."""
+Placement = Literal["spread", "first", "random"]
+"""Where windows lie in each text: evenly spread over it, the first ones, or drawn at random."""
+Intervals = Literal["windows", "texts"]
+"""Over what errors and intervals are: the windows of the texts named, or texts like them."""
+Part = Literal["encoder", "decoder", "cross"]
+"""The part of a model that an attention computation belongs to."""
+Sweep = Literal["heads", "layers"]
+"""What is swapped one by one."""
+Route = Literal["auto", "eager", "fused"]
+"""How attention is computed: by the fastest exact path there is; by row tiles; by a fused path or not at all."""
+Convention = Literal["paper", "code"]
+"""paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
