@@ -8,6 +8,7 @@ from dataclasses import replace
 import families
 import pytest
 import torch
+import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import apart, family, loaded, outputs, package, sites_of
@@ -15,7 +16,7 @@ from program import attnlens as program
 from program import refused
 
 import attnlens
-from attnlens import calls, hooks, plots, texts
+from attnlens import calls, hooks, texts
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
@@ -27,8 +28,9 @@ from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import Sizes, break_even, costs, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
 from attnlens.run.swap.targets import feed
+from attnlens.sections.swap_tables import plan_rows
+from attnlens.sentences.plans import plan_lines
 from attnlens.statistics import Design
-from attnlens.tables.swaps.plans import plan_lines, plan_rows
 from attnlens.texts import Cut
 
 RANK = parsed("rank:65536")
@@ -577,10 +579,10 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
         "numbers",
     ):
         assert word in told
-    drawn = [path.name for path in plots.save_all(report, tmp_path / "pictures")]
+    drawn = [path.name for path in views.save_pictures(report, tmp_path / "pictures")]
     assert "ranks.png" in drawn
     without = report.model_copy(update={"plan": None})
-    assert "ranks.png" not in [path.name for path in plots.save_all(without, tmp_path / "others")]
+    assert "ranks.png" not in [path.name for path in views.save_pictures(without, tmp_path / "others")]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

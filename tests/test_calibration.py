@@ -3,6 +3,7 @@
 from itertools import chain
 
 import pytest
+import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import family
@@ -13,7 +14,6 @@ from attnlens import texts
 from attnlens.errors import TextError, UsageError
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration
-from attnlens.tables import markdown
 from attnlens.texts import overlap
 
 READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"}
@@ -189,8 +189,8 @@ def test_other_windows_of_the_same_text_are_calibrated_on_where_none_is_named(de
 def test_another_text_of_the_same_name_is_not_called_the_same(demo, tmp_path):
     (tmp_path / "far").mkdir()
     here, there = of_file(tmp_path, OWN[: len(OWN) // 2], "text.txt"), of_file(tmp_path / "far", FAR, "text.txt")
-    assert "other windows of" not in markdown(fitted(demo, there, text=here))
-    assert "other windows of text.txt" in markdown(fitted(demo, text=here))
+    assert "other windows of" not in views.markdown(fitted(demo, there, text=here))
+    assert "other windows of text.txt" in views.markdown(fitted(demo, text=here))
 
 
 # --- fits that are made anyway ----------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from attnlens.cli.delivery import deliver
 from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.errors import AttnlensError, OutputError
-from attnlens.plots import is_file
 from attnlens.records import read_report
+from attnlens.render.pictures import is_file
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)

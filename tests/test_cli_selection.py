@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import views
 from program import attnlens, refused, without_torch
 
 from attnlens.records import Pick, Selection, Sentence, json_schema, read_report
-from attnlens.tables import console, selections
+from attnlens.sections.selections import selections
 
 SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
 ONE = ("inspect", "demo", "--head", "3.7", "--show", "selection")
@@ -114,7 +115,7 @@ def test_a_strangers_tokens_are_no_markup_and_steer_no_terminal(capsys):
     class Shown:
         selections = [found]  # noqa: RUF012
 
-    console().print(selections(Shown()))
+    print(views.printed(views.alone(*selections(Shown()))))
     printed = capsys.readouterr().out
     assert "[[red]�[31m] {{x}} <[/]>" in printed
     assert "\x1b" not in printed

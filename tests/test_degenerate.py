@@ -6,11 +6,11 @@ import pytest
 import tiny
 import torch
 import transformers as tf
+import views
 from loaded import loaded
 
 import attnlens
 from attnlens.errors import AttnlensError
-from attnlens.plots import save_all
 
 SMALL = {"sequences": 2, "tokens": 16}
 
@@ -113,4 +113,4 @@ def test_every_verb_measures_or_refuses_with_the_true_reason(what, tmp_path):
             for name, measure in head.measures.items():
                 assert (measure.value is None) == (measure.reason is not None), (verb, name)
         if verb in ("inspect", "rbf", "sweep"):
-            assert save_all(report, tmp_path / "page.png")
+            assert views.save_pictures(report, tmp_path / "page.png")

@@ -6,20 +6,22 @@ import re
 
 import numpy as np
 import pytest
+import views
 from experiment_reports import converging, curve, experiment_report, golden, of_head, series_report
 from matplotlib.axes import Axes
 from program import attnlens  # noqa: F401  # the environment of the tests
-from test_experiment_views import failing, printed
+from test_experiment_views import failing
 
-from attnlens import tables
-from attnlens.plots import experiment_overview, house_style
+from attnlens.plots import experiment_overview
 from attnlens.plots.experiments import experiment_panels, groups
-from attnlens.plots.style import new_figure
+from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps import panel_figure
 from attnlens.plots.trajectories import draw_trajectories
 from attnlens.records import Experiment, Report
-from attnlens.tables.figures import worded
-from attnlens.tables.terminal import console
+from attnlens.render import terminal
+from attnlens.render.console import console
+from attnlens.sections import documents
+from attnlens.sentences.labels import worded
 
 
 def named(name: str, curves: dict[str, list[float]]) -> Experiment:
@@ -38,16 +40,15 @@ def test_an_experiment_with_nothing_to_meet_is_not_said_to_meet_it() -> None:
     nothing = {"published": None, "tolerance": None, "bounds": {}}
     some = experiment_report(golden(), *(golden(name=f"other {n}", **nothing) for n in range(5)))
     sentence = "1 of 6 experiments has published figures to meet, and meets them."
-    assert sentence in printed(tables.summary(some))
-    assert sentence in tables.markdown(some)
+    assert sentence in views.summary(some)
+    assert sentence in views.markdown(some)
     with house_style():
         texts = [text.get_text() for text in experiment_overview(some).texts]
     assert any(sentence in text for text in texts)
     missed = experiment_report(failing(), golden(), golden(name="other", **nothing))
-    assert "2 of 3 experiments have published figures to meet, and 1 of these misses them: failing." in printed(
-        tables.summary(missed)
-    )
-    assert "The experiment meets" in printed(tables.summary(experiment_report(golden())))  # the control
+    sentence = "2 of 3 experiments have published figures to meet, and 1 of these misses them: failing."
+    assert sentence in views.summary(missed)
+    assert "The experiment meets" in views.summary(experiment_report(golden()))  # the control
 
 
 def test_each_null_is_said_to_be_what_it_is() -> None:
@@ -57,7 +58,7 @@ def test_each_null_is_said_to_be_what_it_is() -> None:
         nulls = {f"{name}: null": curve(found.curves[name].steps, np.full(7, 0.1), 0.02) for name in names}
         curves = {name: made for name, made in found.curves.items() if not name.endswith(": null")} | nulls
         again = report.model_copy(update={"experiments": [found.model_copy(update={"curves": curves})]})
-        return " ".join(printed(tables.summary(again)).split())
+        return " ".join(views.summary(again).split())
 
     assert "null: what the head reads turned by random rotations, mean" in told("selection.efficiency")
     assert "null: what independent random factors read, mean" in told("weights.symmetry")
@@ -68,9 +69,9 @@ def test_each_null_is_said_to_be_what_it_is() -> None:
 
 def test_one_head_has_no_quartiles_and_no_layers_to_tell_apart() -> None:
     one, several = series_report(1, 1), series_report(2, 1)
-    assert "quartiles" not in printed(tables.summary(one))
-    assert "Quartiles" not in tables.markdown(one)
-    assert "quartiles" in printed(tables.summary(several))  # the control
+    assert "quartiles" not in views.summary(one)
+    assert "Quartiles" not in views.markdown(one)
+    assert "quartiles" in views.summary(several)  # the control
     with house_style():
         bars = [
             [axes for axes in experiment_overview(report).axes for inner in axes.child_axes if inner]
@@ -124,7 +125,7 @@ def test_the_quantity_stands_beside_its_axis() -> None:
                 panel_axes(experiment_report(named(name, {"cosine: last": [0.5, 1.0]}))).get_ylabel() == "share of Σσ"
             )
         assert panel_axes(experiment_report(named("else", {"x": [3.0, 3.0]}))).get_ylabel() == ""  # the control
-    text = printed(tables.summary(experiment_report(of_head().model_copy(update={"final": {"norm, from zero": 2.5}}))))
+    text = views.summary(experiment_report(of_head().model_copy(update={"final": {"norm, from zero": 2.5}})))
     assert "‖W‖ / ‖W_mm‖, from zero" in text
 
 
@@ -197,8 +198,8 @@ def test_figures_are_named_in_words(name: str, words: str) -> None:
 
 
 def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    console().print(tables.summary(experiment_report(converging(), failing())))
+    console().print(terminal.document(documents.summary(experiment_report(converging(), failing()))))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10
     assert [line for line in lines if line != line.rstrip()] == []
-    assert re.search(" $", printed(tables.summary(experiment_report(converging()))), re.MULTILINE)  # the control
+    assert re.search(" $", views.summary(experiment_report(converging())), re.MULTILINE)  # the control

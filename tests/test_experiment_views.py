@@ -11,32 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import views
 from experiment_reports import converging, curve, experiment_report, golden, of_head, selecting, series_report, training
 from program import attnlens  # noqa: F401  # the environment of the tests
-from rich.console import Console, RenderableType
 from test_plots_layout import overlapping
 
-from attnlens import html, tables
 from attnlens.errors import UsageError
-from attnlens.plots import experiment_overview, house_style, save_all
+from attnlens.plots import experiment_overview
 from attnlens.plots.experiments import deviation, experiment_panels, groups
 from attnlens.plots.steps import scale_steps
-from attnlens.plots.style import new_figure
+from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps import panel_figure
 from attnlens.plots.trajectories import draw_trajectories
 from attnlens.records import Experiment, Report, read_report
-from attnlens.tables import facts
-from attnlens.tables.figures import worded
-from attnlens.tables.series import measures_of, told_of
+from attnlens.sentences import reports
+from attnlens.sentences.followed import measures_of, told_of
+from attnlens.sentences.labels import worded
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def printed(renderable: RenderableType, width: int = 120) -> str:
-    console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def row(text: str, *words: str) -> list[str]:
@@ -74,7 +67,7 @@ def hostile() -> Report:
 
 
 def test_every_figure_stands_beside_the_published_with_its_verdict() -> None:
-    text = printed(tables.summary(experiment_report(converging(), golden(), failing(), command="verify")))
+    text = views.summary(experiment_report(converging(), golden(), failing(), command="verify"))
     assert row(text, "local", "convergence")[2:] == [
         *("W", "to", "Frobenius", "0.991", "±", "0.0021", "0.992", "0.010", "pass")
     ]
@@ -90,10 +83,8 @@ def test_every_figure_stands_beside_the_published_with_its_verdict() -> None:
 
 
 def test_all_that_pass_are_said_to_pass_and_what_was_not_published_is_not_judged() -> None:
-    assert "All 2 experiments meet what was published." in printed(
-        tables.summary(experiment_report(converging(), selecting()))
-    )
-    text = printed(tables.summary(experiment_report(of_head())))
+    assert "All 2 experiments meet what was published." in views.summary(experiment_report(converging(), selecting()))
+    text = views.summary(experiment_report(of_head()))
     assert "nothing published to compare with" in text
     assert "verdict" not in text
     assert "pass" not in text
@@ -104,9 +95,9 @@ def test_a_report_says_which_experiment_ran_on_which_model() -> None:
     report = experiment_report(converging(), *others, command="verify")
     line = "one, two: demo; three: anew; all others: one-layer attention (synthetic)"
     title = "one-layer attention (synthetic) + demo + anew"
-    assert facts.title(report) == title
-    assert facts.ran_on(report) == line
-    texts = [printed(tables.summary(report)), html.page(report), html_unescape(tables.markdown(report))]
+    assert reports.title(report) == title
+    assert reports.ran_on(report) == line
+    texts = [views.summary(report), views.page(report), html_unescape(views.markdown(report))]
     with house_style():
         figure = experiment_overview(report)
         texts.append(" ".join(text.get_text() for text in figure.texts))
@@ -116,29 +107,29 @@ def test_a_report_says_which_experiment_ran_on_which_model() -> None:
         assert title in text
         assert line in text
     assert "one: Are solved instances solved again? (on demo, 1.2 s)" in texts[0]
-    assert facts.ran_on(experiment_report(golden(model="demo"))) == "golden instances: demo", "no others to speak of"
+    assert reports.ran_on(experiment_report(golden(model="demo"))) == "golden instances: demo", "no others to speak of"
     plain = experiment_report(converging())
-    assert (facts.title(plain), facts.ran_on(plain)) == ("one-layer attention (synthetic)", "")  # the control
-    assert "all others" not in html.page(plain)
+    assert (reports.title(plain), reports.ran_on(plain)) == ("one-layer attention (synthetic)", "")  # the control
+    assert "all others" not in views.page(plain)
 
 
 def test_a_series_shows_what_is_asked_first_and_all_when_asked() -> None:
     report = series_report()
-    text = printed(tables.summary(report))
+    text = views.summary(report)
     names = [line.split()[0] for line in text.splitlines() if "." in (line.split() or [""])[0][1:]]
     shown = [name for name in names if name.startswith(("weights.", "tokens.", "selection."))]
     assert shown[:4] == ["selection.efficiency", "weights.symmetry", "weights.effective_rank", "tokens.entropy"]
     assert "tokens.share_key" not in text
     assert "The loss on this text falls from 7.000 to 2.511 nats per token." in text
     assert "COMPLETE: 32 of 32 heads" in text
-    whole = printed(tables.details(report))
+    whole = views.details(report)
     assert "tokens.share_key" in whole
     found = report.experiments[0].curves["weights.symmetry"]
     cells = row(text, "weights.symmetry")
     assert cells[1] == f"{found.median[0]:.3f}"
     assert cells[7] == f"{found.median[-1]:.3f}"
     assert cells[8:11] == [f"{found.low[-1]:.3f}", "…", f"{found.high[-1]:.3f}"]  # type: ignore[index]
-    assert max(map(len, printed(tables.summary(report), 100).splitlines())) <= 100
+    assert max(map(len, views.summary(report, 100).splitlines())) <= 100
 
 
 def test_figures_of_decay_are_named_in_words() -> None:
@@ -154,9 +145,9 @@ def test_figures_of_decay_are_named_in_words() -> None:
 
 
 def test_many_checkpoints_are_thinned_in_the_table_and_it_says_so() -> None:
-    text = printed(tables.summary(series_report(checkpoints=40)))
+    text = views.summary(series_report(checkpoints=40))
     assert "8 of 40 checkpoints are shown" in text
-    assert "are shown" not in printed(tables.summary(series_report(checkpoints=8)))  # the control
+    assert "are shown" not in views.summary(series_report(checkpoints=8))  # the control
 
 
 def test_a_measure_that_never_changes_is_left_out() -> None:
@@ -168,7 +159,7 @@ def test_a_measure_that_never_changes_is_left_out() -> None:
 
 
 def test_rows_for_a_spreadsheet() -> None:
-    rows = list(standard.DictReader(io.StringIO(tables.csv(experiment_report(converging(), golden(), failing())))))
+    rows = list(standard.DictReader(io.StringIO(views.csv(experiment_report(converging(), golden(), failing())))))
     assert len(rows) == 10
     assert rows[0] == {
         "experiment": "local convergence",
@@ -182,7 +173,7 @@ def test_rows_for_a_spreadsheet() -> None:
     }
     assert [found["verdict"] for found in rows[7:]] == ["fail", "fail", "fail"]
     assert rows[9]["ours"] == ""
-    followed = list(standard.DictReader(io.StringIO(tables.csv(series_report(2, 3)))))
+    followed = list(standard.DictReader(io.StringIO(views.csv(series_report(2, 3)))))
     assert len(followed) == 2 * 3 * 5 * 7
     assert followed[1]["training step"] == "30"
     assert set(followed[0]) == {"layer", "head", "measure", "training step", "value", "se"}
@@ -190,13 +181,13 @@ def test_rows_for_a_spreadsheet() -> None:
 
 def test_markdown_and_html_hold_the_same_tables() -> None:
     report = experiment_report(converging(), failing())
-    page = html.page(report)
-    assert "FAIL" in tables.markdown(report)
+    page = views.page(report)
+    assert "FAIL" in views.markdown(report)
     assert "FAIL" in page
     assert "1 of 2 experiments misses" in page
     followed = series_report()
-    assert "tokens.share&#95;key" in tables.markdown(followed) or "tokens.share_key" in tables.markdown(followed)
-    assert "Quartiles over heads" in html.page(followed)
+    assert "tokens.share&#95;key" in views.markdown(followed) or "tokens.share_key" in views.markdown(followed)
+    assert "Quartiles over heads" in views.page(followed)
 
 
 class Tags(HTMLParser):
@@ -210,17 +201,17 @@ class Tags(HTMLParser):
 
 def test_what_strangers_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
     report = hostile()
-    page, marked = html.page(report), tables.markdown(report)
+    page, marked = views.page(report), views.markdown(report)
     tags = Tags()
     tags.feed(page)
     assert "script" not in tags.seen
     assert "<script" not in marked
     assert not STEERING.search(page)
     assert not STEERING.search(marked.replace("\u200b", ""))
-    assert not STEERING.search(printed(tables.summary(report)))
-    for cells in standard.reader(io.StringIO(tables.csv(experiment_report(report.experiments[0])))):
+    assert not STEERING.search(views.summary(report))
+    for cells in standard.reader(io.StringIO(views.csv(experiment_report(report.experiments[0])))):
         assert not any(cell.startswith(("=", "+", "@")) for cell in cells)
-    drawn = save_all(report, tmp_path / "pictures")
+    drawn = views.save_pictures(report, tmp_path / "pictures")
     assert all(path.parent == tmp_path / "pictures" for path in drawn)
     assert all(re.fullmatch(r"[\w.-]+", path.name) for path in drawn)
 
@@ -231,8 +222,8 @@ def test_a_report_comes_back_from_json_and_draws_the_same_pictures(report: Repor
     again = read_report(tmp_path / "report.json")
     assert again.experiments[0].meets("W to Frobenius") == report.experiments[0].meets("W to Frobenius")
     assert again.to_json() == report.to_json()
-    assert printed(tables.summary(again)) == printed(tables.summary(report))
-    one, other = save_all(again, tmp_path / "a"), save_all(again, tmp_path / "b")
+    assert views.summary(again) == views.summary(report)
+    one, other = views.save_pictures(again, tmp_path / "a"), views.save_pictures(again, tmp_path / "b")
     assert [path.name for path in one] == [path.name for path in other]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, other, strict=True))
     assert (tmp_path / "a" / "overview.png").read_bytes().startswith(b"\x89PNG")
@@ -241,7 +232,7 @@ def test_a_report_comes_back_from_json_and_draws_the_same_pictures(report: Repor
 
 def test_nothing_to_draw_is_said() -> None:
     with pytest.raises(UsageError, match="no curves"):
-        save_all(experiment_report(golden(published=None, tolerance=None, bounds={})), Path("nowhere"))
+        views.save_pictures(experiment_report(golden(published=None, tolerance=None, bounds={})), Path("nowhere"))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 
 import pytest
+import views
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reports import synthetic_report
 from swap_reports import planned
 
-from attnlens import requests, tables
+from attnlens import requests
 from attnlens.calls import budget_share, selection_share
 from attnlens.cli import options
 from attnlens.cli.commands import app
@@ -128,7 +129,7 @@ def test_reports_are_read_and_shown_or_refused(tmp_path, data):
     file.write_text(altered(json.loads(source.to_json()), data.draw))
     report = family(lambda: read_report(file))
     if report is not None:
-        for show in (Report.to_json, repr, tables.csv, tables.markdown, tables.summary, tables.details):
+        for show in (Report.to_json, repr, views.csv, views.markdown, views.summary, views.details):
             family(lambda show=show: show(report))
 
 

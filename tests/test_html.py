@@ -6,9 +6,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import views
 from reports import CROSS, synthetic_report
 
-from attnlens import html
 from attnlens.records import Extreme, File, Report, Skipped, Text, TextSummary
 
 HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
@@ -70,7 +70,7 @@ def measures(head):
 
 
 def test_strings_from_strangers_are_text_without_control_characters() -> None:
-    page = html.page(hostile())
+    page = views.page(hostile())
     assert not STEERING.search(page)
     assert STEERING.search(HOSTILE)  # the control
     found = Tags(page)
@@ -82,24 +82,24 @@ def test_strings_from_strangers_are_text_without_control_characters() -> None:
 
 
 def test_an_ordinary_page_keeps_its_letters() -> None:
-    assert "�" not in html.page(synthetic_report(2, 2))
+    assert "�" not in views.page(synthetic_report(2, 2))
 
 
 def test_every_number_stands_on_the_page_with_its_error_and_null() -> None:
     report = synthetic_report(3, 4)
-    page = html.page(report)
+    page = views.page(report)
     for head in report:
         assert f">{head.layer} · {head.head}</th>" in page
         assert f">{head.measures['weights.symmetry'].value:.3f}<" in page
     entropy = report.heads[0].measures["tokens.entropy"]
-    assert f"<td>{entropy.value:.3f} ± {entropy.se:.2g}" in page
+    assert f"<td>{entropy.value:.3f}±{entropy.se:.2g}" in page
     assert "0.0013 ± 0.0018" in page
     assert "3 layers" not in page
     assert "COMPLETE: 12 of 12 heads" in page
 
 
 def test_what_is_missing_has_its_reason_in_the_cell_and_below() -> None:
-    page = html.page(synthetic_report(3, 2, parts=["encoder", "decoder", "cross"], missing=[(0, 1)]))
+    page = views.page(synthetic_report(3, 2, parts=["encoder", "decoder", "cross"], missing=[(0, 1)]))
     assert f'title="{CROSS}">–<' in page
     assert "decoder 1 · 0" in page
     text = Tags(page).text
@@ -109,4 +109,4 @@ def test_what_is_missing_has_its_reason_in_the_cell_and_below() -> None:
 
 @pytest.mark.parametrize("section", ["Most extreme heads (ranks, not tests)", "What is measured", "How it was made"])
 def test_the_page_has_what_a_colleague_asks_for(section: str) -> None:
-    assert f"<h2>{section}</h2>" in html.page(synthetic_report(2, 2))
+    assert f"<h2>{section}</h2>" in views.page(synthetic_report(2, 2))

@@ -9,13 +9,14 @@ from heads import query_key, random
 from loaded import family, package
 
 import attnlens
-from attnlens import hooks, linalg, models, registry, tables, texts
+from attnlens import hooks, linalg, models, registry, texts
 from attnlens.analyzers import extended, symmetry
 from attnlens.analyzers.selection import Selector
 from attnlens.plots.captions import full_caption, short_caption
 from attnlens.plots.overview import page_rows
 from attnlens.registry import Analyzer, Place
 from attnlens.run.inspect.chunks import pieces
+from attnlens.sections.layers import layer_rows, reading_help
 from attnlens.shapes import Shapes
 
 N = 14
@@ -206,7 +207,7 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
 
 def test_the_sentence_stands_wherever_the_numbers_do(demo):
     shapes = Shapes(attnlens.inspect(demo, sequences=1, tokens=16, analyzers=("extended", "ksvd", "symmetry")))
-    said = tables.facts.reading_help(tables.layers.layer_rows(shapes), shapes)
+    said = reading_help(layer_rows(shapes), shapes)
     assert said.endswith(registry.NOT_IDENTIFIED)
     assert "extended.share_skew" in said
     assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"], 200)

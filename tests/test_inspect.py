@@ -1,6 +1,5 @@
 """Are the numbers of a report those of the model, on real trained weights and against naive computations?"""
 
-import io
 import json
 import math
 import statistics
@@ -11,18 +10,18 @@ from pathlib import Path
 import families
 import pytest
 import torch
+import views
 from loaded import package, smollm2
-from rich.console import Console
 
 import attnlens
-from attnlens import hooks, html, models, tables, texts
+from attnlens import hooks, models, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
 from attnlens.run import Interrupted
 from attnlens.run.inspect.extremes import extremes
-from attnlens.tables import facts
-from attnlens.tables.population import population
+from attnlens.sentences import reports
+from attnlens.sentences.population import population
 
 SMALL = {"sequences": 4, "tokens": 32}
 
@@ -358,7 +357,7 @@ def test_settings_say_what_was_fed(demo, tmp_path):
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
     lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, tokens=40)
     assert (lines.settings.sequences, lines.settings.tokens, lines.settings.pack) == (6, 40, False)
-    assert "6 lines of at most 40 tokens spread over lines.txt" in facts.header(lines)
+    assert "6 lines of at most 40 tokens spread over lines.txt" in reports.header(lines)
     assert (lines.settings.sequences_asked, lines.settings.windows, lines.settings.intervals) == (
         32,
         "spread",
@@ -401,12 +400,6 @@ def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
         assert statistics.stdev(own) / math.sqrt(5) == pytest.approx(head.measures["tokens.entropy"].se, rel=1e-9)
 
 
-def printed(report):
-    console = Console(width=120, file=io.StringIO(), highlight=False)
-    console.print(tables.summary(report))
-    return console.file.getvalue()
-
-
 def test_one_window_has_no_error_and_says_why(demo):
     report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], sequences=1, tokens=32)
     measure = report.heads[0].measures["tokens.entropy"]
@@ -414,7 +407,7 @@ def test_one_window_has_no_error_and_says_why(demo):
     assert (measure.se, measure.se_reason) == (None, "one window has no spread")
     assert report.summary.median_errors == {}
     assert report.summary.reasons == {"median_errors": "one window has no spread"}
-    for said in (printed(report), tables.markdown(report), html.page(report)):
+    for said in (views.summary(report, 120), views.markdown(report), views.page(report)):
         assert "one window has no spread: no errors" in unescape(" ".join(said.split()))
 
 
@@ -424,7 +417,7 @@ def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_pat
     for number, path in enumerate(paths):
         path.write_text(book[8_000 * number : 8_000 * (number + 1)])
     report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=4, tokens=32)
-    said = " ".join(printed(report).split())
+    said = " ".join(views.summary(report, 120).split())
     assert "every window counts once, and the texts gave 2, 1, 1 windows" in said
     assert "0.txt (2)" in said
     assert "2.txt (1)" in said
@@ -437,7 +430,7 @@ def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(t
     report = attnlens.inspect(tmp_path, sequences=3)
     settings = report.settings
     assert (settings.text, settings.pack, settings.sequences, settings.tokens) == (None, None, 3, 10)
-    assert "random pixels, 3 images of 10 tokens each" in facts.header(report)
+    assert "random pixels, 3 images of 10 tokens each" in reports.header(report)
     (tmp_path / "text.txt").write_text("In the beginning. " * 50)
     for words in ({"tokens": 16}, {"text": str(tmp_path / "text.txt")}):
         with pytest.raises(UsageError, match="reads pixels"):

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import views
 from heads import dense, query_key, random
 from matplotlib.colors import Normalize
 from reports import planted
@@ -13,10 +14,11 @@ import attnlens
 from attnlens import hooks, models, texts
 from attnlens.analyzers import spectrum
 from attnlens.analyzers.ksvd import TOKENS, of_tokens
-from attnlens.plots import house_style, overview_figure, save_all
+from attnlens.plots import overview_figure
 from attnlens.plots.depths import depths
 from attnlens.plots.fans import DEPTH
 from attnlens.plots.overview import page_rows
+from attnlens.plots.style import house_style
 from attnlens.records import Call, Report, Site
 from attnlens.registry import MeasureInfo, analyzers, measure_infos, measure_sources
 from attnlens.shapes import Shapes
@@ -345,6 +347,6 @@ def test_ksvds_overview_is_figure_1(tmp_path):
     assert {panel.name for panel in first} == {"ksvd.attention_spectrum"}
     assert second[0].name == "ksvd.first_share", "the only map that attention identifies stands first"
     assert all(panel.note.startswith("not identified") for panel in second[1:])
-    (file,) = save_all(demo(), tmp_path / "figure1.png")
-    again = save_all(demo(), tmp_path / "again.png")[0]
+    (file,) = views.save_pictures(demo(), tmp_path / "figure1.png")
+    again = views.save_pictures(demo(), tmp_path / "again.png")[0]
     assert file.read_bytes() == again.read_bytes()

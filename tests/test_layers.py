@@ -34,9 +34,10 @@ LAYERS = {
     "run": 4,
     "doctor": 4,
     "shapes": 5,
-    "tables": 5,
+    "sentences": 5,
     "plots": 5,
-    "html": 5,
+    "sections": 5,
+    "render": 5,
     "export": 5,
     "cli": 6,
     "__init__": 7,
@@ -46,7 +47,11 @@ WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "kernels
 PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}
 """Rooms above that a room finds by name when they are first asked for: what it can't know, or must not load."""
 HEAVY = {"torch", "transformers", "matplotlib"}
-KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "typer": {6}}
+KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "jinja2": {5}, "typer": {6}}
+OWNERS = {"matplotlib": {"plots"}, "rich.table": {"render"}, "jinja2": {"render"}}
+"""Rooms of those levels that a library belongs to; others name it for its types alone."""
+KINDS = {"swap", "experiments", "trajectories", "doctor"}
+"""Fields that tell one kind of report from another."""
 LONGEST_FUNCTION, LONGEST_FILE = 40, 400
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -120,7 +125,7 @@ def test_imports_only_go_down(path):
     [
         "from attnlens.cli import main",
         "from attnlens import run",
-        "import attnlens.tables.summary",
+        "import attnlens.render.terminal",
         "def late():\n    from attnlens.hooks import watch",
         "import attnlens\nattnlens.inspect('demo')",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from attnlens.run import inspect",
@@ -197,6 +202,46 @@ def test_each_library_is_known_where_it_belongs(library):
         if LAYERS[room_of(path)] not in KNOWERS[library]
     }
     assert knowers == set()
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_each_library_has_one_room(library):
+    users = {
+        room_of(path)
+        for path in FILES
+        if any(f"{other}.".startswith(f"{library}.") for other in imported(path.read_text(), everywhere=False))
+    }
+    assert users == OWNERS[library]
+
+
+def kinds_asked(source: str) -> set[str]:
+    """The fields of a report that conditions read to tell which kind it is."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else []
+        tests += [test for loop in getattr(node, "generators", []) for test in loop.ifs]
+        for test in tests:
+            found |= {
+                part.attr
+                for part in ast.walk(test)
+                if isinstance(part, ast.Attribute) and part.attr in KINDS and ast.unparse(part.value).endswith("report")
+            }
+    return found
+
+
+@pytest.mark.parametrize("room", ["plots", "sentences", "render", "export", "cli", "shapes"])
+def test_no_room_but_sections_asks_what_kind_of_report_it_is(room):
+    asked = {
+        name: kinds_asked(path.read_text()) for path, name in zip(FILES, NAMES, strict=True) if room_of(path) == room
+    }
+    assert {name: found for name, found in asked.items() if found} == {}
+
+
+def test_a_planted_question_about_the_kind_is_found():
+    assert kinds_asked("if report.swap is not None: ...") == {"swap"}
+    assert kinds_asked("x = 1 if self.report.experiments else 2") == {"experiments"}
+    assert kinds_asked("for e in report.experiments: ...") == set()
+    assert kinds_asked((PACKAGE / "sections" / "kinds.py").read_text())
 
 
 @each_file

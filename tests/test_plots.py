@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+import views
 from matplotlib.colors import BoundaryNorm, CenteredNorm
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
@@ -16,12 +17,12 @@ from reports import KINDS, planted, synthetic_report
 
 from attnlens import registry
 from attnlens.errors import OutputError, UsageError
-from attnlens.plots import fan_figure, house_style, map_figure, overview_figure, save_all
+from attnlens.plots import fan_figure, map_figure, overview_figure
 from attnlens.plots.bands import bands, long_enough
 from attnlens.plots.captions import full_caption, short_curve_caption
 from attnlens.plots.maps import null_mark, scale
 from attnlens.plots.overview import page_rows
-from attnlens.plots.style import tick_positions
+from attnlens.plots.style import house_style, tick_positions
 from attnlens.records import Measure, Null, Part
 from attnlens.shapes import Shapes
 
@@ -282,14 +283,14 @@ def test_the_overview_prefers_what_differs_from_chance() -> None:
 
 def test_a_report_with_one_measure_still_has_an_overview(tmp_path: Path) -> None:
     report = planted(np.linspace(0, 1, 6).reshape(2, 3))
-    written = save_all(report, tmp_path / "one.png")
+    written = views.save_pictures(report, tmp_path / "one.png")
     assert written == [tmp_path / "one.png"]
     assert written[0].read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_gets_the_contracts_names(tmp_path: Path) -> None:
     report = planted(np.eye(3), "weights.symmetry", curve="weights.singular_values")
-    written = save_all(report, tmp_path / "new" / "folder")
+    written = views.save_pictures(report, tmp_path / "new" / "folder")
     expected = ["overview.png", "weights.symmetry.png", "weights.singular_values.png"]
     assert [path.name for path in written] == expected
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(expected)
@@ -303,7 +304,7 @@ def test_hostile_names_stay_in_the_folder_and_apart(tmp_path: Path) -> None:
         )
         for head in report
     ]
-    written = save_all(report.model_copy(update={"heads": heads}), tmp_path / "pictures")
+    written = views.save_pictures(report.model_copy(update={"heads": heads}), tmp_path / "pictures")
     assert {path.parent for path in written} == {tmp_path / "pictures"}
     assert len({path.name.lower() for path in written}) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["pictures"]
@@ -311,18 +312,18 @@ def test_hostile_names_stay_in_the_folder_and_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_same_report_gives_the_same_bytes_whatever_the_callers_settings(tmp_path: Path, suffix: str) -> None:
-    first = save_all(synthetic_report(3, 4), tmp_path / f"a{suffix}")[0].read_bytes()
+    first = views.save_pictures(synthetic_report(3, 4), tmp_path / f"a{suffix}")[0].read_bytes()
     with matplotlib.rc_context({"font.size": 20, "svg.hashsalt": None, "savefig.dpi": 30}):
-        second = save_all(synthetic_report(3, 4), tmp_path / f"b{suffix}")[0].read_bytes()
+        second = views.save_pictures(synthetic_report(3, 4), tmp_path / f"b{suffix}")[0].read_bytes()
     assert first == second
     assert b"CreationDate" not in first
     assert b"<dc:date>" not in first
-    assert save_all(synthetic_report(3, 4, seed=1), tmp_path / f"c{suffix}")[0].read_bytes() != first
+    assert views.save_pictures(synthetic_report(3, 4, seed=1), tmp_path / f"c{suffix}")[0].read_bytes() != first
 
 
 def test_drawing_leaves_matplotlibs_settings_alone_and_needs_no_pyplot(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
-    save_all(planted(np.eye(2)), tmp_path / "x.png")
+    views.save_pictures(planted(np.eye(2)), tmp_path / "x.png")
     assert dict(matplotlib.rcParams) == before
     check = "import sys, attnlens.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
@@ -330,7 +331,7 @@ def test_drawing_leaves_matplotlibs_settings_alone_and_needs_no_pyplot(tmp_path:
 
 def test_a_dollar_or_an_escape_in_the_models_name_is_only_text(tmp_path: Path) -> None:
     report = synthetic_report(2, 2, model="a$\\frac{b$\x1b[2J_{")
-    assert save_all(report, tmp_path / "x.svg")[0].stat().st_size > 0
+    assert views.save_pictures(report, tmp_path / "x.svg")[0].stat().st_size > 0
     with house_style():
         title = overview_figure(Shapes(report)).texts[0].get_text()
     assert title == "a$\\frac{b$�[2J_{"
@@ -339,12 +340,12 @@ def test_a_dollar_or_an_escape_in_the_models_name_is_only_text(tmp_path: Path) -
 def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path) -> None:
     report = synthetic_report(2, 2)
     with pytest.raises(OutputError, match=r"\.jpg is not offered"):
-        save_all(report, tmp_path / "x.jpg")
+        views.save_pictures(report, tmp_path / "x.jpg")
     with pytest.raises(UsageError, match="no measures to draw"):
-        save_all(report.model_copy(update={"heads": []}), tmp_path / "x.png")
+        views.save_pictures(report.model_copy(update={"heads": []}), tmp_path / "x.png")
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="can't be made"):
-        save_all(report, tmp_path / "file" / "folder")
+        views.save_pictures(report, tmp_path / "file" / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from reports import planted, synthetic_report
 
-from attnlens.plots import fan_figure, house_style, map_figure, overview_figure
-from attnlens.plots.style import PlainNumbers
+from attnlens.plots import fan_figure, map_figure, overview_figure
+from attnlens.plots.style import PlainNumbers, house_style
 from attnlens.records import Part
 from attnlens.shapes import Shapes
 

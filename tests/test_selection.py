@@ -21,9 +21,9 @@ from attnlens.errors import UsageError
 from attnlens.plots.overview import page_rows
 from attnlens.records import Site
 from attnlens.registry import Place, measure_sources
+from attnlens.sections.layers import layer_rows, measure_columns, reading_help
+from attnlens.sentences.reports import without_value
 from attnlens.shapes import Shapes
-from attnlens.tables.facts import reading_help, without_value
-from attnlens.tables.layers import layer_rows, measure_columns
 
 SITE = Site("attention", 0, 0, "encoder")
 SCALARS = [info.name for info in MEASURES if not info.curve]

@@ -9,40 +9,32 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import views
 from matplotlib.figure import Figure
 from program import attnlens, refused, without_torch
-from rich.console import Console, RenderableType
 from swap_reports import DIVERGED, HEADLESS, NOISE, healing, outcome, planned, several, swap_report, swapped
 from test_plots_layout import overlapping
 
-from attnlens import html, tables
 from attnlens.kernels import TIES
-from attnlens.plots import house_style, save_all
-from attnlens.plots.style import new_figure
-from attnlens.plots.swaps import panel_figure, pictures, swap_overview
+from attnlens.plots.style import house_style, new_figure
+from attnlens.plots.swaps import panel_figure, swap_overview, swap_panels
 from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
 from attnlens.records import Coverage, Effect, Pair, Part, Plan, Report, Rise, Text, TextCosine
-from attnlens.tables.swaps import facts
-from attnlens.tables.swaps.judged import distance
-from attnlens.tables.swaps.plans import plan_lines
+from attnlens.sentences import effects
+from attnlens.sentences.judged import distance
+from attnlens.sentences.plans import plan_lines
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
 SHAPES = [(4, 8), (30, 9), (12, 12)]
 
 
-def printed(renderable: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def flowing(report: Report) -> str:
     """The summary without line breaks, as one sentence may take two lines."""
-    return " ".join(printed(tables.summary(report), 110).split())
+    return " ".join(views.summary(report, 110).split())
 
 
 def row(text: str, first: str) -> list[str]:
@@ -63,7 +55,7 @@ def hostile() -> Report:
 
 
 def test_one_kernel_is_told_with_its_numbers_stage_by_stage() -> None:
-    text = printed(tables.summary(whole()), 110)
+    text = views.summary(whole(), 110)
     assert row(text, "original")[1:] == ["2.430", "11.4"]
     assert row(text, "swapped")[1:6] == ["5.710", "3.280", "3.096", "to", "3.464"]
     assert row(text, "healed")[1:3] == ["2.520", "0.090"]
@@ -85,12 +77,12 @@ def test_one_kernel_is_told_with_its_numbers_stage_by_stage() -> None:
     ],
 )
 def test_the_verdict_says_in_which_direction_the_loss_goes(delta: float, words: str) -> None:
-    assert words in facts.verdict(swapped(deltas=(delta,)))
+    assert words in effects.verdict(swapped(deltas=(delta,)))
 
 
 def test_an_interval_around_0_is_no_change() -> None:
-    assert "does not change measurably" in facts.verdict(swapped(deltas=(0.01,)))
-    assert "rises" in facts.verdict(swapped(deltas=(0.03,)))  # the control: its interval begins above 0
+    assert "does not change measurably" in effects.verdict(swapped(deltas=(0.01,)))
+    assert "rises" in effects.verdict(swapped(deltas=(0.03,)))  # the control: its interval begins above 0
 
 
 def test_diverged_is_a_finding_and_no_number() -> None:
@@ -105,7 +97,7 @@ def test_diverged_is_a_finding_and_no_number() -> None:
 def test_a_model_without_a_head_is_told_by_its_hidden_states() -> None:
     said = flowing(swap_report(swapped(headless=True)))
     assert f"mean cosine of {1 / 4.28:.3f} (95 % interval 0.192 to 0.275)" in said
-    assert row(printed(tables.summary(swap_report(swapped(headless=True)))), "swapped")[1:5] == [
+    assert row(views.summary(swap_report(swapped(headless=True))), "swapped")[1:5] == [
         "0.234", "0.192", "to", "0.275"
     ]  # fmt: skip
     assert f"loss, perplexity, KL, top-1: {HEADLESS}" in said
@@ -148,7 +140,7 @@ def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
         "Δ of the KL to the original in nats per token, a distance: it is never negative, and nothing is tested" in said
     )
     assert "FDR" not in said
-    assert row(printed(tables.summary(swap_report(swap)), 110), "swapped")[1:] == [
+    assert row(views.summary(swap_report(swap), 110), "swapped")[1:] == [
         "3.61",
         "3.25",
         "to",
@@ -164,7 +156,7 @@ def test_a_model_fed_with_noise_is_told_without_a_loss() -> None:
 def test_kernels_on_noise_are_compared_by_their_predictions() -> None:
     deltas = {"rbf": 1.0, "l2": None, "cosine": 2.0}
     report = swap_report(*(swapped(noise=True, kernel=name, deltas=(delta,)) for name, delta in deltas.items()))
-    text = printed(tables.summary(report), 110)
+    text = views.summary(report, 110)
     assert row(text, "kernel") == ["kernel", "KL", "interval", "top-1", "cosine", "CKA", "speed"]
     assert row(text, "rbf")[1:9] == ["1.10", "0.99", "to", "1.23", "55.6", "%", "0.500", "0.588"]
     assert row(text, "l2")[1:] == ["diverged", "–", "–", "–", "–", "×", "0.80"]
@@ -174,28 +166,28 @@ def test_kernels_on_noise_are_compared_by_their_predictions() -> None:
 
 
 def test_several_kernels_are_rows_whatever_their_ties() -> None:
-    text = printed(tables.summary(several()), 110)
+    text = views.summary(several(), 110)
     assert row(text, "rbf:gamma=0.5")[1:6] == ["5.71", "3.28", "3.10", "to", "3.46"]
     assert row(text, "rbf:gamma=0.5+symmetric")[1:3] == ["5.33", "2.90"]
     assert row(text, "symmetric")[1:3] == ["4.33", "1.90"]
     assert row(text, "linear+symmetric")[1:3] == ["diverged", "–"]
     assert "highest under linear (Δ 7.70)" in flowing(several())
-    assert max(map(len, printed(tables.summary(several())).splitlines())) <= 100
+    assert max(map(len, views.summary(several()).splitlines())) <= 100
 
 
 def test_the_cost_of_a_symmetric_kernel_is_not_called_the_cost_of_asymmetry() -> None:
     """In the picture's caption; in the notes the run has put it."""
     caution = TIES["symmetric"].caution
     assert "not the cost of asymmetry" in caution
-    assert caution in pictures(several())[0].caption
+    assert caution in swap_panels(several())[0].caption
     plain = swap_report(swapped(kernel="rbf"), swapped(kernel="l2+tied-key"))
-    assert caution not in pictures(plain)[0].caption, "the control"
+    assert caution not in swap_panels(plain)[0].caption, "the control"
 
 
 def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters() -> None:
     report = whole()
     swap = report.swaps[0]
-    text = printed(tables.summary(report), 110)
+    text = views.summary(report, 110)
     assert f"{sum(effect.significant for effect in swap.sweep)} of 32 heads matter" in text
     table = text[text.index("layer  head") :].splitlines()[2:23]
     assert [line.split()[:2] for line in table[:10]] == [[str(e.layer), str(e.head)] for e in swap.sweep[:10]]
@@ -222,7 +214,7 @@ def test_healing_is_told_from_first_to_best() -> None:
 
 
 def test_details_list_every_site() -> None:
-    text = printed(tables.details(swap_report(swapped(layers=5))), 110)
+    text = views.details(swap_report(swapped(layers=5)), 110)
     assert all(f"model.layers.{layer}.attn" in text for layer in range(5))
 
 
@@ -230,20 +222,20 @@ def test_details_list_every_site() -> None:
 def test_reports_survive_json_and_look_the_same_after(report: Report) -> None:
     again = Report.model_validate_json(report.to_json())
     assert again.to_json() == report.to_json()
-    assert printed(tables.summary(again)) == printed(tables.summary(report))
+    assert views.summary(again) == views.summary(report)
 
 
 def test_csv_has_a_row_a_stage_or_a_row_a_unit() -> None:
-    rows = list(standard.DictReader(io.StringIO(tables.csv(swap_report(swapped(deltas=(3.28, None)))))))
+    rows = list(standard.DictReader(io.StringIO(views.csv(swap_report(swapped(deltas=(3.28, None)))))))
     assert [(found["stage"], found["loss.delta"]) for found in rows] == [("swapped", "3.28"), ("fitted", "")]
-    units = list(standard.DictReader(io.StringIO(tables.csv(whole()))))
+    units = list(standard.DictReader(io.StringIO(views.csv(whole()))))
     assert len(units) == 32
     assert {found["significant"] for found in units} == {"true", "false"}
 
 
 def test_missing_costs_are_dashes() -> None:
     swap = swapped(peak_memory_bytes=Pair(before=None, after=None))
-    assert "– → – MiB" in facts.cost(swap)
+    assert "– → – MiB" in effects.cost(swap)
 
 
 def plan_of(**changes: object) -> Plan:
@@ -339,17 +331,17 @@ class Tags(HTMLParser):
 
 def test_strangers_strings_are_nothing_but_text() -> None:
     report = hostile()
-    page, text, marks = html.page(report), printed(tables.summary(report), 200), tables.markdown(report)
-    for written in (page, text, marks, tables.csv(report)):
+    page, text, marks = views.page(report), views.summary(report, 200), views.markdown(report)
+    for written in (page, text, marks, views.csv(report)):
         assert STEERING.search(written.replace("&#8203;", "")) is None
     assert "script" not in Tags(page).tags
     assert "<" not in marks.replace("<0.0001", "")
     assert "[red]b[/red]" in text
-    assert "'=x" in tables.csv(report)
+    assert "'=x" in views.csv(report)
 
 
 def test_the_page_and_markdown_hold_the_table() -> None:
-    page, marks = html.page(whole()), tables.markdown(several())
+    page, marks = views.page(whole()), views.markdown(several())
     assert "<td>5.710</td>" in page
     assert "Every head" not in page
     assert "| linear | 10.13 | 7.70 |" in marks
@@ -374,7 +366,7 @@ def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str) -> Non
     else:
         report = swap_report(swapped(*size, deltas=(3.28, 1.12, 0.09), healed=True, sweep=kind))  # type: ignore[arg-type]
     with house_style():
-        figures = [swap_overview(report), *(panel_figure(report, panel) for panel in pictures(report)[:3])]
+        figures = [swap_overview(report), *(panel_figure(report, panel) for panel in swap_panels(report)[:3])]
         for figure in figures:
             settle(figure)
             assert overlapping(figure) == []
@@ -393,7 +385,7 @@ def test_no_two_texts_of_a_plans_page_overlap_or_leave_it(size: tuple[int, int],
     report = planned(*size, healed=Rise(share=0.0042, ci95=None, sequences=32) if healed else None)
     swap = report.swaps[0].model_copy(update={"healing": healing() if healed else None})
     with house_style():
-        for draw in (swap_overview, lambda report: panel_figure(report, pictures(report)[1])):
+        for draw in (swap_overview, lambda report: panel_figure(report, swap_panels(report)[1])):
             figure = draw(report.model_copy(update={"swap": swap}))
             settle(figure)
             assert overlapping(figure) == []
@@ -413,7 +405,7 @@ def test_no_two_texts_of_a_plans_page_overlap_or_leave_it(size: tuple[int, int],
 )
 def test_the_map_of_ranks_says_what_its_colours_are_and_what_they_cost(changes: dict[str, object], note: str) -> None:
     report = planned(**changes)
-    panel = next(panel for panel in pictures(report) if panel.stem == "ranks")
+    panel = next(panel for panel in swap_panels(report) if panel.stem == "ranks")
     assert (panel.title, panel.note) == ("rank by head, mean 28.0 of 64", note)
     bar = drawn(panel.draw).axes[0].child_axes[0]
     assert bar.get_ylabel() == "rank r of head_dim"
@@ -515,7 +507,7 @@ def test_a_cell_beyond_the_colours_has_its_number() -> None:
     ]
     swap = swapped(2, 40, sweep="heads").model_copy(update={"sweep": effects})
     assert [text.get_text() for text in drawn(draw_sweep, swap).axes[0].texts] == ["0.14"]
-    (panel,) = [found for found in pictures(swap_report(swap)) if found.stem == "sweep"]
+    (panel,) = [found for found in swap_panels(swap_report(swap)) if found.stem == "sweep"]
     assert "A number: an effect beyond the last colour." in panel.caption
     level = swap.model_copy(update={"sweep": effects[1:]})
     assert not list(drawn(draw_sweep, level).axes[0].texts)
@@ -536,13 +528,13 @@ def test_effects_of_different_size_are_drawn_on_a_logarithmic_axis() -> None:
 
 
 def test_a_folder_gets_the_pictures_that_there_are_and_they_are_the_same_every_time(tmp_path) -> None:
-    assert [path.name for path in save_all(swap_report(), tmp_path / "a")] == ["overview.png", "sites.png"]
-    names = {path.name for path in save_all(whole(), tmp_path / "b")}
+    assert [path.name for path in views.save_pictures(swap_report(), tmp_path / "a")] == ["overview.png", "sites.png"]
+    names = {path.name for path in views.save_pictures(whole(), tmp_path / "b")}
     assert names == {"overview.png", "sites.png", "sweep.png", "healing.png"}
-    names = {path.name for path in save_all(several(2, 2, sweep="heads"), tmp_path / "c")}
+    names = {path.name for path in views.save_pictures(several(2, 2, sweep="heads"), tmp_path / "c")}
     assert {"kernels.png", "sweep-linear_symmetric.png", "sweep-rbf_gamma_0.5.png"} <= names
     assert len(names) == 3 + 8
-    first, second = (save_all(whole(), tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
+    first, second = (views.save_pictures(whole(), tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
     assert first == second
 
 

@@ -9,26 +9,24 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import views
 from reports import CROSS, synthetic_report
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from attnlens import tables
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.records import Report
 from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
-from attnlens.tables.markdown_page import escaped
+from attnlens.render import terminal
+from attnlens.render.markdown import escaped
+from attnlens.sections import documents, lists
+from attnlens.sections.doctor import site_checks
 from attnlens.wording import spread
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
-
-
-def printed(renderable: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def medians(report: Report, name: str) -> dict[int, float]:
@@ -50,7 +48,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int) -> None:
     report = synthetic_report(12, 12, missing=[(3, 1), (5, 2)])
-    text = printed(tables.summary(report), width)
+    text = views.summary(report, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     rows = rows_of(text)
@@ -62,20 +60,20 @@ def test_no_line_is_wider_than_the_page_and_no_number_is_cut(width: int) -> None
 
 def test_a_wider_page_shows_more_measures_and_a_narrow_one_says_what_it_hides() -> None:
     report = synthetic_report(4, 4)
-    columns = [len(rows_of(printed(tables.summary(report), width))["0"]) for width in (60, 80, 120, 200)]
+    columns = [len(rows_of(views.summary(report, width))["0"]) for width in (60, 80, 120, 200)]
     assert columns == sorted(set(columns))
-    assert f"{columns[1]} of 21 columns fit" in printed(tables.summary(report), 80)
-    assert "columns fit" not in printed(tables.summary(report), 400)
+    assert f"{columns[1]} of 21 columns fit" in views.summary(report, 80)
+    assert "columns fit" not in views.summary(report, 400)
 
 
 def test_both_sources_are_shown_even_on_a_narrow_page() -> None:
-    lines = printed(tables.summary(synthetic_report(4, 4)), 80).splitlines()
+    lines = views.summary(synthetic_report(4, 4), 80).splitlines()
     assert any("weights ─" in line and "tokens ─" in line for line in lines)
 
 
 def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
     report = synthetic_report(4, 4)
-    text = printed(tables.summary(report), 80)
+    text = views.summary(report, 80)
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
     sd = report.summary.median_nulls["weights.symmetry"].sd
@@ -86,17 +84,17 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
 
 
 def test_measures_that_all_heads_share_are_one_line_and_no_column() -> None:
-    text = printed(tables.summary(synthetic_report(4, 4)), 300)
+    text = views.summary(synthetic_report(4, 4), 300)
     assert "The same for every head: weights.inertia_positive 64, weights.inertia_negative 64." in text
     assert "inertia" not in text.split("The same")[0]
 
 
 def test_up_to_48_layers_have_a_row_each_and_more_share_rows_that_say_so() -> None:
-    small = printed(tables.summary(synthetic_report(48, 1)))
+    small = views.summary(synthetic_report(48, 1))
     assert "47" in rows_of(small)
     assert "neighbouring" not in small
     report = synthetic_report(80, 3)
-    text = printed(tables.summary(report))
+    text = views.summary(report)
     rows = rows_of(text)
     assert "the heads of 2 neighbouring layers" in text
     assert len(rows) == 40 + 2  # and `all` and `null`
@@ -105,14 +103,14 @@ def test_up_to_48_layers_have_a_row_each_and_more_share_rows_that_say_so() -> No
 
 
 def test_grouped_rows_never_mix_parts() -> None:
-    rows = rows_of(printed(tables.summary(synthetic_report(51, 1, parts=["encoder"] * 25 + ["decoder"] * 26))))
+    rows = rows_of(views.summary(synthetic_report(51, 1, parts=["encoder"] * 25 + ["decoder"] * 26)))
     assert rows["24"][0] == "encoder"
     assert rows["25–26"][0] == "decoder"
 
 
 def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
     report = synthetic_report(3, 4, missing=[(1, 2)])
-    text = printed(tables.summary(report), 200)
+    text = views.summary(report, 200)
     first = text.splitlines()[0]
     for fact in (
         "bert-base-uncased",
@@ -123,29 +121,29 @@ def test_the_head_of_the_page_names_model_settings_and_coverage() -> None:
     ):
         assert fact in first
     assert "PARTIAL: 11 of 12 heads, because the weights are not finite" in text
-    assert "COMPLETE: 12 of 12 heads" in printed(tables.summary(synthetic_report(3, 4)))
+    assert "COMPLETE: 12 of 12 heads" in views.summary(synthetic_report(3, 4))
 
 
 def test_extremes_are_ranks_and_skipped_parts_have_reasons() -> None:
-    text = printed(tables.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)])), 150)
+    text = views.summary(synthetic_report(3, 4, missing=[(1, 0), (1, 2)]), 150)
     assert "layer 0 head 0  largest weights.symmetry of them: 0.9" in text
     assert "the weights are not finite: bert.encoder.layer.1.attention.self heads 0, 2 (weights)" in text
     assert re.search(r"weights\.symmetry, .*: 2 heads, because the weights are not finite", " ".join(text.split()))
 
 
 def test_what_one_row_says_is_not_said_twice() -> None:
-    one_layer, one_head = (printed(tables.summary(synthetic_report(1, heads)), 150) for heads in (3, 1))
+    one_layer, one_head = (views.summary(synthetic_report(1, heads), 150) for heads in (3, 1))
     for text in (one_layer, one_head):
         assert not re.search(r"^ +all ", text, re.MULTILINE)
         assert re.search(r"^ +null ", text, re.MULTILINE)
     assert "Rows are medians over heads" in one_layer
     assert "medians" not in one_head
     assert "± is the standard error (" in one_head or "± is the standard error;" in one_head
-    assert re.search(r"^ +all ", printed(tables.summary(synthetic_report(2, 3)), 150), re.MULTILINE), "the control"
+    assert re.search(r"^ +all ", views.summary(synthetic_report(2, 3), 150), re.MULTILINE), "the control"
 
 
 def test_measures_that_do_not_exist_read_as_a_dash_with_the_reason() -> None:
-    text = printed(tables.summary(synthetic_report(4, 2, parts=["encoder", "encoder", "decoder", "cross"])), 120)
+    text = views.summary(synthetic_report(4, 2, parts=["encoder", "encoder", "decoder", "cross"]), 120)
     assert rows_of(text)["3"][:2] == ["cross", "–"]
     assert f"2 heads, because {CROSS}" in " ".join(text.split())
 
@@ -155,10 +153,10 @@ def test_colour_carries_no_meaning_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     report = synthetic_report(3, 3)
     coloured = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
-    coloured.print(tables.summary(report))
+    coloured.print(terminal.document(documents.summary(report)))
     text = coloured.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[" in text
-    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == printed(tables.summary(report))
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == views.summary(report)
 
 
 @pytest.mark.parametrize("terminal", ["dumb", "xterm"])
@@ -168,14 +166,14 @@ def test_a_pipe_is_a_hundred_columns_wide(terminal: str, columns: str | None, ex
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": terminal}
     if columns is not None:
         environment["COLUMNS"] = columns
-    code = "from attnlens import tables; tables.console().rule(); tables.console(stderr=True).rule()"
+    code = "from attnlens.render.console import console; console().rule(); console(stderr=True).rule()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert [len(done.stdout.rstrip()), len(done.stderr.rstrip())] == [int(expected), int(expected)]
 
 
 def test_strings_from_strangers_reach_the_terminal_as_text_only() -> None:
     report = synthetic_report(2, 2, model=HOSTILE)
-    text = printed(tables.summary(report), 300)
+    text = views.summary(report, 300)
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "[red]b[/red]" in text  # rich's own markup is not obeyed either
@@ -183,7 +181,7 @@ def test_strings_from_strangers_reach_the_terminal_as_text_only() -> None:
 
 def test_all_heads_shows_every_head_and_measure_within_the_page() -> None:
     report = synthetic_report(3, 5, missing=[(1, 1)])
-    text = printed(tables.all_heads(report), 120)
+    text = views.all_heads(report, 120)
     assert max(map(len, text.splitlines())) <= 120
     words = text.replace("\n", " ").split()
     for head in report.heads:
@@ -202,7 +200,7 @@ def test_all_heads_shows_every_head_and_measure_within_the_page() -> None:
 
 def test_markdown_holds_the_same_numbers() -> None:
     report = synthetic_report(3, 4)
-    text = tables.markdown(report)
+    text = views.markdown(report)
     line = next(line for line in text.splitlines() if line.startswith("| 1 |"))
     assert line.split(" | ")[1] == f"{medians(report, 'weights.symmetry')[1]:.3f}"
     assert "**COMPLETE&#58; 12 of 12 heads**" in text
@@ -213,7 +211,7 @@ def test_markdown_holds_the_same_numbers() -> None:
 def test_markdown_escapes_whatever_a_stranger_wrote() -> None:
     report = synthetic_report(2, 2, model=HOSTILE)
     heads = [head.model_copy(update={"measures": {HOSTILE: head.measures["weights.norm"]}}) for head in report]
-    text = tables.markdown(report.model_copy(update={"heads": heads}))
+    text = views.markdown(report.model_copy(update={"heads": heads}))
     for raw in ("<", "`", "@", "www.", "\x1b", "\u202e", "[", "\n# e"):
         assert raw not in text
     table = [line for line in text.splitlines() if line.startswith("|")]
@@ -228,7 +226,7 @@ def test_escaping_leaves_ordinary_names_readable() -> None:
 def test_csv_is_the_dataframe_without_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     report = synthetic_report(3, 4, missing=[(1, 1)])
-    ours = pandas.read_csv(io.StringIO(tables.csv(report)))
+    ours = pandas.read_csv(io.StringIO(views.csv(report)))
     theirs = report.to_dataframe()
     assert list(ours.columns) == list(theirs.columns)
     for name in theirs.columns:
@@ -246,7 +244,7 @@ def test_csv_holds_no_formula_and_keeps_negative_numbers() -> None:
     heads[0] = heads[0].model_copy(
         update={"measures": {"+x": heads[0].measures["+x"].model_copy(update={"value": -0.5})}}
     )
-    rows = list(standard.reader(io.StringIO(tables.csv(report.model_copy(update={"heads": heads})))))
+    rows = list(standard.reader(io.StringIO(views.csv(report.model_copy(update={"heads": heads})))))
     assert len(rows) == 1 + 4
     assert rows[0][5] == "'+x"
     assert rows[1][0].startswith("'=cmd")
@@ -276,7 +274,7 @@ def test_doctor_says_its_verdict_in_words(width: int) -> None:
         Checked("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked"),
         Checked("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked"),
     ]
-    text = printed(tables.doctor_table(rows), width)
+    text = views.printed(views.alone(*site_checks(SimpleNamespace(doctor=rows))), width)
     assert max(map(len, text.splitlines())) <= width
     for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
         assert fact in text
@@ -289,18 +287,18 @@ def test_lists_of_measures_and_analyzers_say_range_and_meaning() -> None:
         MeasureInfo("weights.singular_values", "singular values", "σ(M)", low=0, curve=True),
         MeasureInfo("weights.decay", "the law", "AIC", labels=("power", "flat")),
     )
-    text = printed(tables.measures_table(infos), 120)
+    text = views.printed(views.alone(lists.measure_list(infos)), 120)
     for fact in ("weights.symmetry", "-1 to 1", "how symmetric", "tr(CC)/tr(GG)", "curve over index", "power | flat"):
         assert fact in text
     entry = Analyzer("symmetry", "weights", "Is it symmetric?", infos, lambda _: {})
-    listing = printed(tables.analyzers_table([entry]), 120)
+    listing = views.printed(views.alone(lists.analyzer_list([entry])), 120)
     assert "Is it symmetric?" in listing
     assert "symmetry, singular_values, decay" in listing
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_list_of_kernels_says_how_to_type_them_and_what_they_are(width: int) -> None:
-    listing = printed(tables.kernels_table(kernels().values(), TIES.values(), FILTERS.values()), width)
+    listing = views.printed(views.alone(*lists.kernel_list(kernels().values(), TIES.values(), FILTERS.values())), width)
     assert max(map(len, listing.splitlines())) <= width
     assert "…" not in re.sub(r"[:,]\w+=…", "", listing)
     words = re.sub(r"\s+", " ", listing)
@@ -326,7 +324,7 @@ def test_list_of_kernels_says_how_to_type_them_and_what_they_are(width: int) -> 
 
 def test_a_hostile_kernel_is_listed_as_text() -> None:
     info = KernelInfo(HOSTILE, HOSTILE, HOSTILE, HOSTILE, True, True, "none", "score", lambda score: score)
-    listing = printed(tables.kernels_table([info], (), ()))
+    listing = views.printed(views.alone(*lists.kernel_list([info], (), ())))
     assert "\x1b" not in listing
     assert "\u202e" not in listing
     assert "[red]b[/red]" in listing
@@ -334,14 +332,14 @@ def test_a_hostile_kernel_is_listed_as_text() -> None:
 
 def test_details_say_what_is_needed_to_repeat_the_run() -> None:
     report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
-    text = printed(tables.details(report), 120)
+    text = views.details(report, 120)
     for fact in ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB"):
         assert fact in text
 
 
 def test_a_report_without_heads_still_says_what_happened() -> None:
     report = synthetic_report(1, 1).model_copy(update={"heads": []})
-    assert "bert-base-uncased" in printed(tables.summary(report))
-    assert tables.markdown(report).startswith("## attnlens inspect")
-    assert tables.csv(report) == "\n"
-    assert printed(tables.all_heads(report)).strip() == ""
+    assert "bert-base-uncased" in views.summary(report)
+    assert views.markdown(report).startswith("## attnlens inspect")
+    assert views.csv(report) == "\n"
+    assert views.all_heads(report).strip() == ""

@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+import views
 
 import attnlens
-from attnlens import ksvd, primal, tables
+from attnlens import ksvd, primal
 from attnlens.experiments import depth_decay as depth
 from attnlens.experiments import ksvd_identities as identities
 from attnlens.experiments import primal_decay as training
@@ -338,7 +339,7 @@ def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick
     names = ["decay by depth"] if quick else ["decay by depth", "decay by training"]
     assert [found.name for found in report.experiments] == names
     assert [skipped.site for skipped in report.coverage.skipped] == ["decay by training"] * quick
-    text = tables.markdown(report)
+    text = views.markdown(report)
     assert ("Skipped" in text) == quick
     assert "nothing published to compare with" in text
     assert "FAIL" not in text

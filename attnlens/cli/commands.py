@@ -145,15 +145,17 @@ def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
         with product():
             typer.echo(json_schema(), nl=False)
         return
-    from attnlens import kernels, registry, tables
+    from attnlens import kernels, registry
+    from attnlens.render import terminal
+    from attnlens.sections import lists
+    from attnlens.sections.section import Document
 
-    shown = console()
+    told = []
+    if kind in (None, "kernels"):
+        told += lists.kernel_list(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
+    if kind in (None, "analyzers"):
+        told.append(lists.analyzer_list(registry.every_analyzer()))
+    if kind in (None, "measures"):
+        told.append(lists.measure_list(registry.measure_infos().values()))
     with product():
-        if kind in (None, "kernels"):
-            shown.print(
-                tables.kernels_table(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
-            )
-        if kind in (None, "analyzers"):
-            shown.print(tables.analyzers_table(registry.every_analyzer()))
-        if kind in (None, "measures"):
-            shown.print(tables.measures_table(registry.measure_infos().values()))
+        console().print(terminal.document(Document(None, tuple(told))))

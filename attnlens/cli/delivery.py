@@ -17,8 +17,6 @@ from attnlens.errors import AttnlensError, OutputError
 from attnlens.files import make_folder, write_atomically
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from attnlens.records import Report
 
 
@@ -28,13 +26,15 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     What fails is told when the rest is done: raised as an AttnlensError, or as Exit where the reader of stdout left.
     `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption.
     """
+    from attnlens import export  # late, because it loads matplotlib
+
     failures = Failures()
     written: list[str] = []
     older = ""
     try:
         for option, path in outputs.files(*DATA).items():
             with failures.kept():
-                write_atomically(path, _text(option, report).encode())
+                write_atomically(path, export.WRITERS[option](report).encode())
                 written.append(str(path))
         with failures.kept():
             _show(outputs, report)
@@ -44,7 +44,8 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
             older = _older(Path(outputs.png), made)
         if outputs.html is not None:
             with failures.kept():
-                write_atomically(Path(outputs.html), _drawn(outputs.html, lambda: _page(report)))
+                page = _drawn(outputs.html, lambda: export.WRITERS["html"](report).encode())
+                write_atomically(Path(outputs.html), page)
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:
@@ -82,57 +83,25 @@ class Failures:
             raise last
 
 
-def _text(option: str, report: Report) -> str:
-    """What stands in the file of that option."""
-    from attnlens import tables
-
-    makers: dict[str, Callable[[Report], str]] = {
-        "json": lambda report: report.to_json(),
-        "csv": tables.csv,
-        "windows_csv": tables.windows_csv,
-        "markdown": tables.markdown,
-        "plan": _plan,
-    }
-    return makers[option](report)
-
-
-def _plan(report: Report) -> str:
-    """The plan of a budget alone; --plan is refused where there is none."""
-    assert report.plan is not None  # noqa: S101
-    return report.plan.to_json()
-
-
 def _show(outputs: Outputs, report: Report) -> None:
+    from attnlens.render import terminal
+    from attnlens.sections import documents
+
     with product():
         if outputs.json == STDOUT:
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:
-            for table in _tables(outputs, report):
-                console(stderr=outputs.json == STDOUT).print(table)
-
-
-def _tables(outputs: Outputs, report: Report) -> Iterator[RenderableType]:
-    from attnlens import tables
-
-    if report.command == "doctor":
-        yield tables.doctor_table(report.doctor)
-        return
-    yield tables.summary(report)
-    if report.selections:
-        yield tables.selections(report)
-    if outputs.all_heads:
-        yield tables.all_heads(report)
-    if outputs.verbose:
-        yield tables.details(report)
+            told = documents.summary(report, all_heads=outputs.all_heads, verbose=outputs.verbose)
+            console(stderr=outputs.json == STDOUT).print(terminal.document(told))
 
 
 def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     """Draw and write each picture; which files were made."""
-    from attnlens import plots
+    from attnlens import export
 
     made: list[Path] = []
     with failures.kept():
-        for path, draw in plots.drawings(report, target).items():
+        for path, draw in export.drawings(report, target).items():
             with failures.kept():
                 content = _drawn(path, draw)
                 _write_into_folder(path, content)
@@ -145,12 +114,6 @@ def _older(target: Path, made: Sequence[Path]) -> str:
     count = len(set(target.glob("*.png")) - set(made)) if target.is_dir() else 0
     several = "older picture" + "s" * (count != 1)
     return f"{target} holds {count} {several} that this run did not write." if count else ""
-
-
-def _page(report: Report) -> bytes:
-    from attnlens import html  # late, because it loads matplotlib
-
-    return html.page(report).encode()
 
 
 def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:

@@ -119,9 +119,9 @@ def _check_name(option: str, name: str | None) -> None:
 
 def _check_picture(target: Path) -> None:
     """Raise OutputError where the target is a file already, and its name ends in no kind of picture."""
-    from attnlens import plots
+    from attnlens.render.pictures import is_file
 
-    if not plots.is_file(target) and target.exists() and not target.is_dir():
+    if not is_file(target) and target.exists() and not target.is_dir():
         raise OutputError(
             f"{target} is there, and neither a folder nor a picture.", "End it in .png, .svg or .pdf, or name a folder."
         )

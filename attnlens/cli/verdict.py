@@ -23,9 +23,9 @@ PARTLY = 3
 
 def end_strictly(report: Report) -> None:
     """End with PARTLY where something was not analysed, or the files hold tensors that the model has no place for."""
-    from attnlens.tables import facts
+    from attnlens.sentences.reports import unexpected
 
-    for sentence in facts.unexpected(report):
+    for sentence in unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
     if report.model.unexpected or not report.coverage.complete:
         raise typer.Exit(PARTLY)

@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.experiments import experiment_panels
-from attnlens.plots.style import INK, MUTED, new_figure
+from attnlens.plots.page import FOOT, HEAD, LINE, head, picture_title
+from attnlens.plots.style import new_figure
 from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Report
-from attnlens.tables.facts import ran_on, standing, title
+from attnlens.sentences.reports import ran_on, title
+from attnlens.sentences.verdicts import outcome
 from attnlens.wording import big, clean, counted
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEAD, FOOT = 10.0, 0.62, 0.3
-"""Inches: the page, what stands over the panels and under them."""
+WIDTH = 10.0
+"""Inches of the page."""
 LEFT, RIGHT = 0.2, 9.8
 """Where the first column's numbers begin and the last panel ends, in inches."""
 OVER, UNDER, NUMBERS, GAP = 0.5, 0.42, 0.42, 0.22
 """Inches over a panel for its title, under and beside it for its axes, and between two."""
-LINE = 0.13
-"""Inches of a further line of a legend."""
 ACROSS, TALL = 3, 1.9
 """Panels in a row, and how tall one is, in inches."""
 MANY, FLAT = 4, 1.35
@@ -38,8 +37,8 @@ MOST = 12
 """Measures that are followed on one page."""
 SHORTEST = 8
 """Characters of an experiment's name that still tell which it is."""
-TITLE, FACTS, NOTE, FOOTNOTE = 80, 165, 42, 180
-"""Characters that fit into the page's title, into a line of facts, over a panel, and at the foot."""
+NOTE = 42
+"""Characters that fit over a panel."""
 
 
 def experiment_overview(report: Report) -> Figure:
@@ -49,13 +48,14 @@ def experiment_overview(report: Report) -> Figure:
     blocks = [tall + OVER + UNDER + LINE * (_legend(row) - 1) for row, tall in zip(grid.rows, talls, strict=True)]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
-    _head(figure, report, height)
+    _head(figure, report)
     count = 0
     for number, row in enumerate(grid.rows):
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
         for (left, wide), panel in zip(grid.places(row), row, strict=True):
             axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, talls[number] / height))
-            _title(axes, f"{LETTERS[count % len(LETTERS)]}  {_shortened(panel.title, int(wide * 14))}", panel)
+            letter, name = LETTERS[count % len(LETTERS)], _shortened(panel.title, int(wide * 14))
+            picture_title(axes, f"{letter}  {name}", fitted(panel.note, NOTE), panel.legend)
             count += 1
             last = number == 0 and panel is row[-1]
             panel.draw(axes, **({"bar": last} if panel.bar else {}))
@@ -117,30 +117,10 @@ def _legend(row: list[Panel]) -> int:
     return max(panel.legend for panel in row)
 
 
-def _title(axes: Axes, title: str, panel: Panel) -> None:
-    axes.set_title(title, weight="bold", pad=15 + 72 * LINE * (panel.legend - 1), color=INK)
-    axes.annotate(
-        fitted(panel.note, NOTE),
-        xy=(0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 5),
-        textcoords="offset points",
-        fontsize=6.5,
-        color=MUTED,
-    )
-
-
-def _head(figure: Figure, report: Report, height: float) -> None:
+def _head(figure: Figure, report: Report) -> None:
     model = report.model
-    place = LEFT / WIDTH
-    figure.text(
-        place, 1 - 0.27 / height, fitted(title(report), TITLE), fontsize=14, weight="bold", color=INK, va="center"
-    )
-    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", standing(report)[0]]
+    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", outcome(report)[0]]
     steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     facts += [counted(max(steps), "checkpoint")] if steps else []
-    figure.text(place, 1 - 0.52 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
     made = f"{clean(report.tool.name)} {clean(report.tool.version)} · seed {report.settings.seed}"
-    text = " · ".join(fact for fact in (ran_on(report), clean(report.settings.fed), made) if fact)
-    where = (RIGHT / WIDTH, 0.13 / height)
-    figure.text(*where, fitted(text, FOOTNOTE), fontsize=6.5, color=MUTED, ha="right", va="center")
+    head(figure, title(report), facts, (ran_on(report), clean(report.settings.fed), made), left=LEFT, right=RIGHT)

@@ -15,8 +15,8 @@ from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, legend_ab
 from attnlens.plots.swaps.panels import Panel
 from attnlens.plots.trajectories import trajectory_panels
 from attnlens.records import Curve, Experiment, Report
-from attnlens.tables.experiments import judgement
-from attnlens.tables.figures import bounded, quantity_of, setting, worded
+from attnlens.sentences.labels import bounded, quantity_of, setting, worded
+from attnlens.sentences.verdicts import judgement
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

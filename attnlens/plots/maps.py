@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import BoundaryNorm, CenteredNorm, Colormap, ListedColormap, Normalize
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from attnlens.plots.captions import full_caption, heading, typeset
+from attnlens.plots.heatmap import heat_map
 from attnlens.plots.style import (
     CATEGORIES,
     INK,
     MISSING,
     MUTED,
-    PlainNumbers,
-    figure_of,
-    label_layers,
     new_figure,
     size_in_points,
-    tick_positions,
 )
 from attnlens.shapes import Reading, Shapes
 from attnlens.wording import clean, decimals_for, source_of
@@ -29,7 +25,6 @@ from attnlens.wording import clean, decimals_for, source_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 CELL = 0.42
 """Side of a cell in inches, where the page has room for it."""
@@ -63,19 +58,19 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     return figure
 
 
-def draw_map(axes: Axes, shapes: Shapes, reading: Reading, *, named: bool = True) -> AxesImage:
+def draw_map(axes: Axes, shapes: Shapes, reading: Reading, *, named: bool = True) -> None:
     """The map in the axes: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
-    colours, norm, extend = scale(reading)
-    masked = np.ma.masked_invalid(reading.values)
-    image = axes.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
-    _hatch(axes, np.ma.getmaskarray(masked))
-    wide, _ = size_in_points(axes)
-    columns = tick_positions(len(shapes.heads), max(2, int(wide / 16)))
-    axes.set_xticks(columns, [str(shapes.heads[column]) for column in columns])
-    axes.set_xlabel("head", labelpad=1.5)
-    label_layers(axes, shapes.layers, shapes.parts, named=named)
-    _colour_bar(axes, image, reading, extend, 7 / wide, 7 / wide)
-    return image
+    bar = heat_map(axes, reading.values, shapes.layers, shapes.heads, shapes.parts, scale(reading), named=named)
+    if reading.labels:
+        names = reading.labels | dict(enumerate(reading.info.labels))
+        bar.set_ticks(sorted(names), labels=[clean(names[number]).replace(" ", "\n") for number in sorted(names)])
+        bar.ax.tick_params(length=0, pad=3, which="both")
+    elif reading.constant:
+        bar.set_ticks([float(reading.present[0])])
+    if not reading.labels:
+        bar.update_ticks()
+    if reading.null is not None:
+        _mark_null(bar.ax, *reading.null)
 
 
 def scale(reading: Reading) -> tuple[Colormap, Normalize, str]:
@@ -136,41 +131,6 @@ def _limits(reading: Reading) -> tuple[float, float, str]:
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get((cut_low, cut_high), "neither")
     return (low if cut_low else least), (high if cut_high else most), extend
-
-
-def _hatch(axes: Axes, missing: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
-    """Neighbours in a row share a rectangle, so that a model of 5,000 heads stays a small file."""
-    for row, gone in enumerate(missing):
-        start = 0
-        for empty, run in groupby(gone):
-            length = len(list(run))
-            if empty:
-                corner = (start - 0.5, row - 0.5)
-                axes.add_patch(
-                    Rectangle(
-                        corner, length, 1, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0, zorder=0.9
-                    )
-                )
-            start += length
-
-
-def _colour_bar(axes: Axes, image: AxesImage, reading: Reading, extend: str, gap: float, thickness: float) -> None:
-    figure = figure_of(axes)
-    place = axes.inset_axes((1 + gap, 0, thickness, 1))
-    bar = figure.colorbar(image, cax=place, extend=extend)
-    bar.outline.set_linewidth(0.4)
-    place.tick_params(labelsize=6.5, length=2, pad=1.5)
-    if not reading.labels:
-        bar.formatter = PlainNumbers()
-        if reading.constant:
-            bar.set_ticks([float(reading.present[0])])
-        bar.update_ticks()
-    if reading.labels:
-        names = reading.labels | dict(enumerate(reading.info.labels))
-        bar.set_ticks(sorted(names), labels=[clean(names[number]).replace(" ", "\n") for number in sorted(names)])
-        place.tick_params(length=0, pad=3, which="both")
-    if reading.null is not None:
-        _mark_null(place, *reading.null)
 
 
 def _mark_null(place: Axes, mean: float, sd: float) -> None:

@@ -23,8 +23,9 @@ from attnlens.plots.captions import (
 from attnlens.plots.depths import depths, draw_depth
 from attnlens.plots.fans import FORMULA, draw_fan
 from attnlens.plots.maps import draw_map
+from attnlens.plots.page import head, picture_title
 from attnlens.plots.shares import draw_shares, has_all
-from attnlens.plots.style import INK, MUTED, new_figure
+from attnlens.plots.style import MUTED, new_figure
 from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.wording import big, clean, model_name, source_of
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ACROSS = 3
-TITLE, FACTS, NOTE = 80, 160, 54
-"""Characters that fit into the page's title, the line below it, and the line under a panel's title."""
+NOTE = 54
+"""Characters that fit into the line under a panel's title."""
 WIDTH, HEIGHT = 10.0, 7.2
 RIGHT = 0.968
 """Where the last column's colour bar, with its numbers, ends."""
@@ -76,7 +77,8 @@ def overview_figure(shapes: Shapes) -> Figure:
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
             axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
-            _title(axes, next(letters), panel)
+            title = fitted(panel.title or heading(panel.name), 32)
+            picture_title(axes, f"{next(letters)}  {title}", panel.note)
             panel.draw(axes, named=column == 0)
     return figure
 
@@ -184,37 +186,14 @@ def _name_formula(axes: Axes, shapes: Shapes, name: str) -> None:
 
 def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:
     model = shapes.report.model
-    figure.text(
-        0.055, 1 - 0.3 / height, fitted(model_name(model.id), TITLE), fontsize=14, weight="bold", color=INK, va="center"
-    )
-    facts = [
-        clean(model.architecture),
-        f"{big(model.parameters)} parameters",
-        layout_line(shapes),
-        coverage_line(shapes),
-    ]
-    figure.text(0.055, 1 - 0.53 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
+    size = f"{big(model.parameters)} parameters"
+    facts = (clean(model.architecture), size, layout_line(shapes), coverage_line(shapes))
+    head(figure, model_name(model.id), facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
     if hatched:
-        figure.text(0.055, 0.14 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
-    figure.text(
-        RIGHT, 0.14 / height, fitted(settings_line(shapes), 150), fontsize=6.5, color=MUTED, ha="right", va="center"
-    )
+        figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
 
 
 def _section(figure: Figure, title: str, ceiling: float, height: float) -> None:
     """What the row below rests on, over a hairline."""
     figure.text(0.055, (ceiling - 0.13) / height, title, fontsize=8.5, color=MUTED, style="italic", va="center")
     figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
-
-
-def _title(axes: Axes, letter: str, panel: Panel) -> None:
-    axes.set_title(f"{letter}  {fitted(panel.title or heading(panel.name), 32)}", weight="bold", pad=15, color=INK)
-    axes.annotate(
-        panel.note,
-        xy=(0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 5),
-        textcoords="offset points",
-        fontsize=6.5,
-        color=MUTED,
-    )

@@ -17,7 +17,7 @@ from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, t
 from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Experiment, Trajectory
 from attnlens.registry import MeasureInfo, measure_infos
-from attnlens.tables.series import NULL, measures_of, told_of
+from attnlens.sentences.followed import NULL, measures_of, told_of
 from attnlens.wording import clean, counted, source_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
-from attnlens.tables.swaps.facts import diverged
-from attnlens.tables.swaps.judged import distance, distance_ci95, effect_name
+from attnlens.sentences.effects import diverged
+from attnlens.sentences.judged import distance, distance_ci95, effect_name
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

@@ -6,27 +6,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.plots.captions import fitted, wrapped
-from attnlens.plots.style import INK, MUTED, new_figure
+from attnlens.plots.captions import wrapped
+from attnlens.plots.page import FOOT, HEAD, LINE, head, picture_title
+from attnlens.plots.style import MUTED, new_figure
 from attnlens.plots.swaps.panels import Panel, panels
 from attnlens.records import Report
-from attnlens.tables.swaps.facts import formula
+from attnlens.sentences.effects import formula
 from attnlens.wording import big, clean, model_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEAD, FOOT = 10.0, 0.62, 0.3
-"""Inches: the page, what stands over the panels and under them."""
+WIDTH = 10.0
+"""Inches of the page."""
 LEFT, RIGHT = 0.35, 9.68
 """Where the first column of panels begins and the last one ends, in inches."""
-TITLE, FACTS = 80, 155
-"""Characters that fit into the page's title and into a line of facts."""
 OVER, UNDER, BAR = 0.56, 0.42, 0.62
 """Inches over a panel for its title, under it for its axis, beside it for a colour bar."""
-LINE = 0.13
-"""Inches of a further line of a legend."""
 HIGHEST = 30
 """Rows of a panel beyond which a page grows no more."""
 
@@ -37,7 +33,7 @@ def swap_overview(report: Report) -> Figure:
     blocks = [_block(row, alone=len(grid) == 1) for row in grid]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
-    _head(figure, report, height)
+    _head(figure, report)
     letters = iter("abcdef")
     for number, row in enumerate(grid):
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
@@ -47,7 +43,7 @@ def swap_overview(report: Report) -> Figure:
             begin, end = edges[column] + panel.left, edges[column + 1] - BAR
             tall = blocks[number] - UNDER - OVER - LINE * (panel.legend - 1)
             axes = figure.add_axes((begin / WIDTH, bottom / height, (end - begin) / WIDTH, tall / height))
-            _title(axes, f"{next(letters)}  {panel.title}", panel)
+            picture_title(axes, f"{next(letters)}  {panel.title}", panel.note, panel.legend)
             panel.draw(axes)
     return figure
 
@@ -63,7 +59,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     figure = new_figure(page, height)
     begin = panel.left + 0.2
     axes = figure.add_axes((begin / page, below / height, panel.wide / page, tall / height))
-    _title(axes, panel.title, panel)
+    picture_title(axes, panel.title, panel.note, panel.legend)
     panel.draw(axes)
     figure.text(0.2 / page, (below - 0.46) / height, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     return figure
@@ -91,39 +87,11 @@ def _columns(rows: list[list[Panel]]) -> list[float]:
     return [LEFT + sum(taken[:column]) + column * free for column in range(len(taken) + 1)]
 
 
-def _head(figure: Figure, report: Report, height: float) -> None:
-    model = report.model
-    left, title = LEFT / WIDTH, fitted(model_name(model.id), TITLE)
-    figure.text(left, 1 - 0.27 / height, title, fontsize=14, weight="bold", color=INK, va="center")
-    swap = report.swaps[0]
+def _head(figure: Figure, report: Report) -> None:
+    model, swap = report.model, report.swaps[0]
     what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
     # the formula last: where they are too long for a line, it is what is cut, never whether all heads were reached
-    known = (
-        clean(model.architecture),
-        f"{big(model.parameters)} parameters",
-        what,
-        clean(report.coverage.sentence),
-        how,
-    )
-    facts = [fact for fact in known if fact]
-    figure.text(left, 1 - 0.52 / height, fitted(" · ".join(facts), FACTS), fontsize=8, color=INK, va="center")
-    text = " · ".join(fact for fact in (clean(report.settings.fed), _made(report)) if fact)
-    place = (RIGHT / WIDTH, 0.13 / height)
-    figure.text(*place, fitted(text, 150), fontsize=6.5, color=MUTED, ha="right", va="center")
-
-
-def _made(report: Report) -> str:
-    return f"{clean(report.tool.name)} {clean(report.tool.version)}"
-
-
-def _title(axes: Axes, title: str, panel: Panel) -> None:
-    axes.set_title(title, weight="bold", pad=15 + 72 * LINE * (panel.legend - 1), color=INK)
-    axes.annotate(
-        panel.note,
-        xy=(0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 5),
-        textcoords="offset points",
-        fontsize=6.5,
-        color=MUTED,
-    )
+    size = f"{big(model.parameters)} parameters"
+    facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
+    made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
+    head(figure, model_name(model.id), facts, made, left=LEFT, right=RIGHT)

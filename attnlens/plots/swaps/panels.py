@@ -16,9 +16,9 @@ from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
-from attnlens.tables.swaps.facts import cautions
-from attnlens.tables.swaps.judged import EFFECTS, UNITS, effect_name
-from attnlens.tables.swaps.plans import share
+from attnlens.sentences.effects import cautions
+from attnlens.sentences.judged import EFFECTS, UNITS, effect_name
+from attnlens.sentences.plans import share
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

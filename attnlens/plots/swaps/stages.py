@@ -8,8 +8,8 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.plots.captions import typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
-from attnlens.tables.swaps.facts import diverged, loss_decimals
-from attnlens.tables.swaps.judged import distance, distance_ci95, effect_name
+from attnlens.sentences.effects import diverged, loss_decimals
+from attnlens.sentences.judged import distance, distance_ci95, effect_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,22 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import CenteredNorm, Normalize
-from matplotlib.patches import Rectangle
 
 from attnlens.plots.captions import typeset
+from attnlens.plots.heatmap import hatch, heat_map
 from attnlens.plots.style import (
     CATEGORIES,
     INK,
-    MISSING,
     MUTED,
     PlainNumbers,
-    figure_of,
     label_layers,
     size_in_points,
-    tick_positions,
 )
 from attnlens.records import PARTS
-from attnlens.tables.swaps.judged import EFFECTS
+from attnlens.sentences.judged import EFFECTS
 from attnlens.wording import decimals_for
 
 if TYPE_CHECKING:
@@ -65,14 +62,12 @@ def _draw_map(axes: Axes, effects: list[Effect], *, named: bool) -> None:
     heads = sorted({effect.head for effect in effects if effect.head is not None})
     values, quiet, lost = _grids(effects, layers, heads)
     half, extend = limit(values)
-    masked = np.ma.masked_invalid(values)
     signed = any(effect.p_value is not None for effect in effects)
     colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
-    image = axes.imshow(masked, cmap=colormaps[colours], norm=norm, aspect="auto", interpolation="nearest", zorder=1)
-    for row, column in np.argwhere(np.isnan(values)):
-        corner = (column - 0.5, row - 0.5)
-        hatch = "xxxxx" if lost[row, column] else "/////"
-        axes.add_patch(Rectangle(corner, 1, 1, facecolor=MISSING, edgecolor=MUTED, hatch=hatch, linewidth=0))
+    scale = (colormaps[colours], norm, extend)
+    bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=named)
+    bar.update_ticks()
+    hatch(axes, lost, "xxxxx")
     wide, high = size_in_points(axes)
     rows, columns = np.nonzero(quiet)
     size = min(wide / len(heads), high / len(layers)) / 4
@@ -83,16 +78,6 @@ def _draw_map(axes: Axes, effects: list[Effect], *, named: bool) -> None:
         axes.annotate(
             number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
         )
-    ticks = tick_positions(len(heads), max(2, int(wide / 16)))
-    axes.set_xticks(ticks, [str(heads[column]) for column in ticks])
-    axes.set_xlabel("head", labelpad=1.5)
-    label_layers(axes, layers, [parts[layer] for layer in layers], named=named)
-    place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))
-    bar = figure_of(axes).colorbar(image, cax=place, extend=extend)
-    bar.outline.set_linewidth(0.4)
-    place.tick_params(labelsize=6.5, length=2, pad=1.5)
-    bar.formatter = PlainNumbers()
-    bar.update_ticks()
 
 
 def _unsure(effect: Effect) -> bool:

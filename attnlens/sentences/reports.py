@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnlens.records import Extreme, Report, Skipped
-from attnlens.registry import NOT_IDENTIFIED
 from attnlens.shapes import Shapes
-from attnlens.tables.experiments import passed, verdict
-from attnlens.tables.layers import LayerRows
-from attnlens.tables.nulls import null_words
-from attnlens.tables.population import no_errors, population
-from attnlens.wording import big, clean, counted, listed, model_name, short
+from attnlens.wording import big, clean, counted, listed, model_name
 
 
 def title(report: Report) -> str:
@@ -41,9 +36,7 @@ def header(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """How much of the model was read, or, where none was, whether the experiments meet what was published."""
-    if report.experiments and not report.coverage.heads:
-        return verdict(report), passed(report)
+    """How much of the model was read, and whether that is all of it."""
     return clean(report.coverage.sentence), report.coverage.complete
 
 
@@ -78,44 +71,6 @@ def identity(report: Report) -> str:
     """How well recomputed attention agrees with the model's own; empty where that was not measured."""
     error = report.summary.identity_error
     return "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
-
-
-def reading_help(rows: LayerRows, shapes: Shapes) -> str:
-    """What a row of the layers' table is."""
-    over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
-    summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
-    said = [] if alone else [f"rows are medians {over}"]
-    if summary.median_errors:
-        known = population(shapes.report)
-        said.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({known})' if known else ''}")
-    elif no_errors(shapes.report):
-        said.append(no_errors(shapes.report))
-    if any(text.reasons for text in summary.texts):
-        said.append("one window of a text has no spread: no errors in its row")
-    if any(reading.null for reading in shapes.readings.values()):
-        chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
-        said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
-    if summary.texts:
-        said.append("beside a text stands how many windows are its")
-    if summary.between_texts:
-        said.append("“between texts” is the sd of the texts' medians")
-    sentence = "; ".join(said)
-    sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
-    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
-    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
-    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
-    loose = f" {listed(open_)}: {NOT_IDENTIFIED}" if open_ else ""
-    return f"{sentence}{apart}{loose}".strip()
-
-
-def constants(shapes: Shapes) -> str:
-    """The measures that all heads share, which need no column; empty where there are none."""
-    same = [
-        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
-        for reading in shapes.readings.values()
-        if reading.constant
-    ]
-    return f"The same for every head: {listed(same, 8)}." if same else ""
 
 
 def extreme(found: Extreme) -> tuple[str, str]:

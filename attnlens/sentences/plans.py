@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlens.records import KeyRank, Pair, Plan, Rise
-from attnlens.tables.sections import Rows
-from attnlens.tables.terminal import Column
+from attnlens.records import Pair, Plan, Rise
 from attnlens.wording import clean
 
 SAVED = {
@@ -111,19 +109,3 @@ def rise(found: Rise) -> str:
     over = " over texts" if found.over == "texts" else ""
     bounds = "" if found.ci95 is None else f"95 % interval{over} {share(found.ci95[0])} to {share(found.ci95[1])}, "
     return f"{share(found.share)} ({bounds}{found.sequences} sequence{'s' * (found.sequences != 1)})"
-
-
-def plan_rows(plan: Plan) -> Rows:
-    """A row a layer: the mean of its ranks, the ranks key head by key head."""
-    layers: dict[int, list[KeyRank]] = {}
-    for key in plan.ranks:
-        layers.setdefault(key.layer, []).append(key)
-    rows = list(layers.values())
-    means = (sum(k.rank * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
-    names = (Column("", "layer", tuple(str(keys[0].layer) for keys in rows)),)
-    columns = (
-        Column("", "mean rank", tuple(f"{mean:.1f}" for mean in means)),
-        Column("", "of", tuple(str(keys[0].head_dim) for keys in rows)),
-        Column("", "rank by key head", tuple(" ".join(str(key.rank) for key in keys) for keys in rows), words=True),
-    )
-    return Rows(names, columns)

@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attnlens.records import Curve, Experiment, Report
-from attnlens.shapes import by_turns
-from attnlens.tables.nulls import null_words
-from attnlens.tables.sections import Rows, Section
-from attnlens.tables.terminal import Column
+from attnlens.sections.section import Cell, Column, Section, Table
+from attnlens.sentences.followed import NULL, asked_for, heads_of, told_of
+from attnlens.sentences.nulls import null_words
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, written
 
-NULL = ": null"
-"""What the name of a measure's null curve ends in."""
-SELECTION = ("decided", "svm_cosine", "efficiency_q05", "efficiency")
-ASKED = (
-    "loss",
-    *SELECTION,
-    *(f"projected_{name}" for name in SELECTION[1:]),
-    "symmetry",
-    "effective_rank",
-    "entropy",
-)
-"""What a series of checkpoints is about, by source or by name; these measures stand before the others."""
 MOST_STEPS = 8
 """Checkpoints up to which each has its column."""
 
@@ -39,9 +26,9 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     nulls = [name for name in shown if name + NULL in experiment.curves]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
-    yield Section(experiment.question, tuple(lines), series_rows(experiment, shown), (help_, *more))
+    yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
     if whole and heads > 1:
-        yield Section("Quartiles over heads", rows=quartile_rows(experiment))
+        yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
 
 def series_sections(report: Report) -> Iterator[Section]:
@@ -49,35 +36,13 @@ def series_sections(report: Report) -> Iterator[Section]:
     for experiment in report.experiments:
         if experiment.trajectories:
             several = heads_of(experiment) > 1
-            below = ("Medians over heads." if several else "One head's values.",)
-            yield Section("Every measure", rows=series_rows(experiment, told_of(experiment)), below=below)
+            notes = ("Medians over heads." if several else "One head's values.",)
+            yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
             if several:
-                yield Section("Quartiles over heads", rows=quartile_rows(experiment))
+                yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
 
-def heads_of(experiment: Experiment) -> int:
-    """How many heads are followed."""
-    return len({(found.layer, found.head) for found in experiment.trajectories})
-
-
-def asked_for(name: str) -> bool:
-    """Whether a measure is among those that a series of checkpoints is about."""
-    return _rank(name) < len(ASKED)
-
-
-def measures_of(experiment: Experiment) -> list[str]:
-    """The measures of a series in the order in which they are shown: what was asked first, then by turns of sources."""
-    names = [name for name in experiment.curves if not name.endswith(NULL)]
-    asked = sorted(filter(asked_for, names), key=_rank)
-    return [*asked, *by_turns(name for name in names if name not in asked)]
-
-
-def told_of(experiment: Experiment) -> list[str]:
-    """Those of the measures that change from one checkpoint to the next."""
-    return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
-
-
-def series_rows(experiment: Experiment, measures: Sequence[str]) -> Rows:
+def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
     """A row a measure: its median over heads, a column a checkpoint (about eight of many), last quartiles, null."""
     curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
     steps = curves[0][0].steps if curves else []
@@ -95,10 +60,10 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Rows:
     nulls = [experiment.curves.get(name + NULL) for name in measures]
     if any(nulls):
         columns.append(Column("chance", "null", tuple(map(_null, nulls))))
-    return Rows((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
 
 
-def quartile_rows(experiment: Experiment) -> Rows:
+def quartile_rows(experiment: Experiment) -> Table:
     """The first and third quartile over heads of every measure, a column a checkpoint."""
     measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
     curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
@@ -111,10 +76,10 @@ def quartile_rows(experiment: Experiment) -> Rows:
         )
         for at in _spread(len(steps))
     ]
-    return Rows((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
 
 
-def step_cells(experiment: Experiment) -> Iterator[dict[str, str | int | float | None]]:
+def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
     """A row per head, measure and step, for a spreadsheet."""
     for found in experiment.trajectories:
         steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
@@ -128,11 +93,6 @@ def step_cells(experiment: Experiment) -> Iterator[dict[str, str | int | float |
                 "value": value,
                 "se": error,
             }
-
-
-def _rank(name: str) -> int:
-    parts = {name.partition(".")[0], name.rpartition(".")[2]}
-    return next((place for place, word in enumerate(ASKED) if word in parts), len(ASKED))
 
 
 def _loss(experiment: Experiment) -> Iterator[str]:

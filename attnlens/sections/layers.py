@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
+from attnlens.registry import NOT_IDENTIFIED
+from attnlens.sections.section import Column, Section, Table
+from attnlens.sentences.nulls import null_words
+from attnlens.sentences.population import no_errors, population
 from attnlens.shapes import Reading, Shapes, by_turns, group_of, middle
-from attnlens.tables.terminal import Column
-from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, spread, title_of, written
+from attnlens.wording import (
+    NO_VALUE,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    listed,
+    short,
+    spread,
+    title_of,
+    written,
+)
 
 MOST_ROWS = 48
 """Layers up to which each has its row."""
@@ -30,6 +43,25 @@ class LayerRows:
     """For each table row, rows of the maps."""
     size: int
     """How many layers a row holds (the last of a part may hold fewer)."""
+
+
+def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
+    """A row per layer, medians over heads: the measures that fit on a page, or, `whole`, a table of each source.
+
+    The sources take turns, in the report's order of importance. Above 48 layers neighbours share a row.
+    """
+    if not shapes.readings:
+        return
+    rows = layer_rows(shapes)
+    names, columns = name_columns(shapes, rows), measure_columns(shapes, rows)
+    notes = tuple(filter(None, (reading_help(rows, shapes), constants(shapes))))
+    if not whole:
+        yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
+        return
+    for source in dict.fromkeys(column.group for column in columns):
+        own = tuple(replace(column, group="") for column in columns if column.group == source)
+        yield Section(source, table=Table(names, own))
+    yield Section(notes=notes)
 
 
 def layer_rows(shapes: Shapes) -> LayerRows:
@@ -72,6 +104,44 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     others = [name for name in varying if name not in headlines]
     columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
     return (*columns, *_summed(shapes, rows))
+
+
+def reading_help(rows: LayerRows, shapes: Shapes) -> str:
+    """What a row of the layers' table is."""
+    over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
+    summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
+    said = [] if alone else [f"rows are medians {over}"]
+    if summary.median_errors:
+        known = population(shapes.report)
+        said.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({known})' if known else ''}")
+    elif no_errors(shapes.report):
+        said.append(no_errors(shapes.report))
+    if any(text.reasons for text in summary.texts):
+        said.append("one window of a text has no spread: no errors in its row")
+    if any(reading.null for reading in shapes.readings.values()):
+        chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
+        said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
+    if summary.texts:
+        said.append("beside a text stands how many windows are its")
+    if summary.between_texts:
+        said.append("“between texts” is the sd of the texts' medians")
+    sentence = "; ".join(said)
+    sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
+    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
+    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
+    loose = f" {listed(open_)}: {NOT_IDENTIFIED}" if open_ else ""
+    return f"{sentence}{apart}{loose}".strip()
+
+
+def constants(shapes: Shapes) -> str:
+    """The measures that all heads share, which need no column; empty where there are none."""
+    same = [
+        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
+        for reading in shapes.readings.values()
+        if reading.constant
+    ]
+    return f"The same for every head: {listed(same, 8)}." if same else ""
 
 
 def _span(shapes: Shapes, group: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ from statistics import median
 
 from attnlens.kernels import TIES
 from attnlens.records import Change, Healing, Outcome, Pair, Report, Stage, Swap
-from attnlens.tables.swaps.judged import EFFECTS, UNITS, distance
+from attnlens.sentences.judged import EFFECTS, UNITS, distance
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
 
 WORDS = {

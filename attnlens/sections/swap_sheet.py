@@ -1,37 +1,16 @@
-"""A swap as markdown, and as rows for a spreadsheet."""
+"""A swap as rows for a spreadsheet."""
 
 from __future__ import annotations
 
-import csv as standard
-import io
-from collections.abc import Callable, Iterator
-
-from attnlens.records import Change, Effect, Report, Stage, Swap
-from attnlens.tables.sections import in_markdown
-from attnlens.tables.swaps.sections import sections
-
-Cell = str | int | float | bool | None
+from attnlens.records import Change, Effect, Stage, Swap
+from attnlens.sections.section import Cell
 
 
-def swap_markdown(report: Report, escaped: Callable[[str], str]) -> Iterator[str]:
-    """The sections as lines of GitHub markdown; `escaped` makes text of any string."""
-    return in_markdown(sections(report), escaped)
-
-
-def swap_csv(report: Report, harmless: Callable[[str], str]) -> str:
-    """One row per kernel and stage; where units were swapped alone, one row per kernel and unit.
-
-    A missing value is an empty cell, numbers carry nine significant digits; `harmless` makes text of any string.
-    """
-    if any(swap.sweep for swap in report.swaps):
-        rows = [_effect(swap, effect) for swap in report.swaps for effect in swap.sweep]
-    else:
-        rows = [_stage(swap, stage) for swap in report.swaps for stage in swap.stages]
-    buffer = io.StringIO()
-    writer = standard.writer(buffer, lineterminator="\n")
-    writer.writerow(rows[0] if rows else [])
-    writer.writerows([_written(cell, harmless) for cell in row.values()] for row in rows)
-    return buffer.getvalue()
+def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
+    """One row per kernel and stage; where units were swapped alone, one row per kernel and unit."""
+    if any(swap.sweep for swap in swaps):
+        return [_effect(swap, effect) for swap in swaps for effect in swap.sweep]
+    return [_stage(swap, stage) for swap in swaps for stage in swap.stages]
 
 
 def _stage(swap: Swap, stage: Stage) -> dict[str, Cell]:
@@ -77,11 +56,3 @@ def _change(name: str, change: Change | None) -> dict[str, Cell]:
 def _bounds(name: str, ci95: tuple[float, float] | None) -> dict[str, Cell]:
     low, high = ci95 or (None, None)
     return {f"{name}.low": low, f"{name}.high": high}
-
-
-def _written(cell: Cell, harmless: Callable[[str], str]) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, float):
-        return f"{cell:.9g}"
-    return harmless(str(cell)) if isinstance(cell, str) else str(cell).lower()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from attnlens.records import Change, Effect, Outcome, Swap, TextChange, TextCosine
-from attnlens.tables.sections import Rows
-from attnlens.tables.swaps.facts import diverged, figures, interval, loss_decimals, percent, ratio
-from attnlens.tables.terminal import Column
+from attnlens.records import Change, Effect, KeyRank, Outcome, Plan, Swap, TextChange, TextCosine
+from attnlens.sections.section import Column, Table
+from attnlens.sentences.effects import diverged, figures, interval, loss_decimals, percent, ratio
 from attnlens.wording import NO_VALUE, clean, decimals_for, written
 
 DIVERGED = "diverged"
@@ -18,7 +17,7 @@ MARK = "*"
 """What stands beside a significant effect."""
 
 
-def stage_rows(swap: Swap) -> Rows:
+def stage_rows(swap: Swap) -> Table:
     """The original, then a row a stage; a column for what any stage has."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     decimals = loss_decimals(losses)
@@ -40,10 +39,10 @@ def stage_rows(swap: Swap) -> Rows:
         cells = [DIVERGED if diverged(stage) else "" for stage in swap.stages]
         columns.insert(0, Column("", "outcome", ("", *cells), words=True))
     names = Column("", "stage", ("original", *(stage.name for stage in swap.stages)), words=True)
-    return Rows((names,), tuple(columns))
+    return Table((names,), tuple(columns))
 
 
-def text_rows(swaps: Sequence[Swap]) -> Rows:
+def text_rows(swaps: Sequence[Swap]) -> Table:
     """A row a text: how many of its windows were read, and what each swap does to the loss there."""
     texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
     columns = []
@@ -56,10 +55,10 @@ def text_rows(swaps: Sequence[Swap]) -> Rows:
             Column(group, "Δ", tuple(_delta(change, decimals) for change in found)),
             Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
         ]
-    return Rows(_text_names(texts), tuple(columns))
+    return Table(_text_names(texts), tuple(columns))
 
 
-def cosine_rows(swaps: Sequence[Swap]) -> Rows:
+def cosine_rows(swaps: Sequence[Swap]) -> Table:
     """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
     texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
     columns = []
@@ -70,7 +69,7 @@ def cosine_rows(swaps: Sequence[Swap]) -> Rows:
         cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
         ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
         columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
-    return Rows(_text_names(texts), tuple(columns))
+    return Table(_text_names(texts), tuple(columns))
 
 
 def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
@@ -80,7 +79,7 @@ def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
     )
 
 
-def kernel_rows(swaps: Sequence[Swap]) -> Rows:
+def kernel_rows(swaps: Sequence[Swap]) -> Table:
     """A row a kernel, the original first."""
     losses = [swap.loss for swap in swaps if swap.loss is not None]
     decimals = loss_decimals(losses)
@@ -100,7 +99,7 @@ def kernel_rows(swaps: Sequence[Swap]) -> Rows:
     columns = [Column("", first, (original, *outcomes))]
     columns += [Column("", title, ("", *map(told, swaps))) for title, told in (*others, ("speed", _speed))]
     names = Column("", "kernel", ("original", *map(_named, swaps)), words=True)
-    return Rows((names,), tuple(columns))
+    return Table((names,), tuple(columns))
 
 
 def _named(swap: Swap) -> str:
@@ -108,7 +107,7 @@ def _named(swap: Swap) -> str:
     return clean(swap.kernel) + (" (fitted)" if swap.fitted else "")
 
 
-def site_rows(swap: Swap) -> Rows:
+def site_rows(swap: Swap) -> Table:
     """Every exchanged site: where it is, how it was computed, how far its output moves."""
     sites = swap.sites
     columns = [
@@ -123,10 +122,10 @@ def site_rows(swap: Swap) -> Rows:
         Column("", "layer", tuple(str(site.layer) for site in sites)),
         Column("", "part", tuple(site.part for site in sites), words=True),
     ]
-    return Rows(tuple(names), tuple(columns))
+    return Table(tuple(names), tuple(columns))
 
 
-def sweep_rows(swap: Swap, most: int) -> Rows:
+def sweep_rows(swap: Swap, most: int) -> Table:
     """The `most` most and least harmful units, all where there are no more than both."""
     effects = swap.sweep
     shown: list[Effect | None] = list(effects)
@@ -145,7 +144,7 @@ def sweep_rows(swap: Swap, most: int) -> Rows:
     if tested(swap):
         columns.append(_units("p", shown, lambda effect: _p_value(effect.p_value)))
         columns.append(_units("FDR 5 %", shown, lambda effect: MARK if effect.significant else "", words=True))
-    return Rows(tuple(names), tuple(columns))
+    return Table(tuple(names), tuple(columns))
 
 
 def tested(swap: Swap) -> bool:
@@ -153,7 +152,7 @@ def tested(swap: Swap) -> bool:
     return swap.judged_by == "loss"
 
 
-def sweeps_rows(swaps: Sequence[Swap]) -> Rows:
+def sweeps_rows(swaps: Sequence[Swap]) -> Table:
     """A row a kernel: how many units matter, which harm most and least."""
     decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
     columns = []
@@ -170,7 +169,23 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Rows:
         ]
         if index == 0:
             columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in found)))
-    return Rows((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
+    return Table((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
+
+
+def plan_rows(plan: Plan) -> Table:
+    """A row a layer: the mean of its ranks, the ranks key head by key head."""
+    layers: dict[int, list[KeyRank]] = {}
+    for key in plan.ranks:
+        layers.setdefault(key.layer, []).append(key)
+    rows = list(layers.values())
+    means = (sum(k.rank * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
+    names = (Column("", "layer", tuple(str(keys[0].layer) for keys in rows)),)
+    columns = (
+        Column("", "mean rank", tuple(f"{mean:.1f}" for mean in means)),
+        Column("", "of", tuple(str(keys[0].head_dim) for keys in rows)),
+        Column("", "rank by key head", tuple(" ".join(str(key.rank) for key in keys) for keys in rows), words=True),
+    )
+    return Table(names, columns)
 
 
 def place(effect: Effect) -> str:

@@ -1,65 +1,35 @@
-"""Tables of experiments: ours beside the published, and measures by training step."""
+"""Experiments as tables: ours beside the published."""
 
 from __future__ import annotations
 
-import csv as standard
-import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from attnlens.records import Experiment, Report
-from attnlens.tables.figures import setting, worded
-from attnlens.tables.sections import Rows, Section
-from attnlens.tables.series import step_cells, told
-from attnlens.tables.terminal import Column
-from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, listed, short, written
+from attnlens.sections.checkpoints import told
+from attnlens.sections.section import Column, Row, Section, Table
+from attnlens.sentences.labels import setting, worded
+from attnlens.sentences.verdicts import judgement
+from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, decimals_for, listed, short, written
 
-Cell = str | int | float | None
-PASS, FAIL = "pass", "FAIL"
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
-def experiment_sections(report: Report, *, whole: bool = False) -> Iterator[Section]:
+def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
     """All that a summary of `converge` and `verify` says below the model; `whole`, with every measure of a series."""
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain:
-        yield Section("", rows=figure_rows(plain), below=tuple(_figure_help(plain)))
-        yield Section("What was asked", tuple(_asked(experiment, report) for experiment in plain), items=True)
+        yield Section(table=figure_rows(plain), notes=tuple(_figure_help(plain)))
+        yield Section("What was asked", items=tuple(_asked(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
             yield from told(experiment, whole=whole)
     missing = [line for experiment in report.experiments for line in _missing(experiment)]
     if missing:
-        yield Section("No value", tuple(missing), items=True)
+        yield Section("No value", items=tuple(missing))
 
 
-def verdict(report: Report) -> str:
-    """`All 5 experiments meet what was published.`, or which miss it, and how many have nothing to meet."""
-    judged = [experiment for experiment in report.experiments if experiment.passed is not None]
-    failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
-    every = counted(len(report.experiments), "experiment")
-    if not judged:
-        return f"{every}; nothing published to compare with."
-    some = f"{len(judged)} of {every} {'has' if len(judged) == 1 else 'have'} published figures to meet"
-    partly = len(judged) < len(report.experiments)
-    if failed:
-        verb = "misses" if len(failed) == 1 else "miss"
-        if partly:
-            return f"{some}, and {len(failed)} of these {verb} them: {listed(failed)}."
-        return f"{len(failed)} of {every} {verb} what was published: {listed(failed)}."
-    if partly:
-        return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
-    if len(judged) == 1:
-        return "The experiment meets what was published."
-    return f"All {counted(len(judged), 'experiment')} meet what was published."
-
-
-def passed(report: Report) -> bool:
-    """Whether no experiment misses what was published."""
-    return all(experiment.passed is not False for experiment in report.experiments)
-
-
-def figure_rows(experiments: Sequence[Experiment]) -> Rows:
+def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """A row a figure: ours ± error, published, tolerance, verdict."""
     every = [(experiment, figure) for experiment in experiments for figure in experiment.final]
     first = [figure == next(iter(experiment.final)) for experiment, figure in every]
@@ -79,27 +49,7 @@ def figure_rows(experiments: Sequence[Experiment]) -> Rows:
             Column("", "tolerance", tuple(_tolerance(*row) for row in every)),
             Column("", "verdict", tuple(judgement(*row) for row in every), words=True),
         ]
-    return Rows(names, tuple(columns))
-
-
-def judgement(experiment: Experiment, figure: str) -> str:
-    """`pass`, `FAIL`, or – where nothing was published."""
-    met = experiment.meets(figure)
-    return NO_VALUE if met is None else PASS if met else FAIL
-
-
-def experiment_csv(report: Report, harmless: Callable[[str], str]) -> str:
-    """One row per head, measure and step where heads are followed; else one row per experiment and figure.
-
-    A missing value is an empty cell, numbers carry nine significant digits; `harmless` makes text of any string.
-    """
-    followed = [experiment for experiment in report.experiments if experiment.trajectories]
-    rows = [row for e in followed for row in step_cells(e)] or [row for e in report.experiments for row in _figures(e)]
-    buffer = io.StringIO()
-    writer = standard.writer(buffer, lineterminator="\n")
-    writer.writerow(rows[0] if rows else [])
-    writer.writerows([_plain(cell, harmless) for cell in row.values()] for row in rows)
-    return buffer.getvalue()
+    return Table(names, tuple(columns))
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
@@ -168,21 +118,17 @@ def _missing(experiment: Experiment) -> Iterator[str]:
         yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
 
 
-def _figures(experiment: Experiment) -> Iterator[dict[str, Cell]]:
+def figure_cells(experiment: Experiment) -> Iterator[Row]:
+    """A row a figure, for a spreadsheet."""
     for figure, value in experiment.final.items():
+        met, known = experiment.meets(figure), figure in (experiment.published or {})
         yield {
             "experiment": experiment.name,
             "figure": figure,
             "ours": value,
             "error": experiment.errors.get(figure),
             "published": (experiment.published or {}).get(figure),
-            "bound": experiment.bounds.get(figure, "within") if figure in (experiment.published or {}) else None,
+            "bound": experiment.bounds.get(figure, "within") if known else None,
             "tolerance": (experiment.tolerance or {}).get(figure),
-            "verdict": {PASS: "pass", FAIL: "fail"}.get(judgement(experiment, figure)),
+            "verdict": None if met is None else "pass" if met else "fail",
         }
-
-
-def _plain(cell: Cell, harmless: Callable[[str], str]) -> str:
-    if cell is None:
-        return ""
-    return f"{cell:.9g}" if isinstance(cell, float) else harmless(str(cell))

@@ -1,0 +1,163 @@
+"""Prints sections in the width of the page, tables with the columns that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from attnlens.sections.section import Column, Document, Head, Passage, Section, Table, grouped
+from attnlens.wording import clean
+
+GAP = 2
+"""Blanks between columns."""
+MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
+"""How marked tokens look where there is colour; their signs are in the text."""
+HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
+
+
+def document(told: Document) -> Group:
+    """The whole page. Colour never carries a meaning of its own."""
+    lines = [] if told.head is None else [*_head(told.head)]
+    for section in told.sections:
+        if lines and (section.title or section.table is not None):
+            lines.append("")
+        lines += _printed(section)
+    return Group(*lines)
+
+
+def _head(head: Head) -> Iterator[RenderableType]:
+    yield Text.assemble((head.title, "bold"), " · ", head.facts)
+    yield from (Text(clean(line), style="dim") for line in head.asides)
+    yield from (Text(clean(note), style="yellow") for note in head.notes)
+    yield Text(head.standing, style="bold blue" if head.sound else "bold yellow")
+
+
+def _printed(section: Section) -> Iterator[RenderableType]:
+    if section.title:
+        yield Text(clean(section.title), style="bold")
+    yield from (Text(clean(line), overflow="fold") for line in section.lines)
+    yield from _items(section.items)
+    if section.table is not None:
+        yield _folded(section.table) if section.table.fit == "folded" else FittedTable(section.table)
+    yield from (Text(clean(line), style="dim") for line in section.notes)
+    for passage in section.passages:
+        yield from _passage(passage)
+
+
+def _items(items: Sequence[str | tuple[str, str]]) -> Iterator[RenderableType]:
+    pairs = [item for item in items if not isinstance(item, str)]
+    for item in items:
+        if isinstance(item, str):
+            yield Padding(Text(clean(item), overflow="fold"), (0, 0, 0, 2))
+    if pairs:
+        grid = Grid.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, what in pairs:
+            grid.add_row(Text(clean(name)), Text(clean(what)))
+        yield Padding(grid, (0, 0, 0, 2))
+
+
+def _passage(passage: Passage) -> Iterator[RenderableType]:
+    caption, pieces = passage
+    text = Text(overflow="fold")
+    for piece, kinds in pieces:
+        text.append(piece, style=" ".join(MARKS[kind] for kind in kinds))
+    yield Text(clean(caption), style="dim")
+    yield Padding(text, (0, 0, 0, 2))
+
+
+def _folded(table: Table) -> Grid:
+    """All columns, with cells in as many lines as they need; of each cell the first line stands out."""
+    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    columns = (*table.names, *table.columns)
+    for column in columns:
+        grid.add_column(clean(column.title), overflow="fold", justify="left" if column.words else "right")
+    for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        grid.add_row(*(_explained(cell, _style(table, c, row)) for c, cell in zip(columns, cells, strict=True)))
+    return grid
+
+
+def _style(table: Table, column: Column, row: int) -> str:
+    if any(column.alarms[row : row + 1]):
+        return "bold yellow"
+    return "bold" if column in table.names else ""
+
+
+def _explained(cell: str, style: str) -> Text:
+    first, *rest = cell.split("\n")
+    return Text.assemble((clean(first), style), *((f"\n{clean(line)}", "dim") for line in rest))
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """A table whose columns are shown whole or not at all: the first that fit, or all, block under block."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Choose the columns for the page at hand and print them."""
+        names, columns = self.table.names, self.table.columns
+        rest = list(columns)
+        while rest:
+            chosen = _fitting(names, rest, options.max_width)
+            rest = [column for column in rest if column not in chosen]
+            yield from _block(names, grouped(chosen), "-" if options.ascii_only else "─")
+            if self.table.fit == "first":
+                break
+            if rest:
+                yield ""
+        if rest:
+            yield Text(HIDDEN.format(shown=len(columns) - len(rest), all=len(columns)), style="dim")
+
+
+def _width(column: Column) -> int:
+    """Least width that breaks no word and no number."""
+    return max(map(len, [*column.title.split(), *column.cells, *column.foot]), default=1)
+
+
+def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> list[Column]:
+    """The first columns that fit beside the names; at least one, so that a narrow page still shows something."""
+    used = sum(_width(column) + GAP for column in names) - GAP
+    ends = accumulate((GAP + _width(column) for column in columns), initial=used)
+    count = sum(end <= width for end in ends) - 1
+    return list(columns[: max(1, count)])
+
+
+def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
+    if any(column.group for column in columns):
+        yield _group_line(names, columns, rule)
+    every = [*names, *columns]
+    table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_footer=False)
+    table.show_footer = any(column.foot for column in every)
+    for column in every:
+        table.add_column(
+            Text(column.title),
+            Text("\n".join(column.foot)),
+            width=_width(column),
+            justify="left" if column.words else "right",
+            vertical="bottom",
+            header_style="bold",
+            footer_style="none",
+        )
+    for cells in zip(*(column.cells for column in every), strict=True):
+        table.add_row(*map(Text, cells))
+    yield table
+
+
+def _group_line(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Text:
+    """`weights ──────  tokens ──────`, each over its own columns."""
+    line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
+    for group, members in groupby(columns, key=lambda column: column.group):
+        width = sum(_width(column) + GAP for column in members) - GAP
+        line.append(f"{group} ".ljust(width, rule)[:width], style="bold")
+        line.append(" " * GAP)
+    line.rstrip()
+    return line

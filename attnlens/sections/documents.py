@@ -1,0 +1,89 @@
+"""A report as a document, a list of pictures, or rows of a sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnlens.errors import UsageError
+from attnlens.records import Report
+from attnlens.sections.details import details, glossary, provenance
+from attnlens.sections.every_head import head_tables
+from attnlens.sections.kinds import kind_of
+from attnlens.sections.section import Document, Head, Picture, Section, Sheet, sheet
+from attnlens.sections.selections import selections
+from attnlens.sentences import reports
+from attnlens.shapes import Shapes
+
+
+def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
+    """What fits on one page of a terminal, the selections that were asked for, and what else is.
+
+    `whole`: every measure and note; `all_heads`: every head; `verbose`: how the report was made.
+    """
+    kind = kind_of(report)
+    told = [*kind.summary(report, whole), *_missing(report)]
+    if not whole:
+        told += selections(report)
+    if all_heads:
+        told += head_tables(report)
+    if verbose and kind.headed:
+        told += [*kind.more(report), details(report)]
+    return Document(_head(report, whole) if kind.headed else None, tuple(told))
+
+
+def page(report: Report) -> Document:
+    """The report on one page of any length. Raises UsageError where it has nothing to draw."""
+    kind = kind_of(report)
+    measures = glossary(Shapes(report).info(name) for name in kind.measured(report))
+    told = (Section(picture=overview(report)), *kind.page(report), *_missing(report), *measures, provenance(report))
+    return Document(_head(report, whole=True), told)
+
+
+def pictures(report: Report) -> list[Picture]:
+    """All pictures of the report, its overview first. Raises UsageError where it has nothing to draw."""
+    return kind_of(report).pictures(report)
+
+
+def overview(report: Report) -> Picture:
+    """The one picture that stands for the report. Raises UsageError where it has nothing to draw."""
+    return kind_of(report).overview(report)
+
+
+def rows(report: Report) -> Sheet:
+    """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
+
+    The columns of `Report.to_dataframe`; of a swap, a row a stage, or a unit swapped alone;
+    of experiments, a row a figure, or a row per head, measure and step. A category stands by its name.
+    """
+    return sheet(kind_of(report).rows(report))
+
+
+def windows(report: Report) -> Sheet:
+    """One row a window and head (of a swap a window, kernel and stage): what standard errors and intervals rest on.
+
+    Raises UsageError where no window was read.
+    """
+    found = report.windows
+    if found is None or not found.windows:
+        raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
+    units = found.units[0] if found.units else {}
+    return Sheet(["text", "window", *units, *found.values], list(found.rows()))
+
+
+def _head(report: Report, whole: bool) -> Head:
+    asides = (reports.ran_on(report), reports.conventions(report), reports.identity(report))
+    standing, sound = kind_of(report).standing(report)
+    return Head(
+        title=reports.title(report),
+        command=report.command,
+        facts=reports.header(report),
+        asides=tuple(filter(None, asides)),
+        notes=tuple(reports.notes(report) if whole else report.settings.notes),
+        standing=standing,
+        sound=sound,
+    )
+
+
+def _missing(report: Report) -> Iterator[Section]:
+    lists = {"Skipped": reports.skipped(report.coverage.skipped), "No value": reports.without_value(Shapes(report))}
+    yield from (Section(title, items=tuple(lines)) for title, lines in lists.items() if lines)

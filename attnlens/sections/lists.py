@@ -1,0 +1,118 @@
+"""Every kernel, analyzer and measure as tables, for `attnlens list`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attnlens.kernels import Modifier
+from attnlens.registry import Analyzer, Gathering, KernelInfo, MeasureInfo, Parameter
+from attnlens.sections.section import Column, Section, Table
+from attnlens.wording import clean
+
+
+def measure_list(infos: Iterable[MeasureInfo]) -> Section:
+    """Name, range and meaning of every measure and curve; its formula below the meaning, and what is not identified."""
+    every = list(infos)
+    return _folded(
+        ("measure", [info.name for info in every]),
+        ("range", [_range(info) for info in every]),
+        ("meaning", [_lines(info.meaning, info.formula, info.caution) for info in every]),
+    )
+
+
+def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
+    """Every analyzer: its name, what it reads, the question it answers, how many measures and curves it returns."""
+    every = list(analyzers)
+    return _folded(
+        ("analyzer", [found.name for found in every]),
+        ("source", [found.source for found in every]),
+        ("question", [_asked(found) for found in every]),
+        last=(Column("", "measures", tuple(str(len(found.measures)) for found in every)),),
+    )
+
+
+def kernel_list(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier]) -> list[Section]:
+    """Every kernel as it is typed: log k, what it is, its parameters, what a fit chooses, its fast form and its source.
+
+    Whether k ≥ 0, is symmetric, has finitely many features. A second table holds what goes with any kernel.
+    """
+    every = list(infos)
+    kernels = _folded(
+        ("kernel", [_typed(info.name, info.parameters) for info in every]),
+        ("log k(q, k)", [_lines(info.formula, *_kernel_facts(info)) for info in every]),
+        ("≥ 0", ["yes" if info.positive else "no" for info in every]),
+        ("sym.", ["yes" if info.symmetric else "no" for info in every]),
+        ("features", [info.features for info in every]),
+    )
+    found = [("tie", tie) for tie in ties] + [("filter", kept) for kept in filters]
+    modifiers = _folded(
+        ("with any kernel", [_typed(modifier.name, modifier.parameters) for _, modifier in found]),
+        ("log k(q_i, k_j), or the keys j that query i keeps", [_modifier(kind, modifier) for kind, modifier in found]),
+    )
+    return [kernels, modifiers]
+
+
+def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:
+    names, *others = (Column("", title, tuple(cells), words=True) for title, cells in columns)
+    return Section(table=Table((names,), (*others, *last), fit="folded"))
+
+
+def _lines(first: str, *others: str) -> str:
+    """The first line, and below it those that say something."""
+    return "\n".join(map(clean, (first, *filter(None, others))))
+
+
+def _asked(found: Analyzer | Gathering) -> str:
+    own = (f"{found.source}.", f"{found.name}.")
+    only = "" if found.by_default else f"Runs only where it is named: --analyzer {found.name}"
+    return _lines(found.question, only, ", ".join(_without(info.name, own) for info in found.measures))
+
+
+def _without(name: str, prefixes: Sequence[str]) -> str:
+    """The measure's name as the table's row leaves it to be said."""
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+
+
+def _kernel_facts(info: KernelInfo) -> list[str]:
+    facts = [info.meaning, *_parameters(info.parameters)]
+    if info.fit is not None:
+        first = (info.fit.__doc__ or "").splitlines()[0]
+        facts.append(f"{'must be fitted' if info.needs_fit else '--fit'}: {first.partition(':')[0]}")
+    return [*facts, f"computed by {info.fused}", info.source]
+
+
+def _modifier(kind: str, modifier: Modifier) -> str:
+    facts = [f"{kind}: {modifier.meaning}", *_parameters(modifier.parameters), modifier.caution, modifier.source]
+    return _lines(modifier.formula, *facts)
+
+
+def _parameters(parameters: Iterable[Parameter]) -> list[str]:
+    return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
+
+
+def _typed(name: str, parameters: Sequence[Parameter]) -> str:
+    """The name, and below it how parameters are added: `:gamma=0.5`."""
+    defaults = ("…" if parameter.default is None else f"{parameter.default:g}" for parameter in parameters)
+    pairs = zip(parameters, defaults, strict=True)
+    return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
+
+
+def _allowed(parameter: Parameter) -> str:
+    """Its range in words, after its meaning."""
+    low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
+    above = [] if parameter.above is None else [f"> {parameter.above:g}"]
+    whole = ["whole"] if parameter.kind is int else []
+    words = [*(["even"] if parameter.even else whole), *low, *above]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _range(info: MeasureInfo) -> str:
+    if info.curve:
+        return f"curve over {info.steps}"
+    if info.labels:
+        return " | ".join(info.labels)
+    if info.low is None and info.high is None:
+        return "any"
+    low = "−∞" if info.low is None else f"{info.low:g}"
+    high = "∞" if info.high is None else f"{info.high:g}"
+    return f"{low} to {high}"

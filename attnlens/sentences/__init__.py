@@ -1,0 +1,1 @@
+"""Facts of a report as sentences and words, for tables and pictures."""
