@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from attnlens.attsvm.descent import descend
 from attnlens.experiments.data import chunks, draw, starts
+from attnlens.experiments.figures import Figure, columns
 from attnlens.experiments.options import Progress, Settings, Study
 from attnlens.records.experiments import Curve, Experiment
 
@@ -21,19 +22,26 @@ def global_selection(settings: Settings, published: bool, progress: Progress) ->
     The tolerance is three standard errors of the difference of the two shares.
     """
     shares = {d: _share(settings, d, place, progress) for place, d in enumerate(settings.d)}
-    known = {d: PUBLISHED[d] for d in shares if d in PUBLISHED} if published else {}
-    trials = settings.trials
+    known = PUBLISHED if published else {}
+    rows = {
+        f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), PUBLISHED_TRIALS)
+        for d, share in shares.items()
+    }
+    curve = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
-        final={f"d{d}": share for d, share in shares.items()},
-        errors={f"d{d}": (share * (1 - share) / trials) ** 0.5 for d, share in shares.items()},
-        published={f"d{d}": share for d, share in known.items()} or None,
-        tolerance={f"d{d}": spread(share, trials, PUBLISHED_TRIALS) for d, share in known.items()} or None,
-        source=SOURCE if known else None,
+        source=SOURCE if published else None,
         axis="d",
-        curves={"all best tokens selected": Curve(steps=list(shares), median=list(shares.values()))},
+        curves={"all best tokens selected": curve},
+        **columns(rows),
     )
+
+
+def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
+    """A share of our trials beside the published share of theirs."""
+    tolerance = None if published is None else spread(published, trials, theirs)
+    return Figure(share, (share * (1 - share) / trials) ** 0.5, label, published, tolerance)
 
 
 def spread(share: float, ours: int, theirs: int) -> float:

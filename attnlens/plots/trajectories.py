@@ -50,7 +50,7 @@ def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
     heads = f"{_heads(experiment, lines)}{'; grey: null, mean ± sd' if null else ''}."
     left = f" {counted(beyond, 'head')} of {len(lines)} partly beyond the frame." if beyond else ""
     caption = f"{said[:1].upper()}{said[1:]}{heads}{left}"
-    note = "nats per token" if name == "loss" else f"{source}{null}{cut}"
+    note = clean(experiment.curves[name].quantity or f"{source}{null}{cut}")
     draw = partial(draw_trajectories, experiment=experiment, name=name)
     return Panel(name, heading(name), note, caption, draw, bar=_deep(experiment))
 
