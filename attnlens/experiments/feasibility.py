@@ -8,8 +8,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.data import draw
-from attnlens.experiments.figures import Figure, columns
-from attnlens.experiments.global_selection import share_of
+from attnlens.experiments.figures import Figure, columns, share_of
 from attnlens.experiments.options import Progress, Settings, Study
 from attnlens.records.experiments import Curve, Experiment
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -71,6 +72,15 @@ def averaged(values: Float[Tensor, " trials"], label: str | None = None, **known
     mean = float(there.mean()) if len(there) else None
     error = float(there.std() / len(there) ** 0.5) if len(there) > 1 else None
     return Figure(mean, error, label, **known)
+
+
+def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
+    """A share of our trials. May be 3 √(p(1 − p)(1/n + 1/n')) from the published p, at least one trial from 0 and 1."""
+    error = math.sqrt(share * (1 - share) / trials)
+    if published is None:
+        return Figure(share, error, label)
+    p = min(max(published, 1 / trials), 1 - 1 / trials)
+    return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
 
 
 def curve(

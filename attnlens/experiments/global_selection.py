@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from attnlens.attsvm.descent import descend
 from attnlens.experiments.data import chunks, draw, starts
-from attnlens.experiments.figures import Figure, columns
+from attnlens.experiments.figures import columns, share_of
 from attnlens.experiments.options import Progress, Settings, Study
 from attnlens.records.experiments import Curve, Experiment
 
@@ -36,18 +35,6 @@ def global_selection(settings: Settings, published: bool, progress: Progress) ->
         curves={"all best tokens selected": curve},
         **columns(rows),
     )
-
-
-def share_of(share: float, trials: int, label: str, published: float | None, theirs: int) -> Figure:
-    """A share of our trials beside the published share of theirs."""
-    tolerance = None if published is None else spread(published, trials, theirs)
-    return Figure(share, (share * (1 - share) / trials) ** 0.5, label, published, tolerance)
-
-
-def spread(share: float, ours: int, theirs: int) -> float:
-    """3 √(p(1 − p)(1/n + 1/n')), with p at least one trial from 0 and 1."""
-    p = min(max(share, 1 / ours), 1 - 1 / ours)
-    return 3 * math.sqrt(p * (1 - p) * (1 / ours + 1 / theirs))
 
 
 def _share(s: Settings, d: int, place: int, progress: Progress) -> float:

@@ -63,8 +63,8 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
             found.setdefault(name, []).append(error)
         progress("KSVD identities", done + 1, len(posed))
     rows = {
-        name: Figure(max(errors), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
-        for name, errors in found.items()
+        name: Figure(max(values), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
+        for name, values in found.items()
     }
     rows[CONTROL] = Figure(min(found[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(

@@ -146,7 +146,7 @@ def trained(found: Nearness, head: tuple[int, int], s: options.Settings, progres
         )
         read = _read(descent, end, unit, f"from {name}")
         curves |= read
-        final |= {name: curve.median[-1] for name, curve in read.items()}
+        final |= {what: curve.median[-1] for what, curve in read.items()}
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
