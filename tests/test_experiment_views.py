@@ -26,7 +26,6 @@ from attnlens.plots.swaps import panel_figure
 from attnlens.plots.trajectories import draw_trajectories
 from attnlens.records import Experiment, Report, read_report
 from attnlens.tables import facts
-from attnlens.tables.figures import worded
 from attnlens.tables.series import measures_of, told_of
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
@@ -66,7 +65,8 @@ def hostile() -> Report:
         published={HOSTILE: 1.0},
         errors={},
         reasons={HOSTILE: HOSTILE},
-        curves={HOSTILE: curve([1.0, 2.0], np.array([0.1, 0.2]))},
+        labels={HOSTILE: HOSTILE},
+        curves={HOSTILE: curve([1.0, 2.0], np.array([0.1, 0.2]), quantity=HOSTILE, picture=HOSTILE, label=HOSTILE)},
     )
     other = training(1, 2, 3)
     named = {"axis": HOSTILE, "question": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
@@ -139,18 +139,6 @@ def test_a_series_shows_what_is_asked_first_and_all_when_asked() -> None:
     assert cells[7] == f"{found.median[-1]:.3f}"
     assert cells[8:11] == [f"{found.low[-1]:.3f}", "…", f"{found.high[-1]:.3f}"]  # type: ignore[index]
     assert max(map(len, printed(tables.summary(report), 100).splitlines())) <= 100
-
-
-def test_figures_of_decay_are_named_in_words() -> None:
-    assert [worded(name) for name in ("attention_first", "cosine_holds", "running_cosine_primal", "rank_s_error")] == [
-        "attention, first third",
-        "cosine, claim holds",
-        "running cosine, primal",
-        "rank-s error",
-    ]
-    assert worded("attention_last_minus_first") == "attention, last − first"
-    assert worded("loss") == "loss"
-    assert worded("attention") == "attention"
 
 
 def test_many_checkpoints_are_thinned_in_the_table_and_it_says_so() -> None:
@@ -265,10 +253,10 @@ def test_no_two_texts_of_a_page_overlap(report: Report) -> None:
 
 def test_curves_of_one_quantity_share_their_axes() -> None:
     assert {name: list(curves) for name, curves in groups(of_head()).items()} == {
-        "correlation": ["from zero", "from M"],
-        "norm": ["from zero"],
+        "correlation": ["correlation: from zero", "correlation: from M"],
+        "norm": ["norm: from zero"],
         "selection kept": ["selection kept"],
-        "KL to one-hot": ["KL to one-hot"],
+        "KL": ["KL to one-hot"],
     }
     assert list(groups(converging())) == [""]
     assert len(groups(converging())[""]) == 4
