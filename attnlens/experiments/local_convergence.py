@@ -41,6 +41,7 @@ class Read:
     rows: dict[str, Figure]
     curves: dict[str, Curve]
     longer: dict[str, Figure]
+    """The figure of the longer training, where there is one; it stands below all others."""
 
 
 def local_convergence(settings: Settings, published: bool, progress: Progress) -> Experiment:

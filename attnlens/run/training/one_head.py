@@ -44,6 +44,7 @@ SMALL = 0.01
 ITERATIONS = 2000
 PARAMETERISATIONS = ("W", "KQ")
 NORM = "‖W‖ / ‖W_mm‖"
+"""How the norm is written."""
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 
