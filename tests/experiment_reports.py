@@ -12,7 +12,11 @@ from attnlens.records import Coverage, Curve, Experiment, ModelInfo, Report, Set
 SOURCE = "Tarzanagh et al. 2023, Fig. 3"
 
 
-def curve(steps: list[float], median: np.ndarray, spread: float = 0.0) -> Curve:
+CORRELATION: dict[str, Any] = {"quantity": "correlation", "bounded": True}
+SHARE: dict[str, Any] = {"quantity": "share of trials", "bounded": True}
+
+
+def curve(steps: list[float], median: np.ndarray, spread: float = 0.0, **shown: Any) -> Curve:
     """A median with a band of ± spread around it, or without."""
     values = np.asarray(median, dtype=float)
     return Curve(
@@ -20,6 +24,7 @@ def curve(steps: list[float], median: np.ndarray, spread: float = 0.0) -> Curve:
         median=values.tolist(),
         low=(values - spread).tolist() if spread else None,
         high=(values + spread).tolist() if spread else None,
+        **shown,
     )
 
 
@@ -36,7 +41,10 @@ def converging(**changes: Any) -> Experiment:
         "published": {name: end + 0.001 for name, end in ends.items()},
         "tolerance": dict.fromkeys(ends, 0.01),
         "source": SOURCE,
-        "curves": {name: curve(steps, end * (1 - np.exp(-np.sqrt(steps) / 3)), 0.03) for name, end in ends.items()},
+        "curves": {
+            name: curve(steps, end * (1 - np.exp(-np.sqrt(steps) / 3)), 0.03, **CORRELATION)
+            for name, end in ends.items()
+        },
     }
     return Experiment(**(fields | changes)).judged()
 
@@ -55,7 +63,10 @@ def selecting(**changes: Any) -> Experiment:
         "published": dict(zip(names, published, strict=True)),
         "tolerance": dict.fromkeys(names, 0.08),
         "axis": "dimension d",
-        "curves": {"all optimal": curve(steps, shares), "published": curve(steps, np.array(published))},
+        "curves": {
+            "all optimal": curve(steps, shares, **SHARE),
+            "known": curve(steps, np.array(published), **SHARE, label="published", published=True),
+        },
     }
     return Experiment(**(fields | changes)).judged()
 
@@ -84,11 +95,13 @@ def of_head() -> Experiment:
         final={"correlation: from zero": 0.98, "correlation: from M": None},
         reasons={"correlation: from M": "the head is saturated"},
         curves={
-            "correlation: from zero": curve(steps, rise),
-            "correlation: from M": curve(steps, 0.3 + 0.6 * rise),
-            "norm: from zero": curve(steps, np.asarray(steps) * 0.1),
-            "selection kept": curve(steps, 1 - 0.2 * rise),
-            "KL to one-hot": curve(steps, 3 * np.exp(-np.asarray(steps) / 50)),
+            "correlation: from zero": curve(steps, rise, **CORRELATION, picture="correlation", label="from zero"),
+            "correlation: from M": curve(steps, 0.3 + 0.6 * rise, **CORRELATION, picture="correlation", label="from M"),
+            "norm: from zero": curve(steps, np.asarray(steps) * 0.1, quantity="‖W‖ / ‖W_mm‖", picture="norm"),
+            "selection kept": curve(
+                steps, 1 - 0.2 * rise, quantity="share of queries", bounded=True, picture="selection kept"
+            ),
+            "KL to one-hot": curve(steps, 3 * np.exp(-np.asarray(steps) / 50), quantity="KL, nats", picture="KL"),
         },
     )
 
@@ -97,7 +110,7 @@ def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: A
     """Measures that leave their null as training goes on."""
     random = np.random.default_rng(0)
     steps = [0.0, *np.round(np.geomspace(30, 6000, checkpoints - 1))]
-    curves = {"loss": curve(steps, 2.5 + 4.5 * np.exp(-np.arange(checkpoints)))}
+    curves = {"loss": curve(steps, 2.5 + 4.5 * np.exp(-np.arange(checkpoints)), quantity="nats per token")}
     trajectories: list[Trajectory] = []
     for name, start, end in (
         ("weights.symmetry", 0.0, 0.3),

@@ -28,7 +28,7 @@ from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import Sizes, break_even, costs, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
 from attnlens.run.swap.targets import feed
-from attnlens.sections.swap_tables import plan_rows
+from attnlens.sections.swaps.tables import plan_rows
 from attnlens.sentences.plans import plan_lines
 from attnlens.statistics import Design
 from attnlens.texts import Cut

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experiment_words import assert_in_words
 from loaded import family
 
 from attnlens import attsvm
@@ -178,6 +179,8 @@ def test_the_report_carries_the_head_and_both_experiments() -> None:
         "head 3.2",
         "head 3.2, hardening",
     ]
+    for experiment in report.experiments:
+        assert_in_words(experiment)
     assert {experiment.settings["posed"] for experiment in report.experiments} == {"on the module's inputs"}
     (head,) = report.heads
     cosine = head.measures["selection.svm_cosine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +14,21 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_experiment_views import failing
 
 from attnlens.plots import experiment_overview
-from attnlens.plots.experiments import experiment_panels, groups
+from attnlens.plots.experiments.curves import experiment_panels, groups
+from attnlens.plots.experiments.trajectories import draw_trajectories
 from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps import panel_figure
-from attnlens.plots.trajectories import draw_trajectories
 from attnlens.records import Experiment, Report
 from attnlens.render import terminal
 from attnlens.render.console import console
 from attnlens.sections import documents
-from attnlens.sentences.labels import worded
+from attnlens.sentences.labels import setting, worded
 
 
-def named(name: str, curves: dict[str, list[float]]) -> Experiment:
+def of_curves(curves: dict[str, list[float]], **shown: Any) -> Experiment:
     """An experiment whose curves have these values."""
     return converging(
-        name=name, curves={of: curve([1.0 + n for n in range(len(v))], np.array(v)) for of, v in curves.items()}
+        curves={of: curve([1.0 + n for n in range(len(v))], np.array(v), **shown) for of, v in curves.items()}
     )
 
 
@@ -101,17 +102,22 @@ def test_heads_that_leave_the_frame_are_counted() -> None:
     assert f"{beyond} heads of 128 partly beyond the frame" in panel.caption
 
 
-def test_what_is_not_of_one_quantity_or_size_has_axes_of_its_own() -> None:
-    near, far = [0.9, 0.99], [1e-1, 1e-15]
-    found = named(
-        "next-token", {"a, to the graph SVM": near, "b, to the graph SVM": near, "b, distance of the finite part": far}
-    )
-    assert [list(curves) for curves in groups(found).values()] == [
-        ["a, to the graph SVM", "b, to the graph SVM"],
-        ["b, distance of the finite part"],
-    ]
-    unknown = named("other", {"a": [2.0, 3.0], "b": [0.5, 0.7], "c": [1e-4, 2e-4], "d": [400.0, 500.0]})
-    assert [list(curves) for curves in groups(unknown).values()] == [["a", "b"], ["c"], ["d"]]
+def test_curves_share_the_axes_that_they_name_and_of_unknown_quantities_none() -> None:
+    values = {"a_b": [2.0, 3.0], "norm: from M": [0.5, 0.7]}
+    known = of_curves(values, quantity="rank")
+    assert groups(known) == {"": known.curves}
+    pictured = of_curves(values, quantity="rank", picture="ranks")
+    assert groups(pictured) == {"ranks": pictured.curves}
+    unknown = of_curves(values)
+    assert {title: list(curves) for title, curves in groups(unknown).items()} == {
+        "a b": ["a_b"],
+        "norm: from M": ["norm: from M"],
+    }
+    with house_style():
+        for made, dashed in ((known, []), (of_curves(values, quantity="rank", published=True), ["--", "--"])):
+            lines = panel_axes(experiment_report(made)).lines
+            assert [line.get_label() for line in lines] == ["a b", "norm: from M"]
+            assert [line.get_linestyle() for line in lines if line.get_linestyle() != "-"] == dashed
 
 
 def test_the_quantity_stands_beside_its_axis() -> None:
@@ -119,28 +125,22 @@ def test_the_quantity_stands_beside_its_axis() -> None:
         report = experiment_report(of_head())
         labels = [panel_axes(report, number).get_ylabel() for number in range(4)]
         assert labels == ["correlation", "‖W‖ / ‖W_mm‖", "share of queries", "KL, nats"]
-        assert panel_axes(experiment_report(named("rank", {"nuclear": [3.0, 3.0]}))).get_ylabel() == "rank"
-        for name in ("decay by depth", "decay by training"):
-            assert (
-                panel_axes(experiment_report(named(name, {"cosine: last": [0.5, 1.0]}))).get_ylabel() == "share of Σσ"
-            )
-        assert panel_axes(experiment_report(named("else", {"x": [3.0, 3.0]}))).get_ylabel() == ""  # the control
-    text = views.summary(experiment_report(of_head().model_copy(update={"final": {"norm, from zero": 2.5}})))
-    assert "‖W‖ / ‖W_mm‖, from zero" in text
+        assert panel_axes(experiment_report(of_curves({"rank": [3.0, 3.0]}))).get_ylabel() == ""  # the control
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "scale"),
+    ("values", "bounded", "scale"),
     [
-        ("KL, the head", [3.0, 1e-2, 1e-40, 0.0], "log"),
-        ("norm", [0.0, 0.1, 1.0, 100.0], "log"),
-        ("KL, the head", [3.0, 2.0, 1.0, 0.5], "linear"),
-        ("correlation", [0.001, 0.1, 0.5, 0.99], "linear"),
-        ("other", [-1.0, 0.001, 10.0, 100.0], "linear"),
+        ([3.0, 1e-2, 1e-40, 0.0], False, "log"),
+        ([0.0, 0.1, 1.0, 100.0], False, "log"),
+        ([3.0, 2.0, 1.0, 0.5], False, "linear"),
+        ([0.0, 0.001, 0.1, 0.5, 0.99], False, "log"),
+        ([0.0, 0.001, 0.1, 0.5, 0.99], True, "linear"),
+        ([-1.0, 0.001, 10.0, 100.0], False, "linear"),
     ],
 )
-def test_values_that_span_factors_are_drawn_by_factors(name: str, values: list[float], scale: str) -> None:
-    report = experiment_report(named("head 0.0", {name: values}))
+def test_values_that_span_factors_are_drawn_by_factors(values: list[float], bounded: bool, scale: str) -> None:
+    report = experiment_report(of_curves({"correlation": values}, bounded=bounded))
     with house_style():
         axes = panel_axes(report)
     assert axes.get_yscale() == scale
@@ -179,22 +179,16 @@ def test_where_only_the_published_value_is_allowed_nothing_else_is_shaded() -> N
     assert shaded({"x": 0.5}) == pytest.approx(2)  # the control
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("W_mm_d4", "W_mm, d = 4"),
-        ("n5_T10_d9", "n = 5, T = 10, d = 9"),
-        ("svm_equivalent_d10", "SVM equivalent, d = 10"),
-        ("W_to_frobenius_longer", "W to Frobenius, longer"),
-        ("nuclear_most", "nuclear, largest mean"),
-        ("prompt_a_half_square", "prompt a ½‖p‖²"),
-        ("W mm", "W_mm"),
-        ("W to frobenius, longer", "W to Frobenius, longer"),
-        ("vis1 ‖W‖_F", "vis1 ‖W‖_F"),
-    ],
-)
-def test_figures_are_named_in_words(name: str, words: str) -> None:
-    assert worded(name) == words
+def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_their_names() -> None:
+    names = {"W_mm_d4": 1.0, "vis1 ‖W‖_F": 2.0, "weights.decay_rate": 3.0}
+    older = golden(final=names, settings={"accepted_d4": 0.25}, published=None, tolerance=None, bounds={})
+    assert [worded(older, name) for name in names] == ["W mm d4", "vis1 ‖W‖_F", "weights.decay_rate"]
+    assert setting(older, "accepted_d4") == "accepted d4 0.25"
+    labels = {"W_mm_d4": "W_mm, d = 4", "accepted_d4": "accepted, d = 4"}
+    labelled = older.model_copy(update={"labels": labels})
+    text = " ".join(views.summary(experiment_report(labelled)).split())
+    assert "W_mm, d = 4 1" in text
+    assert "(accepted, d = 4: 0.25, 1.2 s)" in text
 
 
 def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,15 +18,14 @@ from test_plots_layout import overlapping
 
 from attnlens.errors import UsageError
 from attnlens.plots import experiment_overview
-from attnlens.plots.experiments import deviation, experiment_panels, groups
-from attnlens.plots.steps import scale_steps
+from attnlens.plots.experiments.curves import deviation, experiment_panels, groups
+from attnlens.plots.experiments.steps import scale_steps
+from attnlens.plots.experiments.trajectories import draw_trajectories
 from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps import panel_figure
-from attnlens.plots.trajectories import draw_trajectories
 from attnlens.records import Experiment, Report, read_report
 from attnlens.sentences import reports
 from attnlens.sentences.followed import measures_of, told_of
-from attnlens.sentences.labels import worded
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -59,7 +58,8 @@ def hostile() -> Report:
         published={HOSTILE: 1.0},
         errors={},
         reasons={HOSTILE: HOSTILE},
-        curves={HOSTILE: curve([1.0, 2.0], np.array([0.1, 0.2]))},
+        labels={HOSTILE: HOSTILE},
+        curves={HOSTILE: curve([1.0, 2.0], np.array([0.1, 0.2]), quantity=HOSTILE, picture=HOSTILE, label=HOSTILE)},
     )
     other = training(1, 2, 3)
     named = {"axis": HOSTILE, "question": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
@@ -130,18 +130,6 @@ def test_a_series_shows_what_is_asked_first_and_all_when_asked() -> None:
     assert cells[7] == f"{found.median[-1]:.3f}"
     assert cells[8:11] == [f"{found.low[-1]:.3f}", "…", f"{found.high[-1]:.3f}"]  # type: ignore[index]
     assert max(map(len, views.summary(report, 100).splitlines())) <= 100
-
-
-def test_figures_of_decay_are_named_in_words() -> None:
-    assert [worded(name) for name in ("attention_first", "cosine_holds", "running_cosine_primal", "rank_s_error")] == [
-        "attention, first third",
-        "cosine, claim holds",
-        "running cosine, primal",
-        "rank-s error",
-    ]
-    assert worded("attention_last_minus_first") == "attention, last − first"
-    assert worded("loss") == "loss"
-    assert worded("attention") == "attention"
 
 
 def test_many_checkpoints_are_thinned_in_the_table_and_it_says_so() -> None:
@@ -256,10 +244,10 @@ def test_no_two_texts_of_a_page_overlap(report: Report) -> None:
 
 def test_curves_of_one_quantity_share_their_axes() -> None:
     assert {name: list(curves) for name, curves in groups(of_head()).items()} == {
-        "correlation": ["from zero", "from M"],
-        "norm": ["from zero"],
+        "correlation": ["correlation: from zero", "correlation: from M"],
+        "norm": ["norm: from zero"],
         "selection kept": ["selection kept"],
-        "KL to one-hot": ["KL to one-hot"],
+        "KL": ["KL to one-hot"],
     }
     assert list(groups(converging())) == [""]
     assert len(groups(converging())[""]) == 4

@@ -5,15 +5,17 @@ import math
 
 import pytest
 import torch
+from experiment_words import assert_in_words
 
 from attnlens import attsvm
 from attnlens.errors import UsageError
 from attnlens.experiments import EXPERIMENTS, golden, names, refuse_ignored, run_experiments
-from attnlens.experiments.data import draw, grid, starts
-from attnlens.experiments.golden import instances
-from attnlens.experiments.next_token import corpus
 from attnlens.experiments.options import checked
+from attnlens.experiments.synthetic.data import draw, grid, starts
+from attnlens.experiments.synthetic.golden import instances
+from attnlens.experiments.synthetic.next_token import corpus
 from attnlens.records.experiments import Experiment
+from attnlens.sentences.labels import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}
 
@@ -52,6 +54,7 @@ def test_starts_are_those_of_a_linear_layer_and_never_all_zero():
 def test_the_goldens_are_met_and_a_wrong_one_is_not():
     found = golden()
     assert found.passed is True
+    assert_in_words(found)
     assert len(found.published) == 4 + 3 + 2 + 4
     assert max(found.tolerance.values()) == 1e-6
     assert found.final["prompt_c_half_square"] == pytest.approx(17 / 18, abs=1e-9)
@@ -84,6 +87,7 @@ def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_noth
     assert all(figure in found.reasons for figure, value in found.final.items() if value is None)
     for curve in found.curves.values():
         assert len(curve.steps) == len(curve.median)
+    assert_in_words(found)
     assert found == small(name)
 
 
@@ -169,6 +173,7 @@ def test_a_filter_that_nothing_passes_leaves_figures_out_with_a_reason():
     assert found.final["svm_equivalent_d4"] is None
     assert "filter" in found.reasons["svm_equivalent_d4"]
     assert found.settings["accepted_d4"] == 0
+    assert setting(found, "accepted_d4") == "accepted, d = 4: 0"
 
 
 @pytest.mark.slow
@@ -257,6 +262,9 @@ def test_the_grid_is_logarithmic_and_ends_at_the_last_iteration():
 @pytest.mark.parametrize("name", names())
 def test_the_published_figures_are_met(name):
     (found,) = run_experiments([name], quick=True)
+    if name == "local-convergence":
+        assert worded(found, "W_to_frobenius_longer") == found.curves["W to frobenius, longer"].label
+        assert worded(found, "W_to_frobenius_longer") == "W to Frobenius, longer"
     missed = {figure: found.final[figure] for figure in found.published or {} if not found.meets(figure)}
     assert missed == {}
     assert found.passed is True

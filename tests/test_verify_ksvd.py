@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import views
+from experiment_words import assert_in_words
 
 import attnlens
 from attnlens import ksvd, primal
@@ -55,6 +56,7 @@ def test_the_identities_hold_on_every_kernel_and_the_control_does_not():
     told = []
     found = identities.ksvd_identities(progress=lambda *words: told.append(words))
     assert found.passed is True
+    assert_in_words(found)
     names = [case.name for case in identities.cases(0)]
     assert len(set(names)) == 6
     assert sum("F = X'" in name for name in names) == 3
@@ -142,6 +144,7 @@ def test_the_controls_objective_is_its_written_out_sum(number):
 
 def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged():
     found = depth.depth_decay(quick=True)
+    assert_in_words(found)
     assert found.passed is found.published is None
     assert "0.16, 0.39 and 0.62" in found.source
     report = attnlens.inspect("demo", source="tokens", analyzers=["ksvd"], sequences=depth.FEW, tokens=depth.TOKENS)
@@ -273,6 +276,7 @@ def test_training_is_reproduced_by_its_seeds_and_its_figures_are_means_over_them
     told = []
     found, again = train(FEW, [0, 1], lambda *words: told.append(words)), train(FEW, [0, 1])
     assert found == again
+    assert_in_words(found)
     assert told[-1][1:] == (24, 24)
     alone = [train(FEW, [seed]) for seed in (0, 1)]
     for name, value in found.final.items():

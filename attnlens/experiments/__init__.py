@@ -9,9 +9,16 @@ from typing import Any
 import torch
 
 from attnlens.errors import UsageError
-from attnlens.experiments import feasibility, global_selection, local_convergence, multi_token, next_token, rank
-from attnlens.experiments.golden import golden
 from attnlens.experiments.options import Progress, Study, checked, silent
+from attnlens.experiments.synthetic import (
+    feasibility,
+    global_selection,
+    local_convergence,
+    multi_token,
+    next_token,
+    rank,
+)
+from attnlens.experiments.synthetic.golden import golden
 from attnlens.records.experiments import Experiment
 from attnlens.registry import checked_name
 

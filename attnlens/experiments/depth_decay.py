@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.experiments.data import curve, figures
+from attnlens.experiments.figures import Figure, averaged, columns, curve
 from attnlens.experiments.options import Progress, silent
-from attnlens.experiments.trained import DEMO, TEXT, attention_curve, calls, cosine_curve, demo, sample
+from attnlens.experiments.trained import DEMO, SHARE, TEXT, attention_curve, calls, cosine_curve, demo, sample
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -38,36 +38,34 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     loaded, windows = demo(), FEW if quick else WINDOWS
     found = by_third(loaded.model, sample(loaded, TOKENS, windows))
     progress("decay by depth", 1, 1)
-    final, errors = _figures({name: [third[..., 0].mean(-1) for third in thirds] for name, thirds in found.items()})
+    rows = _rows({name: [third[..., 0].mean(-1) for third in thirds] for name, thirds in found.items()})
     return Experiment(
         name="decay by depth",
         question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
         model=DEMO,
         settings={"text": TEXT, "windows": windows, "tokens": TOKENS, "layers": loaded.model.config.n_layer},
-        final=final,
-        errors=errors,
         source=SOURCE,
         axis="first k singular values",
         curves={
-            f"{name}: {third} third": _curve(values)
+            f"{name}: {third} third": _curve(values, name, f"{third} third")
             for name, thirds in found.items()
             for third, values in zip(THIRDS, thirds, strict=True)
         },
+        **columns(rows),
     )
 
 
-def _figures(
-    shares: dict[str, list[Float[Tensor, " windows"]]],
-) -> tuple[dict[str, float | None], dict[str, float]]:
-    """By kernel each third's σ₁/Σσ, last − first, and whether they rise; the errors of all but the last."""
-    named: dict[str, Float[Tensor, " windows"]] = {}
+def _rows(shares: dict[str, list[Float[Tensor, " windows"]]]) -> dict[str, Figure]:
+    """By kernel each third's σ₁/Σσ, last − first, and whether they rise, which has no error."""
+    rows: dict[str, Figure] = {}
     for name, thirds in shares.items():
-        named |= {f"{name}_{third}": values for third, values in zip(THIRDS, thirds, strict=True)}
-        named[f"{name}_last_minus_first"] = thirds[-1] - thirds[0]
-    final, errors = figures(named)
-    return final | {
-        f"{name}_holds": holds([float(x.mean()) for x in thirds]) for name, thirds in shares.items()
-    }, errors
+        for third, values in zip(THIRDS, thirds, strict=True):
+            rows[f"{name}_{third}"] = averaged(values, f"{name}, {third} third")
+        rows[f"{name}_last_minus_first"] = averaged(thirds[-1] - thirds[0], f"{name}, last − first")
+    return rows | {
+        f"{name}_holds": Figure(holds([float(x.mean()) for x in thirds]), label=f"{name}, claim holds")
+        for name, thirds in shares.items()
+    }
 
 
 def holds(shares: list[float]) -> float:
@@ -94,7 +92,7 @@ def by_third(
     }
 
 
-def _curve(values: Float[Tensor, "windows heads steps"]) -> Curve:
+def _curve(values: Float[Tensor, "windows heads steps"], kernel: str, third: str) -> Curve:
     """Median and quartiles over heads, of their means over windows."""
     heads = values.mean(0)
-    return curve(range(1, heads.shape[-1] + 1), heads.mT)
+    return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=kernel, label=third)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens import ksvd
+from attnlens.experiments.figures import Figure, columns
 from attnlens.experiments.options import Progress, silent
 from attnlens.experiments.trained import DEMO, TEXT, calls, demo, sample
-from attnlens.records.experiments import Bound, Experiment
+from attnlens.records.experiments import Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -28,7 +29,8 @@ CONTROL = "J_perturbed"
 """The figure that must not be 0."""
 LIMIT, MOVED = 1e-10, 0.1
 """How large an identity's error may be, and how large the control's J must be."""
-AT_MOST: Bound = "at most"
+LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}
+"""How an identity is written, where its name is not that."""
 SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
 
 
@@ -60,17 +62,18 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
         for name, error in errors(case, seed).items():
             found.setdefault(name, []).append(error)
         progress("KSVD identities", done + 1, len(posed))
-    identities = [name for name in found if name != CONTROL]
+    rows = {
+        name: Figure(max(values), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
+        for name, values in found.items()
+    }
+    rows[CONTROL] = Figure(min(found[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(
         name="KSVD identities",
         question="Do primal and dual kernel SVD agree, and is J = 0 there (perturbed: the control, which must not be)?",
         model=DEMO,
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
-        final={name: max(values) for name, values in found.items()} | {CONTROL: min(found[CONTROL])},
-        published=dict.fromkeys(identities, 0.0) | {CONTROL: MOVED},
-        tolerance=dict.fromkeys(identities, LIMIT),
-        bounds=dict.fromkeys(identities, AT_MOST) | {CONTROL: "at least"},
         source=SOURCE,
+        **columns(rows),
     ).judged()
 
 

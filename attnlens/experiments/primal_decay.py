@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from attnlens import linalg, primal
-from attnlens.experiments.data import curve, figures
 from attnlens.experiments.equal_training import CANONICAL, PRIMAL, WAYS, Training, fit, nats, pair
+from attnlens.experiments.figures import Figure, averaged, columns, curve
 from attnlens.experiments.options import Progress, silent
-from attnlens.experiments.trained import DEMO, TEXT, attention_curve, calls, cosine_curve, demo, sample
+from attnlens.experiments.trained import DEMO, SHARE, TEXT, attention_curve, calls, cosine_curve, demo, sample
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -116,38 +116,47 @@ def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] |
 
 
 def _experiment(found: dict[str, list[Read]], settings: dict[str, object]) -> Experiment:
-    first = {
-        f"{matrix}_{way}": torch.stack([one.curves[matrix][:, 0].mean() for one in found[way]])
-        for matrix in MATRICES
-        for way in WAYS
-    }
-    losses = {f"loss_{way}": torch.tensor([one.loss for one in found[way]], dtype=torch.float64) for way in WAYS}
-    named = losses | first
-    final, errors = figures(named | _differences(named))
-    for matrix in MATRICES:
-        faster = first[f"{matrix}_{PRIMAL}"] > first[f"{matrix}_{CANONICAL}"]
-        final[f"{matrix}_holds"] = float(faster.double().mean())
     return Experiment(
         name="decay by training",
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
         settings=settings,
-        final=final,
-        errors=errors,
         source=SOURCE,
         axis="first k singular values",
-        curves={
-            f"{matrix.replace('_', ' ')}: {way}": _curve(found[way], matrix) for matrix in MATRICES for way in WAYS
-        },
+        curves={f"{_words(matrix)}: {way}": _curve(found[way], matrix, way) for matrix in MATRICES for way in WAYS},
+        **columns(_rows(found)),
     )
 
 
-def _differences(named: dict[str, Float[Tensor, " seeds"]]) -> dict[str, Float[Tensor, " seeds"]]:
-    """primal − canonical of each quantity that both have."""
-    pairs = {name.removesuffix(f"_{PRIMAL}"): values for name, values in named.items() if name.endswith(PRIMAL)}
-    return {f"{name}_difference": values - named[f"{name}_{CANONICAL}"] for name, values in pairs.items()}
+def _rows(found: dict[str, list[Read]]) -> dict[str, Figure]:
+    """The loss and each matrix's σ₁/Σσ both ways, primal − canonical, and in which share of seeds primal has more."""
+    first = {
+        matrix: {way: torch.stack([one.curves[matrix][:, 0].mean() for one in found[way]]) for way in WAYS}
+        for matrix in MATRICES
+    }
+    losses = {way: torch.tensor([one.loss for one in found[way]], dtype=torch.float64) for way in WAYS}
+    named = {"loss": losses, **first}
+    both = {
+        f"{name}_{way}": averaged(ways[way], f"{_words(name)}, {way}") for name, ways in named.items() for way in WAYS
+    }
+    apart = {
+        f"{name}_difference": averaged(ways[PRIMAL] - ways[CANONICAL], f"{_words(name)}, difference")
+        for name, ways in named.items()
+    }
+    holds = {
+        f"{matrix}_holds": Figure(
+            float((ways[PRIMAL] > ways[CANONICAL]).double().mean()), label=f"{_words(matrix)}, claim holds"
+        )
+        for matrix, ways in first.items()
+    }
+    return both | apart | holds
 
 
-def _curve(reads: list[Read], matrix: str) -> Curve:
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _curve(reads: list[Read], matrix: str, way: str) -> Curve:
     """Median and quartiles over the heads of all seeds."""
     heads = torch.cat([one.curves[matrix] for one in reads])
-    return curve(range(1, heads.shape[-1] + 1), heads.mT)
+    steps = range(1, heads.shape[-1] + 1)
+    return curve(steps, heads.mT, SHARE, bounded=True, picture=_words(matrix), label=way)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 DEMO, TEXT = "demo", "King James passages"
 """What experiments on a trained model read, as their records name it."""
+SHARE = "share of Σσ"
+"""What their curves show."""
 
 
 def demo() -> models.Loaded:

@@ -1,7 +1,6 @@
 """Pictures with matplotlib: maps of layers × heads, fans of curves, overviews."""
 
-from attnlens.plots.experiment_pages import experiment_overview
-from attnlens.plots.experiments import experiment_panels
+from attnlens.plots.experiments import experiment_overview, experiment_panels
 from attnlens.plots.fans import fan_figure
 from attnlens.plots.maps import map_figure
 from attnlens.plots.overview import overview_figure

@@ -22,6 +22,17 @@ class Curve(Record):
     """First quartile."""
     high: list[Number | None] | None = None
     """Third quartile."""
+    quantity: str | None = None
+    """What it shows, with its unit, as it stands beside the axis: `KL, nats`; None where that is not known."""
+    bounded: bool = False
+    """Whether the quantity ends at 1 by its nature, as a share does, so that a linear axis shows it whole."""
+    picture: str | None = None
+    """The title, after the experiment's name, of the picture whose axes it shares with others; None: it shares those of
+    the experiment's other curves, and where its quantity is not known has axes of its own."""
+    label: str | None = None
+    """How it is written among the lines of its picture, where that is not its name: `from zero`."""
+    published: bool = False
+    """Whether it is what was published, which is drawn dashed."""
 
 
 class Trajectory(Record):
@@ -50,6 +61,9 @@ class Experiment(Record):
     """What it ran on, where that is another model than the report's: `demo`."""
     settings: dict[str, JsonValue] = {}
     """Sizes, learning rate, seeds."""
+    labels: dict[str, str] = {}
+    """How a figure or a setting is written, where that is not its name with blanks for underscores: `W_mm_d4` is
+    `W_mm, d = 4`."""
     final: dict[str, Number | None]
     """The figures found."""
     errors: dict[str, Number] = {}

@@ -40,7 +40,7 @@ def figure_rows(experiments: Sequence[Experiment]) -> Table:
             tuple(clean(e.name) if head else "" for (e, _), head in zip(every, first, strict=True)),
             words=True,
         ),
-        Column("", "figure", tuple(worded(figure) for _, figure in every), words=True),
+        Column("", "figure", tuple(worded(*row) for row in every), words=True),
     )
     columns = [Column("", "ours", tuple(_ours(*row) for row in every))]
     if any(experiment.published for experiment in experiments):
@@ -104,7 +104,7 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
 def _asked(experiment: Experiment, report: Report) -> str:
     """Name, question, model where it is not the report's, settings, and how long it took."""
     facts = [f"on {experiment.model}"] if experiment.model else []
-    facts += [setting(name, value) for name, value in experiment.settings.items() if value is not None]
+    facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]
     seconds = report.timings.get(experiment.name)
     facts += [] if seconds is None else [f"{seconds:.1f} s"]
     return clean(f"{experiment.name}: {experiment.question}" + (f" ({', '.join(facts)})" if facts else ""))
@@ -113,7 +113,7 @@ def _asked(experiment: Experiment, report: Report) -> str:
 def _missing(experiment: Experiment) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for figure, reason in experiment.reasons.items():
-        reasons.setdefault(reason, []).append(worded(figure))
+        reasons.setdefault(reason, []).append(worded(experiment, figure))
     for reason, figures in reasons.items():
         yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
 

@@ -16,8 +16,7 @@ from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
 from attnlens.sections.layers import layer_sections
 from attnlens.sections.section import Cell, Picture, Row, Section
-from attnlens.sections.swap_sheet import swap_rows
-from attnlens.sections.swaps import site_sections, swap_sections
+from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.sentences import reports
 from attnlens.sentences.followed import told_of
 from attnlens.sentences.verdicts import outcome

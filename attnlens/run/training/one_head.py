@@ -19,6 +19,7 @@ from attnlens.attsvm.nearness import Nearness, span
 from attnlens.calls import public
 from attnlens.errors import UsageError
 from attnlens.experiments import options
+from attnlens.experiments.figures import CORRELATION
 from attnlens.records import WHERE_POSED, Curve, Experiment, Report, Settings, Space
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import feeding
@@ -42,6 +43,8 @@ SMALL = 0.01
 """‖K‖_F and ‖Q‖_F of the small random start, against the square root of ‖W_mm‖: at zero, K and Q have no gradient."""
 ITERATIONS = 2000
 PARAMETERISATIONS = ("W", "KQ")
+NORM = "‖W‖ / ‖W_mm‖"
+"""How the norm is written."""
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 
@@ -142,14 +145,15 @@ def trained(found: Nearness, head: tuple[int, int], s: options.Settings, progres
             record=read_at(s.iterations),
             progress=told,
         )
-        read = _read(descent, end, unit)
-        curves |= {f"{what}, from {name}": curve for what, curve in read.items()}
-        final |= {f"{what}, from {name}": curve.median[-1] for what, curve in read.items()}
+        read = _read(descent, end, unit, f"from {name}")
+        curves |= read
+        final |= {what: curve.median[-1] for what, curve in read.items()}
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
         question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
         settings=size_of(found) | {name: getattr(s, name) for name in SHOWN},
+        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in begun},
         final=final,
         curves=curves,
     )
@@ -233,19 +237,22 @@ def _told(progress: Progress, number: int, several: int, done: int, total: int) 
     progress("converge", number * total + done, several * total)
 
 
-def _read(descent: Descent, goal: Tensor, unit: float) -> dict[str, Curve]:
+def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
     """Correlation, selections kept and norm along one descent."""
     steps = [float(step) for step in descent.steps]
 
-    def curve(values: Tensor) -> Curve:
-        return Curve(steps=steps, median=[None if value != value else value for value in values.tolist()])
+    def curve(picture: str, quantity: str, values: Tensor, bounded: bool = True) -> Curve:
+        median = [None if value != value else value for value in values.tolist()]
+        return Curve(steps=steps, median=median, quantity=quantity, bounded=bounded, picture=picture, label=start)
 
     kept = (descent.chosen == 0).double().mean(-1)[:, 0]
-    return {
-        "correlation": curve(descent.correlation(goal[None])[:, 0]),
-        "selection kept": curve(kept.where(descent.norm[:, 0] > 0, torch.nan)),  # W = 0 selects nothing
-        "norm": curve(descent.norm[:, 0] / unit),
-    }
+    kept = kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
+    read = (
+        curve("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
+        curve("selection kept", "share of queries", kept),
+        curve("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
+    )
+    return {f"{found.picture}, {start}": found for found in read}
 
 
 def _own_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
@@ -282,4 +289,4 @@ def _hardened(odds: Float[Tensor, "factors queries"]) -> Curve:
     divergence = -torch.nn.functional.logsigmoid(odds)
     thirds = divergence.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=-1)
     low, median, high = (column.tolist() for column in thirds)
-    return Curve(steps=list(FACTORS), median=median, low=low, high=high)
+    return Curve(steps=list(FACTORS), median=median, low=low, high=high, quantity="KL, nats")

@@ -34,7 +34,7 @@ def training(done: Sequence[Reading]) -> Experiment:
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
     losses = [reading.loss for reading in done]
     if any(loss is not None for loss in losses):
-        curves["loss"] = Curve(steps=steps, median=losses)
+        curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
     for name in every:
         columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
         if _numeric(columns):

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from attnlens import attsvm
-from attnlens.experiments.data import draw
+from attnlens.experiments.figures import NORMS, Figure, columns
 from attnlens.experiments.options import Progress, silent
+from attnlens.experiments.synthetic.data import draw
 from attnlens.records.experiments import Experiment
 
 TOLERANCE = 1e-6
@@ -25,28 +26,25 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
 }
 """Name → tokens, chosen, ½‖p‖²."""
 PROMPT_D = 0.3131888
+WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
+"""How each figure is written."""
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
 """Seed → Frobenius and nuclear norm of the local-convergence instance, for its best tokens."""
 
 
 def golden(progress: Progress = silent) -> Experiment:
     """½‖p‖² of the p-version, ‖W‖_F and ‖W‖_* of the instances, and the rank of the nuclear solution: to 1e-6."""
-    final: dict[str, float | None] = {}
-    expected: dict[str, float] = {}
+    rows: dict[str, Figure] = {}
     posed = instances()
     for done, (name, (problem, known)) in enumerate(posed.items()):
-        final |= _solved(name, problem, known)
-        expected |= {f"{name}_{what}": value for what, value in known.items()}
+        rows |= _solved(name, problem, known)
         progress("golden instances", done + 1, len(posed))
     return Experiment(
         name="golden instances",
         question="Are the golden instances solved as they were by a general convex solver?",
         settings={"instances": len(posed), "solver_gap": TIGHT},
-        final=final,
-        reasons={name: "the solver found no solution" for name, value in final.items() if value is None},
-        published=expected,
         source=SOURCE,
-        tolerance=dict.fromkeys(expected, TOLERANCE),
+        **columns(rows, "the solver found no solution"),
     ).judged()
 
 
@@ -70,7 +68,7 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
 @cache
 def shipped() -> dict[str, Any]:
     """The instances that are kept as data: tokens X, queries Z, head v, labels Y, chosen tokens, known figures."""
-    text = files("attnlens.experiments").joinpath("golden.json").read_text(encoding="utf-8")
+    text = files("attnlens.experiments.synthetic").joinpath("golden.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
@@ -86,7 +84,7 @@ def _prompt_d() -> attsvm.Problem:
     return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
-def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, float | None]:
+def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
     frobenius = attsvm.solve(problem)
     norm = frobenius.norm
     figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
@@ -94,4 +92,12 @@ def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict
         nuclear = attsvm.solve_nuclear(problem, tolerance=TIGHT)
         figures["nuclear"] = nuclear.norm
         figures["rank"] = None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)
-    return {f"{name}_{what}": figures[what] for what in known}
+    return {
+        f"{name}_{what}": Figure(
+            figures[what],
+            label=f"{name.replace('_', ' ')} {WRITTEN[what]}",
+            published=value,
+            tolerance=TOLERANCE,
+        )
+        for what, value in known.items()
+    }

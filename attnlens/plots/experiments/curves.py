@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,20 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.plots.captions import fitted
-from attnlens.plots.steps import scale_steps, scale_values
+from attnlens.plots.experiments.steps import scale_steps, scale_values
+from attnlens.plots.experiments.trajectories import trajectory_panels
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, legend_above
 from attnlens.plots.swaps.panels import Panel
-from attnlens.plots.trajectories import trajectory_panels
 from attnlens.records import Curve, Experiment, Report
-from attnlens.sentences.labels import bounded, quantity_of, setting, worded
+from attnlens.sentences.labels import setting, worded
 from attnlens.sentences.verdicts import judgement
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SEPARATOR = re.compile(": |, (?=from )")
-"""What stands between a quantity and the line's own name, as in `norm: from zero` and `norm, from zero`."""
 COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))
 """Lines that can be told apart on white."""
 MARKED = 12
@@ -32,8 +29,6 @@ LOG_RANGE = 100.0
 """How many times their least value above 0 curves must reach for their axis to be logarithmic."""
 DEEPEST = 1e-16
 """The part of the largest value below which a logarithmic axis shows nothing: float64 tells no smaller ones apart."""
-ALIKE = 100.0
-"""How many times as large curves of unknown quantities may be that share axes."""
 EXACT = 0.03
 """Half the width, in tolerances, of the line where nothing but the published value is allowed."""
 FARTHEST = 3.0
@@ -81,29 +76,15 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Which curves share axes: those with one name before a colon or `, from`; of the others, those of one quantity.
-
-    Where the quantity is not known, those whose middle values are within a factor of a hundred.
-    """
+    """Title → the curves that share those axes: of one picture, or without one; of unknown quantity, each its own."""
     found: dict[str, dict[str, Curve]] = {}
-    plain: list[dict[str, Curve]] = []
     for name, curve in experiment.curves.items():
-        quantity, *line = SEPARATOR.split(name, maxsplit=1)
-        if line:
-            found.setdefault(quantity, {})[line[0]] = curve
-            continue
-        near = next((curves for curves in plain if _alike(experiment, *next(iter(curves.items())), name, curve)), None)
-        if near is None:
-            plain.append({name: curve})
-        else:
-            near[name] = curve
-    for curves in plain:
-        name = next(iter(curves)) if len(curves) == 1 or "" in found else ""
-        found.setdefault(name, {}).update(curves)
+        title = curve.picture or ("" if curve.quantity else worded(experiment, name))
+        found.setdefault(title, {})[name] = curve
     return found
 
 
-def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve], quantity: str = "") -> None:
+def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
     """A line and a band of quartiles for each curve."""
     for colour, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
         steps, middle = np.asarray(curve.steps, dtype=float), _numbers(curve.median)
@@ -112,25 +93,23 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve],
         if curve.low is not None and curve.high is not None:
             low, high = _numbers(curve.low), _numbers(curve.high)
             axes.fill_between(steps[order], low[order], high[order], color=colour, alpha=0.18, linewidth=0)
-        style = "--" if "published" in name else "-"
-        label = fitted(worded(name), 40)
         axes.plot(
             steps[order],
             middle[order],
-            style,
-            color=MUTED if style == "--" else colour,
+            "--" if curve.published else "-",
+            color=MUTED if curve.published else colour,
             linewidth=1.4,
             marker=mark,
             markersize=3,
             clip_on=False,
-            label=label,
+            label=fitted(_line(experiment, name), 40),
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], clean(fitted(experiment.axis, 30)))
-    _scale_values(axes, list(curves.values()), quantity)
-    axes.set_ylabel(fitted(clean(quantity), 30), labelpad=2)
+    _scale_values(axes, list(curves.values()))
+    axes.set_ylabel(fitted(clean(next(iter(curves.values())).quantity or ""), 30), labelpad=2)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        legend_above(axes, _across(curves), handlelength=1.4)
+        legend_above(axes, _across(experiment, curves), handlelength=1.4)
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
@@ -158,7 +137,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
                 color=CATEGORIES[2],
             )
     axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
-    names = [fitted(f"{clean(experiment.name)}: {worded(figure)}", NAME) for experiment, figure in rows]
+    names = [fitted(f"{clean(experiment.name)}: {worded(experiment, figure)}", NAME) for experiment, figure in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=6.5, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -170,18 +149,17 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
 
 def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
     for group, curves in groups(experiment).items():
-        quantity = group if len(experiment.curves) > 1 else ""
-        stem = f"{experiment.name}-{quantity}" if quantity else experiment.name
-        title = clean(fitted(f"{experiment.name}: {quantity}" if quantity else experiment.name, 60))
-        shown = quantity_of(experiment.name, group or next(iter(curves)))
+        own = group if len(experiment.curves) > 1 else ""
+        stem = f"{experiment.name}-{own}" if own else experiment.name
+        title = clean(fitted(f"{experiment.name}: {own}" if own else experiment.name, 60))
         bands = any(curve.low is not None for curve in curves.values())
         note = "" if len(curves) > 1 else "median, quartiles" if bands else ""
         said = "Lines: median, bands: first to third quartile." if bands else ""
-        said += BELOW if _some_below(list(curves.values()), shown) else ""
-        facts = ", ".join(setting(name, value) for name, value in experiment.settings.items() if value is not None)
+        said += BELOW if _some_below(list(curves.values())) else ""
+        facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
         caption = " ".join(part for part in (experiment.question, said.strip(), f"({facts})" if facts else "") if part)
-        draw = partial(draw_curves, experiment=experiment, curves=curves, quantity=shown)
-        lines = -(-len(curves) // _across(curves)) if len(curves) > 1 else 1
+        draw = partial(draw_curves, experiment=experiment, curves=curves)
+        lines = -(-len(curves) // _across(experiment, curves)) if len(curves) > 1 else 1
         yield Panel(_stem(stem), title, note, clean(caption), draw, left=BESIDE, legend=lines)
 
 
@@ -191,7 +169,7 @@ def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
         "open to one side, and a mere line allows nothing but the published value. At the edge: three tolerances or "
         "more."
     )
-    longest = max(min(NAME, len(f"{e.name}: {worded(figure)}")) for e, figure in rows)
+    longest = max(min(NAME, len(f"{e.name}: {worded(e, figure)}")) for e, figure in rows)
     draw = partial(draw_compared, rows=rows)
     note = "shaded: what is allowed" + (f"; {len(rows)} of {every}, farthest off" if len(rows) < every else "")
     left = max(1.4, 0.3 + 0.058 * longest)  # the overview gives a row to what has names this long
@@ -206,25 +184,14 @@ def _off(row: tuple[Experiment, str]) -> float:
     return abs(deviation(*row))
 
 
-def _alike(experiment: Experiment, name: str, curve: Curve, other_name: str, other: Curve) -> bool:
-    """Whether two curves are of one quantity or, where that is not known of both, of one size."""
-    quantities = [quantity_of(experiment.name, name), quantity_of(experiment.name, other_name)]
-    if all(quantities):
-        return quantities[0] == quantities[1]
-    small, large = sorted([_size(curve), _size(other)])
-    return large <= ALIKE * small
+def _line(experiment: Experiment, name: str) -> str:
+    """How a curve is written beside its line."""
+    return clean(experiment.curves[name].label or worded(experiment, name))
 
 
-def _size(curve: Curve) -> float:
-    """The median over steps of the absolute value; 0 where there is none."""
-    values = np.abs(_numbers(curve.median))
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if values.size else 0.0
-
-
-def _across(curves: dict[str, Curve]) -> int:
+def _across(experiment: Experiment, curves: dict[str, Curve]) -> int:
     """How many names stand side by side."""
-    longest = max(min(40, len(worded(name))) for name in curves)
+    longest = max(min(40, len(_line(experiment, name))) for name in curves)
     return max(1, min(len(curves), LEGEND // (longest + 5)))
 
 
@@ -232,13 +199,13 @@ def _cycle(count: int) -> list[str]:
     return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 
-def _scale_values(axes: Axes, curves: list[Curve], quantity: str) -> None:
+def _scale_values(axes: Axes, curves: list[Curve]) -> None:
     """Logarithmic where what is above 0 spans a factor of 100, unless the quantity ends at 1 by its nature."""
     values = _every(curves)
     if not values.size:
         return
     least, most = float(values.min()), float(values.max())
-    floor = _floor(values, quantity)
+    floor = _floor(curves)
     if floor is None:
         scale_values(axes, min(0.0, least) if least < 0.5 * most else least, most, logarithmic=False)
         return
@@ -249,16 +216,16 @@ def _scale_values(axes: Axes, curves: list[Curve], quantity: str) -> None:
         line.set_clip_on(least < floor)
 
 
-def _some_below(curves: list[Curve], quantity: str) -> bool:
-    values = _every(curves)
-    floor = _floor(values, quantity)
-    return floor is not None and bool(values.min() < floor)
+def _some_below(curves: list[Curve]) -> bool:
+    floor = _floor(curves)
+    return floor is not None and bool(_every(curves).min() < floor)
 
 
-def _floor(values: np.ndarray, quantity: str) -> float | None:
+def _floor(curves: list[Curve]) -> float | None:
     """The least value that a logarithmic axis shows; None where the axis is linear."""
+    values = _every(curves)
     above = values[values > 0]
-    if bounded(quantity) or 2 * above.size <= values.size or np.any(values < 0):
+    if any(curve.bounded for curve in curves) or 2 * above.size <= values.size or np.any(values < 0):
         return None
     least, most = float(above.min()), float(above.max())
     return max(least, DEEPEST * most) if most >= LOG_RANGE * least else None

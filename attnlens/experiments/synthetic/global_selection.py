@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from attnlens.attsvm.descent import descend
-from attnlens.experiments.data import chunks, draw, starts
+from attnlens.experiments.figures import columns, share_of
 from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 
 PUBLISHED = {2: 0.12, 3: 0.28, 4: 0.35, 6: 0.49, 8: 0.62, 10: 0.67, 15: 0.85, 20: 0.82, 30: 0.91, 50: 0.96, 100: 0.955}
@@ -21,25 +21,20 @@ def global_selection(settings: Settings, published: bool, progress: Progress) ->
     The tolerance is three standard errors of the difference of the two shares.
     """
     shares = {d: _share(settings, d, place, progress) for place, d in enumerate(settings.d)}
-    known = {d: PUBLISHED[d] for d in shares if d in PUBLISHED} if published else {}
-    trials = settings.trials
+    known = PUBLISHED if published else {}
+    rows = {
+        f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), PUBLISHED_TRIALS)
+        for d, share in shares.items()
+    }
+    curve = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
-        final={f"d{d}": share for d, share in shares.items()},
-        errors={f"d{d}": (share * (1 - share) / trials) ** 0.5 for d, share in shares.items()},
-        published={f"d{d}": share for d, share in known.items()} or None,
-        tolerance={f"d{d}": spread(share, trials, PUBLISHED_TRIALS) for d, share in known.items()} or None,
-        source=SOURCE if known else None,
+        source=SOURCE if published else None,
         axis="d",
-        curves={"all best tokens selected": Curve(steps=list(shares), median=list(shares.values()))},
+        curves={"all best tokens selected": curve},
+        **columns(rows),
     )
-
-
-def spread(share: float, ours: int, theirs: int) -> float:
-    """3 √(p(1 − p)(1/n + 1/n')), with p at least one trial from 0 and 1."""
-    p = min(max(share, 1 / ours), 1 - 1 / ours)
-    return 3 * math.sqrt(p * (1 - p) * (1 / ours + 1 / theirs))
 
 
 def _share(s: Settings, d: int, place: int, progress: Progress) -> float:

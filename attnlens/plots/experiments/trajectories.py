@@ -11,8 +11,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 
 from attnlens.plots.captions import fitted, heading
+from attnlens.plots.experiments.steps import ROOM, scale_steps, scale_values
 from attnlens.plots.fans import DEPTH
-from attnlens.plots.steps import ROOM, scale_steps, scale_values
 from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, tick_positions
 from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Experiment, Trajectory
@@ -42,7 +42,7 @@ def trajectory_panels(experiment: Experiment) -> list[Panel]:
 
 def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
     lines = _lines(experiment, name)
-    source = source_of(name)
+    kind = clean(fitted(experiment.curves[name].quantity or source_of(name), 30))
     null = "; grey: null ± sd" if name + NULL in experiment.curves else ""
     beyond = _beyond(experiment, name)
     cut = f"; {counted(beyond, 'head')} cut" if beyond else ""
@@ -50,9 +50,8 @@ def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
     heads = f"{_heads(experiment, lines)}{'; grey: null, mean ± sd' if null else ''}."
     left = f" {counted(beyond, 'head')} of {len(lines)} partly beyond the frame." if beyond else ""
     caption = f"{said[:1].upper()}{said[1:]}{heads}{left}"
-    note = "nats per token" if name == "loss" else f"{source}{null}{cut}"
     draw = partial(draw_trajectories, experiment=experiment, name=name)
-    return Panel(name, heading(name), note, caption, draw, bar=_deep(experiment))
+    return Panel(name, heading(name), f"{kind}{null}{cut}", caption, draw, bar=_deep(experiment))
 
 
 def _heads(experiment: Experiment, lines: list[Trajectory]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.plots.captions import fitted
-from attnlens.plots.experiments import experiment_panels
+from attnlens.plots.experiments.curves import experiment_panels
 from attnlens.plots.page import FOOT, HEAD, LINE, head, picture_title
 from attnlens.plots.style import new_figure
 from attnlens.plots.swaps.panels import Panel

@@ -11,8 +11,9 @@ from pydantic import JsonValue
 from attnlens import attsvm
 from attnlens.attsvm.descent import Descent, Instances, descend
 from attnlens.errors import UnposedError
-from attnlens.experiments.data import chunks, curve, draw, figures, starts
+from attnlens.experiments.figures import Figure, averaged, columns, curve
 from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 GONE, KEPT = 1e-6, 1e-3
 """A token is let go of below the one and kept above the other; an instance with a weight between them is undecided."""
-DIRECTIONS = ("svm_equivalent", "W_mm", "single_token")
+DIRECTIONS = {"svm_equivalent": "SVM equivalent", "W_mm": "W_mm", "single_token": "single token"}
+"""How each direction is written."""
 FLOOR = 2.2e-16
 """What the published code adds to ‖∇‖: training stops where it vanishes. Without it, it goes on along what is left: the
 inputs whose ReLUs are not all off, which then decide alone, and 1 − correlation ends at 0.08 where d = 4."""
@@ -47,24 +49,32 @@ def multi_token(settings: Settings, published: bool, progress: Progress) -> Expe
     """
     s = settings
     found = {d: _size(s, d, place, progress) for place, d in enumerate(s.d)}
-    final, errors = figures(
-        {f"{name}_d{d}": rows[:, column] for d, rows in found.items() for column, name in enumerate(DIRECTIONS)}
-    )
-    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(rows) / s.trials for d, rows in found.items()}
-    expected = {name: value for name, value in PUBLISHED.items() if published and name in final}
+    known = PUBLISHED if published else {}
+    rows = {
+        f"{name}_d{d}": _figure(kept[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
+        for d, kept in found.items()
+        for column, name in enumerate(DIRECTIONS)
+    }
+    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(kept) / s.trials for d, kept in found.items()}
     return Experiment(
         name="multi-token",
         question="Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
-        final=final,
-        errors=errors,
-        reasons={name: "no instance passes the filter" for name, value in final.items() if value is None},
-        published=expected or None,
-        tolerance={name: READING * value + 3 * errors.get(name, 0.0) for name, value in expected.items()} or None,
-        source=SOURCE if expected else None,
+        source=SOURCE if published else None,
         axis="d",
-        curves={name.replace("_", " "): _by_d(found, column) for column, name in enumerate(DIRECTIONS)},
+        curves={
+            name.replace("_", " "): _by_d(found, column, label)
+            for column, (name, label) in enumerate(DIRECTIONS.items())
+        },
+        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in found}),
     )
+
+
+def _figure(values: Float[Tensor, " kept"], label: str, published: float | None) -> Figure:
+    found = averaged(values, label)
+    if published is None:
+        return found
+    return replace(found, published=published, tolerance=READING * published + 3 * (found.error or 0.0))
 
 
 def _size(s: Settings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
@@ -119,12 +129,12 @@ def _correlation(W: Tensor, direction: Tensor) -> float:
     return float((W * direction).sum() / (W.norm() * direction.norm()))
 
 
-def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int) -> Curve:
+def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
     """Each size has kept its own number of instances: the shorter columns end in NaN."""
     columns = [rows[:, column] for rows in found.values()]
     most = max(1, *(len(column) for column in columns))
     padded = [torch.nn.functional.pad(column, (0, most - len(column)), value=torch.nan) for column in columns]
-    return curve(list(found), torch.stack(padded))
+    return curve(list(found), torch.stack(padded), "1 − correlation", label=label)
 
 
 FULL = Settings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)

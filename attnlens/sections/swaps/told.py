@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import Effect, Report, Swap
 from attnlens.sections.section import Section
-from attnlens.sections.swap_tables import (
+from attnlens.sections.swaps.tables import (
     MARK,
     cosine_rows,
     kernel_rows,

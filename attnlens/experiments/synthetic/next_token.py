@@ -11,8 +11,9 @@ import torch
 from attnlens import attsvm
 from attnlens.attsvm.descent import Instances, Scores, gradient, unit
 from attnlens.errors import UnposedError, UsageError
-from attnlens.experiments.data import curve, figures, grid
+from attnlens.experiments.figures import CORRELATION, Published, averaged, columns, curve
 from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.synthetic.data import grid
 from attnlens.records.experiments import Experiment
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class Corpus:
     """The graph's SVM."""
 
 
-LIMIT = {"acyclic_to_svm": 1.0, "cyclic_to_svm": 1.0, "cyclic_finite_distance": 0.0}
-NEAR = {"acyclic_to_svm": 1e-3, "cyclic_to_svm": 1e-3, "cyclic_finite_distance": 1e-9}
-"""How near the theorems' limits the last iteration must be."""
+TO_SVM: Published = {"published": 1.0, "tolerance": 1e-3}
+FINITE: Published = {"published": 0.0, "tolerance": 1e-9}
+"""The theorems' limits, and how near them the last iteration must be."""
 
 
 def next_token(settings: Settings, published: bool, progress: Progress) -> Experiment:
@@ -57,23 +58,25 @@ def next_token(settings: Settings, published: bool, progress: Progress) -> Exper
     """
     acyclic, _, steps, at_end = _kind(settings, False, progress)
     cyclic, off, _, cyclic_end = _kind(settings, True, progress)
-    values = {"acyclic_to_svm": acyclic[-1], "cyclic_to_svm": cyclic[-1], "cyclic_finite_distance": off[-1]}
-    weights = {"acyclic_label_weight": at_end, "cyclic_component_weight": cyclic_end}
-    final, errors = figures(values | weights)
+    to_svm, finite = (TO_SVM, FINITE) if published else (Published(), Published())
+    rows = {
+        "acyclic_to_svm": averaged(acyclic[-1], "acyclic to SVM", **to_svm),
+        "cyclic_to_svm": averaged(cyclic[-1], "cyclic to SVM", **to_svm),
+        "cyclic_finite_distance": averaged(off[-1], **finite),
+        "acyclic_label_weight": averaged(at_end),
+        "cyclic_component_weight": averaged(cyclic_end),
+    }
     return Experiment(
         name="next-token",
         question="Trained to predict the next token, does attention end at the SVM of the token-priority graph?",
         settings={"vocabulary": settings.d[0], "loss": "log", "embeddings": "orthonormal, tied", "start": "zero"},
-        final=final,
-        errors=errors,
-        published=LIMIT if published else None,
-        tolerance=NEAR if published else None,
         source="Li et al. 2024, Mechanics of next token prediction with self-attention: the limits of Theorems 1 and 2",
         curves={
-            "acyclic, to the graph SVM": curve(steps, acyclic),
-            "cyclic, to the graph SVM": curve(steps, cyclic),
-            "cyclic, finite part": curve(steps, off),
+            "acyclic, to the graph SVM": curve(steps, acyclic, CORRELATION, bounded=True),
+            "cyclic, to the graph SVM": curve(steps, cyclic, CORRELATION, bounded=True),
+            "cyclic, finite part": curve(steps, off, "distance", picture="cyclic, finite part"),
         },
+        **columns(rows),
     )
 
 

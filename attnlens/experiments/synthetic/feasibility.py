@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from attnlens import attsvm
-from attnlens.experiments.data import draw
-from attnlens.experiments.global_selection import spread
+from attnlens.experiments.figures import Figure, columns, share_of
 from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.synthetic.data import draw
 from attnlens.records.experiments import Curve, Experiment
 
 SIZES = ((5, 5), (10, 5), (5, 10))
@@ -34,23 +34,28 @@ def feasibility(settings: Settings, published: bool, progress: Progress) -> Expe
     s = settings
     sizes = SIZES if (s.n, s.T) == (FULL.n, FULL.T) else ((s.n, s.T),)
     shares = {(n, T): {d: _share(s, n, T, d, progress) for d in sorted({*s.d, max(T - 1, n)})} for n, T in sizes}
-    flat = {f"n{n}_T{T}_d{d}": share for (n, T), row in shares.items() for d, share in row.items()}
-    sure = {f"sure_n{n}_T{T}": shares[n, T][d] if (d := max(T - 1, n)) > 1 else None for n, T in sizes}
-    known = {f"n{n}_T{T}_d{d}": share for (n, T), row in PUBLISHED.items() for d, share in row.items()}
-    known = {name: share for name, share in known.items() if name in flat} if published else {}
-    theory = dict.fromkeys(sure, 1.0) if published else {}
+    known = PUBLISHED if published else {}
+    rows = {
+        f"n{n}_T{T}_d{d}": share_of(
+            share, s.trials, f"n = {n}, T = {T}, d = {d}", known.get((n, T), {}).get(d), PUBLISHED_TRIALS
+        )
+        for (n, T), row in shares.items()
+        for d, share in row.items()
+    }
+    for n, T in sizes:
+        share = shares[n, T][d] if (d := max(T - 1, n)) > 1 else None
+        rows[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0 if published else None)
     return Experiment(
         name="feasibility",
         question="For which sizes does any W separate arbitrary tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
-        final=flat | sure,
-        reasons={name: EQUAL for name, share in sure.items() if share is None},
-        errors={name: (share * (1 - share) / s.trials) ** 0.5 for name, share in flat.items()},
-        published=known | theory or None,
-        tolerance={name: spread(share, s.trials, PUBLISHED_TRIALS) for name, share in known.items()} or None,
-        source=SOURCE if known else None,
+        source=SOURCE if published else None,
         axis="d",
-        curves={f"n={n}, T={T}": Curve(steps=list(row), median=list(row.values())) for (n, T), row in shares.items()},
+        curves={
+            f"n={n}, T={T}": Curve(steps=list(row), median=list(row.values()), quantity="share separable", bounded=True)
+            for (n, T), row in shares.items()
+        },
+        **columns(rows, EQUAL),
     )
 
 

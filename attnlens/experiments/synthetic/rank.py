@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens import attsvm
-from attnlens.experiments.data import curve, directions, draw, figures
+from attnlens.experiments.figures import NORMS, Figure, Published, averaged, columns, curve
 from attnlens.experiments.options import Progress, Settings, Study
-from attnlens.records.experiments import Bound, Curve, Experiment
+from attnlens.experiments.synthetic.data import directions, draw
+from attnlens.records.experiments import Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,8 +25,11 @@ SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
     "nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT),
     "frobenius": attsvm.solve,
 }
-PUBLISHED = {"nuclear_least": 2.0, "nuclear_most": 4.0, "beyond_bound": 0.0}
-BOUNDS: dict[str, Bound] = {"nuclear_least": "at least", "nuclear_most": "at most", "beyond_bound": "at most"}
+PUBLISHED: dict[str, Published] = {
+    "nuclear_least": {"published": 2.0, "bound": "at least"},
+    "nuclear_most": {"published": 4.0, "bound": "at most"},
+    "beyond_bound": {"published": 0.0, "bound": "at most"},
+}
 SOURCE = "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
 
 
@@ -37,26 +41,24 @@ def rank(settings: Settings, published: bool, progress: Progress) -> Experiment:
     """
     s = settings
     ranks = {(d, svm): _ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
-    final, errors = figures({f"{svm}_d{d}": found for (d, svm), found in ranks.items()})
-    means = [value for name, value in final.items() if name.startswith("nuclear") and value is not None]
+    rows = {f"{svm}_d{d}": averaged(found, f"{NORMS[svm]}, d = {d}") for (d, svm), found in ranks.items()}
+    means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
     beyond = [found[~found.isnan()] - min(s.n, d) for (d, svm), found in ranks.items() if svm == "nuclear"]
-    final |= {
-        "nuclear_least": min(means, default=None),
-        "nuclear_most": max(means, default=None),
-        "beyond_bound": max((float(row.max()) for row in beyond if len(row)), default=None),
-    }
+    most = max((float(row.max()) for row in beyond if len(row)), default=None)
+    for name, value, label in (
+        ("nuclear_least", min(means, default=None), "nuclear, least mean"),
+        ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
+        ("beyond_bound", most, "largest rank − min(n, d)"),
+    ):
+        rows[name] = Figure(value, label=label, **(PUBLISHED[name] if published else {}))
     return Experiment(
         name="rank",
         question="Of which rank is the nuclear solution, and is it at most min(n, d)?",
         settings={"threshold": 1e-5, "solver_gap": TIGHT},
-        final=final,
-        errors=errors,
-        reasons={name: "nothing separates the best tokens" for name, value in final.items() if value is None},
-        published=PUBLISHED if published else None,
         source=SOURCE if published else None,
-        bounds=BOUNDS if published else {},
         axis="d",
-        curves={svm: _by_d(s.d, [ranks[d, svm] for d in s.d]) for svm in SVMS},
+        curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in SVMS},
+        **columns(rows, "nothing separates the best tokens"),
     )
 
 
@@ -66,10 +68,6 @@ def _ranks(s: Settings, d: int, svm: str, progress: Progress) -> Float[Tensor, "
     found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
     there = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in found]
     return torch.tensor(there, dtype=torch.float64)
-
-
-def _by_d(sizes: tuple[int, ...], ranks: list[Float[Tensor, " trials"]]) -> Curve:
-    return curve(list(sizes), torch.stack(ranks))
 
 
 FULL = Settings(trials=50, d=(4, 6, 8, 10, 15, 20))

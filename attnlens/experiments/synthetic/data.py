@@ -1,9 +1,9 @@
-"""Random instances, starts and summary figures of the synthetic experiments."""
+"""Random instances and starts of the synthetic experiments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import torch
 
 from attnlens import attsvm
 from attnlens.attsvm.descent import Head, Instances, Linear, Relu
-from attnlens.records.experiments import Curve
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -97,32 +96,3 @@ def grid(iterations: int) -> list[int]:
     """1, 2, 3, 5, 10, 20, 30, 50, … up to the last iteration."""
     steps = {factor * 10**power for power in range(len(str(iterations))) for factor in (1, 2, 3, 5)}
     return sorted({step for step in steps if step < iterations} | {iterations})
-
-
-def mean(values: Float[Tensor, " trials"]) -> float | None:
-    """The mean over the trials that have a value; None where none has."""
-    there = values[~values.isnan()]
-    return float(there.mean()) if len(there) else None
-
-
-def error(values: Float[Tensor, " trials"]) -> float | None:
-    """The standard error of that mean; None below two values."""
-    there = values[~values.isnan()]
-    return float(there.std() / len(there) ** 0.5) if len(there) > 1 else None
-
-
-def figures(
-    named: dict[str, Float[Tensor, " trials"]],
-) -> tuple[dict[str, float | None], dict[str, float]]:
-    """(the means, their standard errors where there are any)."""
-    final = {name: mean(values) for name, values in named.items()}
-    errors = {name: found for name, values in named.items() if (found := error(values)) is not None}
-    return final, errors
-
-
-def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"]) -> Curve:
-    """Median and quartiles over the trials that have a value."""
-    low, median, high = (
-        [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
-    )
-    return Curve(steps=list(steps), median=median, low=low, high=high)

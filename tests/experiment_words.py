@@ -1,0 +1,96 @@
+"""How are the figures, curves and pictures of the project's own experiments written?"""
+
+from __future__ import annotations
+
+from attnlens.plots.experiments.curves import groups
+from attnlens.records import Experiment
+from attnlens.sentences.labels import worded
+
+SIZES = [*((5, 5, d) for d in (1, 2, 3, 4, 5)), *((10, 5, d) for d in (1, 2, 3, 4, 5, 10))]
+SIZES += [(5, 10, d) for d in (1, 2, 3, 4, 5, 9)]
+WAYS = ("canonical", "primal", "difference")
+THIRDS = ("first third", "middle third", "last third")
+STARTS = ("from zero", "from the head")
+FIGURES = {
+    "local convergence": [
+        *("W to Frobenius", "W to nuclear", "W largest weight"),
+        *("KQ to Frobenius", "KQ to nuclear", "KQ largest weight"),
+    ],
+    "global selection": ["d = 2", "d = 4", "d = 10"],
+    "feasibility": [
+        *(f"n = {n}, T = {T}, d = {d}" for n, T, d in SIZES),
+        *("sure, n = 5, T = 5", "sure, n = 10, T = 5", "sure, n = 5, T = 10"),
+    ],
+    "rank": [
+        *("nuclear, d = 6", "Frobenius, d = 6", "nuclear, d = 10", "Frobenius, d = 10"),
+        *("nuclear, least mean", "nuclear, largest mean", "largest rank − min(n, d)"),
+    ],
+    "multi-token": [f"{what}, d = {d}" for d in (4, 6) for what in ("SVM equivalent", "W_mm", "single token")],
+    "next-token": [
+        *("acyclic to SVM", "cyclic to SVM", "cyclic finite distance"),
+        *("acyclic label weight", "cyclic component weight"),
+    ],
+    "golden instances": [
+        *(f"prompt {letter} ½‖p‖²" for letter in "abcd"),
+        *("vis1 Frobenius", "vis1 nuclear", "vis1 rank", "vis2 Frobenius", "vis2 nuclear"),
+        *("local 0 Frobenius", "local 0 nuclear", "local 1 Frobenius", "local 1 nuclear"),
+    ],
+    "KSVD identities": [
+        *("eigen residual", "primal − dual", "Λe − h", "J", "Σe² − σ²", "rank-s error", "J perturbed, the control"),
+    ],
+    "decay by depth": [
+        *(f"{name}, {what}" for name in ("attention", "cosine") for what in (*THIRDS, "last − first")),
+        *("attention, claim holds", "cosine, claim holds"),
+    ],
+    "decay by training": [
+        *(f"{name}, {way}" for name in ("loss", "attention", "cosine", "running cosine") for way in WAYS[:2]),
+        *(f"{name}, difference" for name in ("loss", "attention", "cosine", "running cosine")),
+        *(f"{name}, claim holds" for name in ("attention", "cosine", "running cosine")),
+    ],
+    "head 3.2": [
+        *("efficiency", "gap"),
+        *(f"{what}, {start}" for start in STARTS for what in ("correlation", "selection kept", "‖W‖ / ‖W_mm‖")),
+        "correlation of the head",
+    ],
+    "head 3.2, hardening": ["KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"],
+}
+"""Experiment → its figures as they are written, in their order."""
+PICTURES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "local convergence": {
+        "": ("correlation", ("W to Frobenius", "W to nuclear", "KQ to Frobenius", "KQ to nuclear")),
+    },
+    "global selection": {"": ("share of trials", ("all best tokens selected",))},
+    "feasibility": {"": ("share separable", ("n=5, T=5", "n=10, T=5", "n=5, T=10"))},
+    "rank": {"": ("rank", ("nuclear", "Frobenius"))},
+    "multi-token": {"": ("1 − correlation", ("SVM equivalent", "W_mm", "single token"))},
+    "next-token": {
+        "": ("correlation", ("acyclic, to the graph SVM", "cyclic, to the graph SVM")),
+        "cyclic, finite part": ("distance", ("cyclic, finite part",)),
+    },
+    "decay by depth": dict.fromkeys(("attention", "cosine"), ("share of Σσ", THIRDS)),
+    "decay by training": dict.fromkeys(("attention", "cosine", "running cosine"), ("share of Σσ", WAYS[:2])),
+    "head 3.2": {
+        "correlation": ("correlation", STARTS),
+        "selection kept": ("share of queries", STARTS),
+        "norm": ("‖W‖ / ‖W_mm‖", STARTS),
+    },
+    "head 3.2, hardening": {"": ("KL, nats", ("KL, the head", "KL, its SVM at the same norm"))},
+}
+"""Experiment → its pictures by title: the quantity beside the axis, and the names of the lines."""
+LINEAR = {"correlation", "share of trials", "share separable", "share of queries", "share of Σσ"}
+"""Quantities that end at 1."""
+
+
+def assert_in_words(found: Experiment) -> None:
+    """Every figure, picture, axis and line is written as it is listed here."""
+    assert [worded(found, name) for name in found.final] == FIGURES[found.name]
+    pictures = groups(found)
+    lines = {
+        title: tuple(curve.label or worded(found, name) for name, curve in curves.items())
+        for title, curves in pictures.items()
+    }
+    expected = PICTURES.get(found.name, {})
+    assert lines == {title: names for title, (_, names) in expected.items()}
+    for title, curves in pictures.items():
+        assert {curve.quantity for curve in curves.values()} == {expected[title][0]}
+    assert all(curve.bounded == (curve.quantity in LINEAR) for curve in found.curves.values())
