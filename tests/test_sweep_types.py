@@ -79,3 +79,17 @@ def test_a_type_is_refused_with_what_happened(name, text):
 
 def test_there_is_an_eighth_of_the_types():
     assert len(model_types.TYPES()) // 8 <= len({**READ, **REFUSED})
+
+
+@pytest.mark.parametrize("name", ["radio", "deepseek_v4"])
+def test_integer_buffers_are_no_codes_whatever_their_path_in_the_file(name, tmp_path):
+    model_types.build(name).save_pretrained(tmp_path)
+    tiny.tokenizer("roberta").save_pretrained(tmp_path)
+    assert attnlens.load(tmp_path).model.config.model_type == name
+
+
+def test_images_that_a_model_cuts_into_windows_stay_one_sequence_each():
+    report = attnlens.swap_kernel(loaded(model_types.build("lw_detr_vit"), None), "rbf", sequences=3)
+    assert report.settings.sequences == 3
+    assert 0 < report.swap.hidden_cosine < 1
+    assert report.swap.hidden_cosine_ci95[0] <= report.swap.hidden_cosine <= report.swap.hidden_cosine_ci95[1]

@@ -31,6 +31,8 @@ CHOICES = {
 """What a config may say of the code that computes a model, and of the file that its weights are read from."""
 DEQUANTISED = ("fp8", "mxfp4")
 """Quantised formats, beside GGUF, that transformers decodes into plain numbers by itself."""
+LARGEST_SHARE = 16
+"""Above what transformers' own configs say of the part of a head that is rotated; EfficientLoFTR's says 4."""
 SAY_MEND = "Mend the config, or download the model again."
 
 
@@ -47,8 +49,11 @@ def check_config(place: Place) -> None:
         if value is not None and (not isinstance(value, kind) or not all(isinstance(name, str) for name in inside)):
             raise ModelError(f"{file} says {field} = {written(value)}, which must be {words}.", SAY_MEND)
     for path, value in fields(config):
-        if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= 1:
-            raise ModelError(f"{file} says {shortened(path)} = {written(value)}, which must be a share.", SAY_MEND)
+        if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
+            problem = (
+                f"{file} says {shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}."
+            )
+            raise ModelError(problem, SAY_MEND)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             _check_quantised(file, path, value)
 

@@ -56,6 +56,9 @@ def _codes(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], u
     """The tensors whose codes were taken for numbers: all that are no buffers, are not left out, and have no scale."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = {name for name, _ in model.named_buffers()} | unexpected
+    # transformers may store a buffer under another path; its own name stays
+    counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    counters -= set(map(_leaf, parameters))
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     prefix, decoded = model.base_model_prefix, is_quantised(place.config)
     used = [name for name in stored if not _names(name, prefix) & unexpected]
@@ -65,9 +68,13 @@ def _codes(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], u
         names = _names(name, prefix)
         if names & parameters:
             return not (decoded and name in scaled)
-        return not (decoded or names & others or ignored.search(name))
+        return not (decoded or names & others or _leaf(name) in counters or ignored.search(name))
 
     return [name for name, tensor in stored.items() if tensor.encoded and taken(name)]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _names(name: str, prefix: str) -> set[str]:

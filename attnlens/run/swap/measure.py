@@ -334,11 +334,15 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
 
 
 def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """The last hidden states at real tokens, and the sequence that each of these is of."""
-    found = last_states(result)
-    if found is None:
+    """The last hidden states at real tokens, and the sequence that each of these is of.
+
+    A model that cuts its images into windows gives so many rows an image, those of one image after another.
+    """
+    found, sequences = last_states(result), len(next(iter(inputs.values())))
+    if found is None or len(found) % sequences:
         return None, None
-    rows = torch.arange(len(found), device=found.device).view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
+    rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
+    rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
     states, owners = (hooks.at_real_tokens(tensor, inputs) for tensor in (found, rows))
     return states.flatten(0, -2), owners.flatten()
 
