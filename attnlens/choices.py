@@ -16,3 +16,7 @@ Route = Literal["auto", "eager", "fused"]
 """How attention is computed: by the fastest exact path there is; by row tiles; by a fused path or not at all."""
 Convention = Literal["paper", "code"]
 """paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
+Space = Literal["input", "projected"]
+"""Where a selection problem is posed."""
+WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
+"""The same in words; the queries and keys are those after rotation."""

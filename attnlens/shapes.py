@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.records import Measure, Part, Report
+from attnlens.choices import Part
+from attnlens.records import Measure, Report
 from attnlens.registry import MeasureInfo, measure_infos
 from attnlens.wording import source_of
 

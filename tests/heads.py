@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlens.records import Part, QueryKey, Rotation, Site, Source
+from attnlens.choices import Part
+from attnlens.records import QueryKey, Rotation, Site, Source
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -14,8 +14,9 @@ import tiny
 import torch
 
 from attnlens import hooks, models
+from attnlens.choices import Part
 from attnlens.models.classes import kind_of
-from attnlens.records import ModelInfo, Part, Site
+from attnlens.records import ModelInfo, Site
 
 SMALL: dict[str, Any] = {"sequences": 4, "tokens": 16, "batch_size": 2}
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from attnlens.choices import Part
 from attnlens.records import (
     Conventions,
     Coverage,
@@ -16,7 +17,6 @@ from attnlens.records import (
     Measure,
     ModelInfo,
     Null,
-    Part,
     Report,
     Settings,
     Skipped,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from reports import synthetic_report
 
+from attnlens.choices import Part
 from attnlens.records import (
     Change,
     Coverage,
@@ -16,7 +17,6 @@ from attnlens.records import (
     HealingStep,
     KeyRank,
     Pair,
-    Part,
     Plan,
     Report,
     Rise,

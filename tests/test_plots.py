@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from reports import KINDS, planted, synthetic_report
 
 from attnlens import registry
+from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.plots import fan_figure, map_figure, overview_figure
 from attnlens.plots.bands import bands, long_enough
@@ -23,7 +24,7 @@ from attnlens.plots.captions import full_caption, short_curve_caption
 from attnlens.plots.maps import null_mark, scale
 from attnlens.plots.overview import page_rows
 from attnlens.plots.style import house_style, tick_positions
-from attnlens.records import Measure, Null, Part
+from attnlens.records import Measure, Null
 from attnlens.shapes import Shapes
 
 

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from reports import planted, synthetic_report
 
+from attnlens.choices import Part
 from attnlens.plots import fan_figure, map_figure, overview_figure
 from attnlens.plots.style import PlainNumbers, house_style
-from attnlens.records import Part
 from attnlens.shapes import Shapes
 
 

@@ -15,6 +15,7 @@ from program import attnlens, refused, without_torch
 from swap_reports import DIVERGED, HEADLESS, NOISE, healing, outcome, planned, several, swap_report, swapped
 from test_plots_layout import overlapping
 
+from attnlens.choices import Part
 from attnlens.kernels import TIES
 from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps import panel_figure, swap_overview, swap_panels
@@ -22,7 +23,7 @@ from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
-from attnlens.records import Coverage, Effect, Pair, Part, Plan, Report, Rise, Text, TextCosine
+from attnlens.records import Coverage, Effect, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.sentences import effects
 from attnlens.sentences.judged import distance
 from attnlens.sentences.plans import plan_lines

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.attention import attend
+from attnlens.choices import Part
 from attnlens.hooks.call import OWN
 from attnlens.hooks.door import configs_of, is_attention, opened, out_of_reach
-from attnlens.records import Call, Part, Site
+from attnlens.records import Call, Site
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """The names under which transformers' attention modules take the other sequence of a cross-attention."""

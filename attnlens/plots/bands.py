@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.records import Part
+from attnlens.choices import Part
 from attnlens.registry import MeasureInfo
 from attnlens.shapes import Shapes
 

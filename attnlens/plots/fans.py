@@ -11,6 +11,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from attnlens.choices import Part
 from attnlens.plots.bands import Band, bands, first_step
 from attnlens.plots.captions import curve_caption, heading
 from attnlens.plots.style import (
@@ -24,7 +25,6 @@ from attnlens.plots.style import (
     size_in_points,
     tick_positions,
 )
-from attnlens.records import Part
 from attnlens.shapes import Shapes
 from attnlens.wording import clean, source_of, title_of
 

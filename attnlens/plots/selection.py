@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from attnlens.choices import WHERE_POSED
 from attnlens.plots.captions import fitted, model_line, settings_line, wrapped
 from attnlens.plots.style import CATEGORIES, INK, MUTED, legend_above, new_figure
-from attnlens.records import WHERE_POSED
 from attnlens.shapes import Shapes
 
 if TYPE_CHECKING:

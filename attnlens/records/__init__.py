@@ -1,46 +1,67 @@
-"""The frozen nouns that the parts of attnlens hand to each other."""
+"""The frozen nouns that the parts of attnlens hand to each other; each file is imported when it is first used."""
 
-from attnlens.choices import Intervals, Part
-from attnlens.records.calls import Call
-from attnlens.records.coverage import Coverage, Skipped
-from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
-from attnlens.records.measures import Head, HeadId, Measure, Null, Record
-from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
-from attnlens.records.provenance import Conventions, File, ModelInfo, Settings, Text, Tool
-from attnlens.records.report import (
-    Environment,
-    Extreme,
-    Report,
-    SiteCheck,
-    Summary,
-    TextSummary,
-    Verdict,
-    json_schema,
-    read_report,
-)
-from attnlens.records.rotation import Rotation
-from attnlens.records.selections import WHERE_POSED, Pick, Selection, Sentence, Space
-from attnlens.records.swaps import (
-    PARTS,
-    Change,
-    Effect,
-    Healing,
-    HealingStep,
-    Outcome,
-    Pair,
-    SiteSwap,
-    Stage,
-    Swap,
-    Task,
-    TextChange,
-    TextCosine,
-)
-from attnlens.records.tensors import QueryKey, Site, Source
-from attnlens.records.windows import Windows
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnlens.records.calls import Call
+    from attnlens.records.coverage import Coverage, Skipped
+    from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
+    from attnlens.records.measures import Head, HeadId, Measure, Null, Record
+    from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
+    from attnlens.records.provenance import Conventions, File, ModelInfo, Settings, Text, Tool
+    from attnlens.records.report import (
+        Environment,
+        Extreme,
+        Report,
+        SiteCheck,
+        Summary,
+        TextSummary,
+        Verdict,
+        json_schema,
+        read_report,
+    )
+    from attnlens.records.rotation import Rotation
+    from attnlens.records.selections import Pick, Selection, Sentence
+    from attnlens.records.swaps import (
+        PARTS,
+        Change,
+        Effect,
+        Healing,
+        HealingStep,
+        Outcome,
+        Pair,
+        SiteSwap,
+        Stage,
+        Swap,
+        Task,
+        TextChange,
+        TextCosine,
+    )
+    from attnlens.records.tensors import QueryKey, Site, Source
+    from attnlens.records.windows import Windows
+
+_NAMES = {
+    "calls": "Call",
+    "coverage": "Coverage Skipped",
+    "experiments": "Bound Curve Experiment Trajectory",
+    "measures": "Head HeadId Measure Null Record",
+    "plans": "KeyRank Plan PlanStep Rise read_plan",
+    "provenance": "Conventions File ModelInfo Settings Text Tool",
+    "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
+    "rotation": "Rotation",
+    "selections": "Pick Selection Sentence",
+    "swaps": "PARTS Change Effect Healing HealingStep Outcome Pair SiteSwap Stage Swap Task TextChange TextCosine",
+    "tensors": "QueryKey Site Source",
+    "windows": "Windows",
+}
+"""Which file each name is in."""
+_HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "PARTS",
-    "WHERE_POSED",
     "Bound",
     "Call",
     "Change",
@@ -56,14 +77,12 @@ __all__ = [
     "HeadId",
     "Healing",
     "HealingStep",
-    "Intervals",
     "KeyRank",
     "Measure",
     "ModelInfo",
     "Null",
     "Outcome",
     "Pair",
-    "Part",
     "Pick",
     "Plan",
     "PlanStep",
@@ -80,7 +99,6 @@ __all__ = [
     "SiteSwap",
     "Skipped",
     "Source",
-    "Space",
     "Stage",
     "Summary",
     "Swap",
@@ -97,3 +115,11 @@ __all__ = [
     "read_plan",
     "read_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A record; what reads no report needs no pydantic."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attnlens.records' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found

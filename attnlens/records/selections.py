@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+from attnlens.choices import Space
 from attnlens.records.measures import Count, HeadId, Number, Record
-
-Space = Literal["input", "projected"]
-WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
-"""Where a selection problem is posed, in words; the queries and keys are those after rotation."""
 
 
 class Pick(Record):

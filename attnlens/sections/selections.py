@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlens.records import WHERE_POSED, Pick, Report, Selection, Sentence
+from attnlens.choices import WHERE_POSED
+from attnlens.records import Pick, Report, Selection, Sentence
 from attnlens.sections.section import Passage, Section
 from attnlens.wording import clean, counted, listed, short
 

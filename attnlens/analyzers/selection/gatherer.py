@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from attnlens import records
 from attnlens.analyzers.selection.measures import (
     DECIDED,
     MEASURES,
@@ -17,7 +18,8 @@ from attnlens.analyzers.selection.measures import (
     qualified,
 )
 from attnlens.analyzers.selection.readings import Reading, Readings, measured, reading_of
-from attnlens.records import Measure, QueryKey, Selection, Space
+from attnlens.choices import Space
+from attnlens.records import QueryKey
 from attnlens.registry import Answer, Place
 
 if TYPE_CHECKING:
@@ -201,23 +203,23 @@ class Selector:
             shown=self._selection(head, first, draws) if first.picks else None,
         )
 
-    def _of_space(self, space: Space, own: Readings, draws: Sequence[Readings]) -> dict[str, Measure]:
+    def _of_space(self, space: Space, own: Readings, draws: Sequence[Readings]) -> dict[str, records.Measure]:
         """What the problem of one space reads beside its null; where the head has no such space, why not."""
         kinds = [info.name for info in OF_SPACE if not info.curve]
         if space not in own:
-            nothing = Measure(value=None, reason=str(self.place.form))
+            nothing = records.Measure(value=None, reason=str(self.place.form))
             return {qualified(what, space): nothing for what in kinds}
         return {qualified(what, space): measured(what, own[space], [draw[space] for draw in draws]) for what in kinds}
 
     def _unposed(self, head: int) -> Answer:
         """What stands where a position bias forbids the problem."""
-        nothing = Measure(value=None, reason=BIASED)
+        nothing = records.Measure(value=None, reason=BIASED)
         names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
         return Answer(dict.fromkeys(names, nothing), {DECIDED.name: self.shares[head]})
 
-    def _selection(self, head: int, own: Reading, draws: Sequence[Readings]) -> Selection:
+    def _selection(self, head: int, own: Reading, draws: Sequence[Readings]) -> records.Selection:
         site, space = self.place.site, self.spaces[0]
-        return Selection(
+        return records.Selection(
             site=site.name,
             layer=site.layer,
             head=head,

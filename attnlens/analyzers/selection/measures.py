@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnlens.records import WHERE_POSED, Space
+from attnlens.choices import WHERE_POSED, Space
 from attnlens.registry import MeasureInfo
 
 MOST_QUERIES = 64

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attnlens.records import Measure, Null, Pick, Space
+from attnlens import records
+from attnlens.choices import Space
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ class Reading:
     """Least margin of each query over the best possible, ascending."""
     best: float = 0.0
     """1/‖W_mm‖."""
-    picks: list[Pick] = field(default_factory=list)
+    picks: list[records.Pick] = field(default_factory=list)
     """What was posed, where that is to be shown."""
 
 
@@ -52,27 +53,27 @@ def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | N
     return Reading(posed | values, None, found.shares.sort().values.tolist(), found.best, picks)
 
 
-def measured(what: str, own: Reading, draws: Sequence[Reading] = ()) -> Measure:
+def measured(what: str, own: Reading, draws: Sequence[Reading] = ()) -> records.Measure:
     """A problem's reading with the null that its draws make, where there are any."""
     if what not in own.values:
-        return Measure(value=None, reason=own.reason)
-    return Measure(value=own.values[what], n=round(own.values["queries"]), null=_null(what, draws))
+        return records.Measure(value=None, reason=own.reason)
+    return records.Measure(value=own.values[what], n=round(own.values["queries"]), null=_null(what, draws))
 
 
-def _null(what: str, draws: Sequence[Reading]) -> Null | None:
+def _null(what: str, draws: Sequence[Reading]) -> records.Null | None:
     """Mean and sd over the draws that have the measure; None for fewer than two."""
     import torch
 
     values = torch.tensor([draw.values[what] for draw in draws if what in draw.values], dtype=torch.float64)
-    return Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
+    return records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
 
 
-def _picks(found: Nearness, numbers: Sequence[int]) -> list[Pick]:
+def _picks(found: Nearness, numbers: Sequence[int]) -> list[records.Pick]:
     """Every posed query, with the places of what it selects and of its support."""
     problem, solution = found.posed.problem, found.solution
     carrying = solution.support & ~problem.equal
     return [
-        Pick(
+        records.Pick(
             sequence=numbers[number],
             query=position,
             selected=chosen.nonzero().flatten().tolist(),

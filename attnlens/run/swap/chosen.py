@@ -8,10 +8,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import hooks
+from attnlens.choices import Part
 from attnlens.errors import ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.kernels import Kernel
-from attnlens.records import Part, Site, Skipped
+from attnlens.records import Site, Skipped
 from attnlens.run import checks
 from attnlens.run.checks import check_numbers
 

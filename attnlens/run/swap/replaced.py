@@ -11,9 +11,10 @@ from torch import Tensor
 
 from attnlens import hooks, requests, texts
 from attnlens.calls import public, switch, word
+from attnlens.choices import Part
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel, parsed
-from attnlens.records import PARTS, Part
+from attnlens.records import PARTS
 from attnlens.registry import checked_name
 from attnlens.run import checks
 from attnlens.run.in_memory import at_rest, held_model

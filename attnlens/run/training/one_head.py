@@ -17,10 +17,11 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.calls import public
+from attnlens.choices import WHERE_POSED, Space
 from attnlens.errors import UsageError
 from attnlens.experiments import options
 from attnlens.experiments.figures import CORRELATION
-from attnlens.records import WHERE_POSED, Curve, Experiment, Report, Settings, Space
+from attnlens.records import Curve, Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from attnlens import texts
+from attnlens.choices import Intervals
 from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
-from attnlens.records import Intervals, Text
+from attnlens.records import Text
 from attnlens.statistics import Design
 from attnlens.statistics.design import FEWEST_TEXTS
 from attnlens.texts import MOST_SHARED, Batches, Content, Cut, shared_share

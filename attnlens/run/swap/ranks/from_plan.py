@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
-from attnlens.records import KeyRank, ModelInfo, Part, Plan
+from attnlens.records import KeyRank, ModelInfo, Plan
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.search import Budgeting, Choice
 from attnlens.run.swap.ranks.sensitivity import bases
