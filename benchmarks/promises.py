@@ -29,10 +29,10 @@ from attnlens.calls import budget_share
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
 from attnlens.records import Rise, Site
+from attnlens.run.swap.comparison.targets import Fed, feed, task_of
 from attnlens.run.swap.ranks.calibration import Sample, samples
 from attnlens.run.swap.ranks.rises import Losses, losses
 from attnlens.run.swap.ranks.search import Budgeting, Choice
-from attnlens.run.swap.targets import Fed, feed, task_of
 from attnlens.statistics import Design
 from attnlens.texts import Batches, Content, Cut
 

@@ -181,8 +181,8 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Swap], inpu
     import torch
 
     from attnlens import hooks
+    from attnlens.run.swap.comparison.targets import feed, task_of
     from attnlens.run.swap.sweep import sweep, units
-    from attnlens.run.swap.targets import feed, task_of
     from attnlens.statistics import Design
     from attnlens.texts import Batch
 

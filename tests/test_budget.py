@@ -20,6 +20,7 @@ from attnlens import calls, hooks, texts
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
+from attnlens.run.swap.comparison.targets import feed
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks import search as room
@@ -27,7 +28,6 @@ from attnlens.run.swap.ranks.nested import nested
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import Sizes, break_even, costs, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
-from attnlens.run.swap.targets import feed
 from attnlens.sections.swaps.tables import plan_rows
 from attnlens.sentences.plans import plan_lines
 from attnlens.statistics import Design

@@ -19,11 +19,11 @@ from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.run.progress import Interrupted
-from attnlens.run.swap import heal as room
 from attnlens.run.swap import pipeline as entry
 from attnlens.run.swap.fit import SHARES, Search, fit
+from attnlens.run.swap.healing import descent as room
+from attnlens.run.swap.healing.trainable import trainable
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.trainable import trainable
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
 

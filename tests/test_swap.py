@@ -25,8 +25,8 @@ from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
 from attnlens.run.swap import gates, measure, resources
+from attnlens.run.swap.comparison.targets import NOTHING, feed, task_of
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.targets import NOTHING, feed, task_of
 from attnlens.statistics import Design, paired_difference
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 2}

@@ -11,9 +11,9 @@ import attnlens
 from attnlens import hooks, texts
 from attnlens.kernels import parsed
 from attnlens.run.swap import sweep as room
+from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.sweep import sweep, units
-from attnlens.run.swap.targets import feed, task_of
 from attnlens.statistics import Design, false_discovery, paired_difference
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 2}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnlens.models import Loaded
-from attnlens.run.swap.measure import sequence_losses
-from attnlens.run.swap.targets import NOTHING, feed, logits_of, task_of
+from attnlens.run.swap.comparison.outputs import sequence_losses
+from attnlens.run.swap.comparison.targets import NOTHING, feed, logits_of, task_of
 from attnlens.texts import Batches
 
 if TYPE_CHECKING:

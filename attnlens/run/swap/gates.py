@@ -15,7 +15,7 @@ from attnlens import hooks, texts
 from attnlens.errors import IdentityError
 from attnlens.models import Loaded
 from attnlens.records import Site
-from attnlens.run.swap.measure import Variant
+from attnlens.run.swap.comparison.compare import Variant
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4

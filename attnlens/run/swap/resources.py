@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks
 from attnlens.errors import ModelError, is_memory
-from attnlens.run.swap.measure import Variant
+from attnlens.run.swap.comparison.compare import Variant
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 

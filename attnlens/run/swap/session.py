@@ -22,10 +22,13 @@ from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.perplexity import guess_notes
 from attnlens.run.progress import Progress
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
+from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
+from attnlens.run.swap.comparison.outputs import run, tokens_in
+from attnlens.run.swap.comparison.targets import Fed, meanings
+from attnlens.run.swap.comparison.windows import windows_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
-from attnlens.run.swap.heal import Healer, changed_weights, heal
-from attnlens.run.swap.measure import Comparison, Variant, compare, mean_loss, run, tokens_in
+from attnlens.run.swap.healing import Healer, changed_weights, heal
 from attnlens.run.swap.options import Wish
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits, given, origin
@@ -35,8 +38,6 @@ from attnlens.run.swap.resources import enough_memory, peak_of, speed
 from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.sites import Local, locally, mean_of
 from attnlens.run.swap.sweep import sweep, units
-from attnlens.run.swap.targets import Fed, meanings
-from attnlens.run.swap.windows import windows_of
 from attnlens.statistics import Design
 
 Swaps = dict[Site, hooks.Swap]

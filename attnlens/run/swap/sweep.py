@@ -12,8 +12,8 @@ from attnlens import hooks
 from attnlens.attention import Route
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
-from attnlens.run.swap.measure import divergence, predictions, sequence_losses, sequence_means
-from attnlens.run.swap.targets import NOTHING, Fed, asking, states_of
+from attnlens.run.swap.comparison.outputs import divergence, predictions, sequence_losses, sequence_means
+from attnlens.run.swap.comparison.targets import NOTHING, Fed, asking, states_of
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
 
 Unit = tuple[Site, int | None]

@@ -8,10 +8,10 @@ from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import KeyRank, ModelInfo, Plan
+from attnlens.run.swap.comparison.targets import feed
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.search import Budgeting, Choice
 from attnlens.run.swap.ranks.sensitivity import bases
-from attnlens.run.swap.targets import feed
 
 
 def part_of(plan: Plan) -> Part | None:

@@ -10,8 +10,9 @@ import torch
 
 from attnlens.models import Loaded
 from attnlens.records import Rise, Task
-from attnlens.run.swap.measure import Comparison, run, sequence_losses
-from attnlens.run.swap.targets import NOTHING, Fed
+from attnlens.run.swap.comparison.compare import Comparison
+from attnlens.run.swap.comparison.outputs import run, sequence_losses
+from attnlens.run.swap.comparison.targets import NOTHING, Fed
 from attnlens.statistics import Design, paired_difference
 
 if TYPE_CHECKING:

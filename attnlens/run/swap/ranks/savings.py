@@ -13,7 +13,7 @@ from attnlens import hooks, texts, weights
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
 from attnlens.run.inspect.collector import tool
-from attnlens.run.swap.measure import DIVERGED, Comparison
+from attnlens.run.swap.comparison.compare import DIVERGED, Comparison
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.rises import rise_in
 from attnlens.run.swap.ranks.search import Choice

@@ -18,8 +18,8 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.swap.measure import predictions
-from attnlens.run.swap.targets import Fed
+from attnlens.run.swap.comparison.outputs import predictions
+from attnlens.run.swap.comparison.targets import Fed
 
 if TYPE_CHECKING:
     from jaxtyping import Float

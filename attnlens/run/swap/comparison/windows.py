@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnlens.records import Settings, Windows
-from attnlens.run.swap.measure import Comparison
+from attnlens.run.swap.comparison.compare import Comparison
 
 
 def windows_of(found: Mapping[tuple[str, str], Comparison], settings: Settings) -> Windows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,13 +11,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnlens import hooks
 from attnlens.records import Change, Task, TextChange, TextCosine
-from attnlens.run.swap.targets import NO_LOSS, NOTHING, Fed, last_states, logits_of
+from attnlens.run.swap.comparison.likeness import Likeness
+from attnlens.run.swap.comparison.outputs import (
+    Outputs,
+    divergence,
+    owned_means,
+    run,
+    sequence_losses,
+    sequence_means,
+    tokens_in,
+)
+from attnlens.run.swap.comparison.targets import NO_LOSS, NOTHING, Fed
 from attnlens.statistics import Design, paired_difference
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
     from transformers import PreTrainedModel
 
 Name = TypeVar("Name")
@@ -27,20 +34,6 @@ Variant = Callable[[], AbstractContextManager[object]]
 LARGEST_LOSS = 700.0
 """Loss whose exponential is still a number."""
 DIVERGED = "it diverged: the changed model's predictions are not finite"
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What one forward pass gives."""
-
-    logits: Float[Tensor, "predicted classes"] | None
-    """At the predicted positions only."""
-    hidden: Float[Tensor, "tokens d_model"] | None
-    """Last hidden states of real tokens."""
-    owners: Int[Tensor, " tokens"] | None
-    """The sequence of the batch that each of these tokens is of."""
-    seconds: float
-    """How long it took."""
 
 
 @dataclass
@@ -102,7 +95,9 @@ class Comparison:
     def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
         own, new = own.double(), new.double()
         self.directionless |= not bool((own.any(-1) & new.any(-1)).all())
-        means, counts = _means(torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1)
+        means, counts = owned_means(
+            torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1
+        )
         self.cosines.append(means)
         self.real.append(counts)
         self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
@@ -229,34 +224,6 @@ def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
     return found if len(found) > 1 else []
 
 
-class Likeness:
-    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), summed over batches."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._products = [torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)]
-        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for _ in range(2)]
-        self._count = 0
-
-    def add(self, x: Float[Tensor, "tokens d_model"], y: Float[Tensor, "tokens d_model"]) -> None:
-        """Take in the same tokens' states in both models."""
-        for product, left, right in zip(self._products, (x, x, y), (y, x, y), strict=True):
-            product += left.mT @ right
-        for total, part in zip(self._sums, (x, y), strict=True):
-            total += part.sum(0)
-        self._count += len(x)
-
-    @property
-    def value(self) -> float | None:
-        """In [0, 1]; 1 where the one is a rotation and scaling of the other; None where one's states are all alike."""
-        x, y = self._sums
-        pairs = ((x, y), (x, x), (y, y))
-        cross, own, new = (
-            float((product - torch.outer(left, right) / self._count).norm())
-            for product, (left, right) in zip(self._products, pairs, strict=True)
-        )
-        return cross**2 / (own * new) if own * new > 0 else None
-
-
 def compare(
     model: PreTrainedModel,
     batches: Sequence[Fed],
@@ -287,78 +254,3 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
         means, counts = sequence_losses(logits, fed.targets)
         total, count = total + float((means * counts).sum()), count + float(counts.sum())
     return total / count if math.isfinite(total) else None
-
-
-def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
-    there = targets != NOTHING
-    return sequence_means(torch.nn.functional.cross_entropy(logits, targets[there], reduction="none"), there)
-
-
-def sequence_means(
-    each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
-) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """The mean over each sequence that predicts something, `each` standing for the positions `there`, and how many."""
-    return _means(each, there.nonzero()[:, 0], len(there))
-
-
-def _means(
-    each: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
-) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """The mean of each of `count` sequences that owns any of these values, and how many it owns."""
-    owners, each = owners.cpu(), each.double().cpu()
-    counts = torch.bincount(owners, minlength=count).double()
-    sums = torch.zeros_like(counts).index_add(0, owners, each)
-    return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
-
-
-def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
-    """One forward pass, timed."""
-    _wait(model)
-    start = time.perf_counter()
-    with torch.no_grad():
-        result = hooks.forward(model, fed.inputs, output_hidden_states=True)
-    _wait(model)
-    seconds = time.perf_counter() - start
-    return Outputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
-
-
-def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
-    """The logits at the predicted positions, in float32 or better; of a classifier one row a sequence."""
-    if task == "hidden":
-        return None
-    logits = logits_of(result)
-    if fed.targets is not None:
-        logits = logits[fed.targets != NOTHING]
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """The last hidden states at real tokens, and the sequence that each of these is of.
-
-    A model that cuts its images into windows gives so many rows an image, those of one image after another.
-    """
-    found, sequences = last_states(result), len(next(iter(inputs.values())))
-    if found is None or len(found) % sequences:
-        return None, None
-    rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
-    rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
-    states, owners = (hooks.at_real_tokens(tensor, inputs) for tensor in (found, rows))
-    return states.flatten(0, -2), owners.flatten()
-
-
-def tokens_in(fed: Fed) -> int:
-    """Real tokens (or images) of a pass."""
-    masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
-    return int(masks[0].sum()) if masks else next(iter(fed.inputs.values())).shape[0]
-
-
-def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """KL(own ‖ new) of each prediction, in nats."""
-    own, new = own.log_softmax(-1), new.log_softmax(-1)
-    return (own.exp() * (own - new)).sum(-1)
-
-
-def _wait(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

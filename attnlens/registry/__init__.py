@@ -1,0 +1,43 @@
+"""Registers analyzers and kernels by decorators, and suggests the nearest name for an unknown one."""
+
+from attnlens.registry.analysis import (
+    Analyzer,
+    Answer,
+    Gatherer,
+    Gathering,
+    Place,
+    Readings,
+    analyzer,
+    analyzers,
+    every_analyzer,
+    gathering,
+    measure_infos,
+    measure_sources,
+)
+from attnlens.registry.kernels import KERNELS, Fit, KernelInfo, OutputFit, Parameter, kernel
+from attnlens.registry.measures import NOT_IDENTIFIED, MeasureInfo
+from attnlens.registry.names import checked_name
+
+__all__ = [
+    "KERNELS",
+    "NOT_IDENTIFIED",
+    "Analyzer",
+    "Answer",
+    "Fit",
+    "Gatherer",
+    "Gathering",
+    "KernelInfo",
+    "MeasureInfo",
+    "OutputFit",
+    "Parameter",
+    "Place",
+    "Readings",
+    "analyzer",
+    "analyzers",
+    "checked_name",
+    "every_analyzer",
+    "gathering",
+    "kernel",
+    "measure_infos",
+    "measure_sources",
+]

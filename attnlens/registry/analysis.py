@@ -1,0 +1,171 @@
+"""Registers analyzers by a decorator; what an analyzer takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from attnlens.choices import Sources
+from attnlens.registry.measures import MeasureInfo
+from attnlens.registry.names import checked_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnlens.records import Measure, QueryKey, Selection, Site, Source
+
+Readings = dict[str, "Tensor"]
+"""Qualified name → (*batch, heads) for a measure, (*batch, heads, steps) for a curve; NaN where there is no value."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What every analyzer has, however it answers."""
+
+    name: str
+    """As on the command line."""
+    source: Source
+    """What it reads: weights or tokens."""
+    question: str
+    """The first line of the function's docstring."""
+    measures: tuple[MeasureInfo, ...]
+    """What it returns, scalars and curves."""
+
+
+@dataclass(frozen=True)
+class Analyzer(Named):
+    """One question about a QueryKey, answered by a pure function."""
+
+    function: Callable[[QueryKey], Readings]
+    """The function itself."""
+    by_default: bool = True
+    """Whether it runs where no analyzer is named."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a gatherer works, and on what terms."""
+
+    site: Site
+    """The site."""
+    form: QueryKey | str = "M on the module's inputs is not known"
+    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. Where the logits are not
+    bilinear in the inputs (RoPE, QK-norm, cross-attention): why not; inputs are then not handed over."""
+    seed: int = 0
+    """Of everything random."""
+    top_p: float | None = None
+    """Which tokens count as selected by a query: the fewest that hold this share of its weight; None: the largest."""
+    shown: bool = False
+    """Whether what was posed is to be shown, and not only measured."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a gatherer has to say of one head."""
+
+    measures: dict[str, Measure]
+    """By qualified name; each has its value, or its own reason for having none."""
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By qualified name, what each sequence read, of measures that are means over sequences: mean and error follow."""
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    """By qualified name; those without a value are left out."""
+    shown: Selection | None = None
+    """What was posed, where that is to be shown; still without the tokens' texts."""
+
+
+@runtime_checkable
+class Gatherer(Protocol):
+    """Poses one question over all sequences of a site."""
+
+    def update(self, query_key: QueryKey, sequence: int) -> None:
+        """Take in one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
+
+        `sequence` is its number among those fed; `heads` are those that are asked for and finite in it.
+        """
+
+    def solve(self) -> dict[int, Answer]:
+        """The answer for every head that was seen, by its number in the model."""
+
+
+@dataclass(frozen=True)
+class Gathering(Named):
+    """One question over several sequences at once, answered by an object that gathers them."""
+
+    begin: Callable[[Place], Gatherer]
+    """Makes the gatherer of one site."""
+    by_default: bool = True
+    """Whether it runs where no analyzer is named."""
+    needs_inputs: bool = False
+    """Whether it wants the modules' inputs, and the form on them."""
+
+
+_ANALYZERS: dict[tuple[str, Source], Analyzer] = {}
+_GATHERINGS: dict[tuple[str, Source], Gathering] = {}
+
+
+def analyzer(
+    name: str, source: Source, measures: Iterable[MeasureInfo], *, by_default: bool = True
+) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
+    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs where none is named too."""
+
+    def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
+        question = (function.__doc__ or name).splitlines()[0]
+        _ANALYZERS[name, source] = Analyzer(name, source, question, tuple(measures), function, by_default)
+        return function
+
+    return enter
+
+
+def gathering(
+    name: str, source: Source, measures: Iterable[MeasureInfo], **traits: bool
+) -> Callable[[Callable[[Place], Gatherer]], Callable[[Place], Gatherer]]:
+    """Enter a function Place → Gatherer as the analyzer `name`, which poses one question over several sequences.
+
+    `traits` are the last fields of Gathering.
+    """
+
+    def enter(begin: Callable[[Place], Gatherer]) -> Callable[[Place], Gatherer]:
+        question = (begin.__doc__ or name).splitlines()[0]
+        _GATHERINGS[name, source] = Gathering(name, source, question, tuple(measures), begin, **traits)
+        return begin
+
+    return enter
+
+
+def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
+    """The analyzers of those names (those that run by default, where none is named) for that source, gatherings last.
+
+    Raises UsageError for an unknown name, with the nearest known one.
+    """
+    every = every_analyzer()
+    known = list(dict.fromkeys(found.name for found in every))
+    named = [checked_name("analyzer", name, known) for name in names]
+    chosen = named or [found.name for found in every if found.by_default]
+    return [found for found in every if found.name in chosen and source in ("both", found.source)]
+
+
+def every_analyzer() -> list[Analyzer | Gathering]:
+    """All that `--analyzer` can name."""
+    _load()
+    return [*_ANALYZERS.values(), *_GATHERINGS.values()]
+
+
+def measure_infos() -> dict[str, MeasureInfo]:
+    """Every measure and curve of every analyzer, by qualified name."""
+    return {info.name: info for found in every_analyzer() for info in found.measures}
+
+
+def measure_sources() -> dict[str, Source]:
+    """What every measure and curve is read from; its name's first word need not say it (`ksvd.rank90`: tokens)."""
+    return {info.name: found.source for found in every_analyzer() for info in found.measures}
+
+
+@cache
+def _load() -> None:
+    """Import the built-in analyzers and those that other packages offer as entry points; once in a process."""
+    import_module("attnlens.analyzers")
+    for entry in metadata.entry_points(group="attnlens.analyzers"):
+        entry.load()

@@ -1,0 +1,61 @@
+"""What a measure is called, what it means, and when it does not exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
+
+
+@dataclass(frozen=True)
+class MeasureInfo:
+    """What a measure is called, what it means, and when it does not exist."""
+
+    name: str
+    """Qualified by source: `weights.symmetry`."""
+    meaning: str
+    """One line in plain words."""
+    formula: str
+    """The formula, in the notation of the docstrings."""
+    low: float | None = None
+    """Least possible value."""
+    high: float | None = None
+    """Largest possible value."""
+    curve: bool = False
+    """Whether it is a curve (one number a step) and not a scalar."""
+    self_only: bool = True
+    """Whether queries and keys must live on the same domain, so that cross-attention has no value."""
+    labels: tuple[str, ...] = ()
+    """Names of the categories 0, 1, … where the value is a category."""
+    missing: str = "not a number"
+    """Why there is no value where the analyzer returns NaN."""
+    grows_with_factors: bool = False
+    """Whether it is proportional to ‖Q‖‖K‖ (its null is then rescaled to the head's own norms)."""
+    has_null: bool = True
+    """Whether independent Gaussian factors are a null for it (weights.* scalars only)."""
+    steps: str = "index"
+    """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
+    headline: bool = False
+    """Whether it stands first in tables and on the overview."""
+    identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
+    """For which heads the attention fixes it: all; those that see all pairs (others have no value); none (it reads
+    queries and keys, and others with the same attention read otherwise)."""
+    wholes: tuple[str, ...] = ()
+    """The wholes of which it is a part: measures of one source that name the same whole sum to 1 in every head."""
+    by_depth: bool = False
+    """Whether a curve is to be seen in the first, middle and last third of the layers, side by side."""
+    ends: Literal["", "largest", "both"] = ""
+    """Which of its ends are worth a place among the most extreme heads; empty where neither is."""
+    beside: str = ""
+    """The measure that says what even attention would read, for one whose size says little without it."""
+    space: str = ""
+    """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
+    different questions, and stand apart from each other in tables and pictures."""
+
+    @property
+    def caution(self) -> str:
+        """What to know where the attention does not fix it; empty where it does."""
+        if self.identified == "all pairs":
+            return "Identified for heads that see all pairs; others have no value."
+        return "" if self.identified == "everywhere" else NOT_IDENTIFIED

@@ -1,0 +1,1 @@
+"""Compares a changed model with the original on the same batches."""

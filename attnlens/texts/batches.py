@@ -1,0 +1,120 @@
+"""Forward passes: their inputs, what they are made of, and how texts are cut for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnlens.choices import Placement
+from attnlens.records import Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The keyword arguments of one forward pass."""
+
+    inputs: dict[str, Tensor]
+    """`model(**inputs)`; on the model's device."""
+    lengths: tuple[int, ...]
+    """Real tokens of each sequence (padding stands on the right); empty where no tokens are fed."""
+    parts: tuple[str, ...] = ()
+    """The name of the text that each sequence is of; empty where no tokens are fed."""
+
+    @property
+    def size(self) -> int:
+        """How many sequences it holds."""
+        return next(iter(self.inputs.values())).shape[0]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """All forward passes, and what they are made of."""
+
+    batches: tuple[Batch, ...]
+    """In the order of the texts, and of each text's windows."""
+    sequences: int
+    """How many sequences there are; fewer than asked for, where the texts have no more."""
+    tokens: int
+    """Ids of the longest sequence, special tokens included; 0 where no tokens are fed."""
+    texts: tuple[Text, ...]
+    """The texts fed, with the numbers of their windows; the noise after them, if there is any."""
+    unknown: Mapping[str, float]
+    """Share of each text's ids that are the tokenizer's unknown token; near 1, the model can't read that text."""
+    pack: bool = True
+    """Whether the sequences are windows of running text, and not lines."""
+    left_out: tuple[str, ...] = ()
+    """Texts of which nothing is fed, since there are fewer sequences than texts."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def ids(self) -> list[tuple[int, ...]]:
+        """What each sequence says, without padding; empty where no tokens are fed."""
+        said = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
+        return [
+            tuple(row[:length])
+            for batch, ids in zip(self.batches, said, strict=True)
+            for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
+        ]
+
+    @property
+    def passages(self) -> list[tuple[int, ...]]:
+        """What the sequences say, windows that follow each other in a text joined to one passage."""
+        return passages([self])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The name of the text that each sequence is of; empty where no tokens are fed."""
+        return tuple(name for batch in self.batches for name in batch.parts)
+
+    @property
+    def taken(self) -> dict[str, frozenset[int]]:
+        """The windows' numbers of each text, by its SHA-256."""
+        return {text.sha256: frozenset(text.windows) for text in self.texts}
+
+
+def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
+    """What the sequences say, windows that follow each other in a text joined to one passage, across all of these."""
+    said: dict[tuple[str, int], tuple[int, ...]] = {}
+    packed = True
+    for found in several:
+        numbers = [number for text in found.texts for number in text.windows]
+        said |= zip(zip(found.parts, numbers, strict=True), found.ids, strict=True)
+        packed &= found.pack
+    joined: list[tuple[int, ...]] = []
+    for name, number in sorted(said):
+        if packed and (name, number - 1) in said:
+            joined[-1] += said[name, number]
+        else:
+            joined.append(said[name, number])
+    return joined
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How texts are cut into sequences, and which of these are fed."""
+
+    tokens: int | None = None
+    """Length of a window, of which the special tokens are a part; None: 128, or what the model has positions for."""
+    sequences: int = 32
+    """How many, over all texts; each gives its share, as equal as their lengths allow."""
+    batch_size: int = 8
+    """How many go through the model at once."""
+    pack: bool = True
+    """Windows of the running text, or its lines."""
+    placement: Placement = "spread"
+    """Where in each text the windows lie."""
+    seed: int = 0
+    """Of the placement, and of noise."""
+    turn: tuple[int, int] = (0, 1)
+    """(i, n): of the chosen sequences of each text only number i, i + n, i + 2n …, so that n parts are disjoint."""
+    allow_foreign: bool = False
+    """Whether a text of which the tokenizer does not know half of the tokens is fed all the same."""

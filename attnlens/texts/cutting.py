@@ -1,0 +1,189 @@
+"""Makes the inputs of a model: windows or lines of texts, or noise for one that reads pixels or sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from hashlib import sha256
+from random import Random
+from typing import TYPE_CHECKING
+
+from attnlens.errors import TextError, UsageError
+from attnlens.records import Text
+from attnlens.texts.batches import Batch, Batches, Cut
+from attnlens.texts.foreign import refuse_foreign, unknown_shares
+from attnlens.texts.inputs import (
+    CHARACTERS,
+    NO_NOISE,
+    beside_noise,
+    decodes_text,
+    noise,
+    text_inputs,
+    token_tensors,
+    vocabulary,
+    wanted,
+)
+from attnlens.texts.sampling import chosen, shares
+from attnlens.texts.sequences import lines, window_length, windows
+from attnlens.texts.sources import Content, thinned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnlens.models import Loaded
+
+NOISE = {"pixels": "pixel_values", "pixels+text": "pixel_values", "audio": None}
+"""For each kind of model that reads noise, which input it is; None means the model's main input."""
+NOISE_NAMES = {"pixel_values": "random pixels", "input_features": "random sound", "input_values": "random sound"}
+
+
+def batches(
+    loaded: Loaded,
+    contents: Sequence[Content],
+    cut: Cut = Cut(),  # noqa: B008  # it is frozen
+    *,
+    apart_from: Batches | None = None,
+    skip_noise: int = 0,
+) -> Batches:
+    """The inputs of `loaded` made of the texts, without the windows of `apart_from`, which were cut alike.
+
+    A model of pixels or sound gets noise from the seed, the first `skip_noise` draws left out (and its decoder, or
+    CLIP's text side, the texts). Raises TextError where a text is too short or foreign to the model, or there is no
+    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
+    """
+    _check(loaded, cut.sequences, cut.batch_size)
+    rows, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
+    unknown = unknown_shares(loaded.tokenizer, rows, names)
+    if not cut.allow_foreign:
+        refuse_foreign(unknown)
+    count = len(rows) or cut.sequences
+    made = _noise(loaded, count, cut.seed, skip_noise)
+    parts = [slice(start, start + cut.batch_size) for start in range(0, count, cut.batch_size)]
+    return Batches(
+        batches=tuple(
+            _batch(loaded, rows[part], {name: tensor[part] for name, tensor in made.items()}, names[part])
+            for part in parts
+        ),
+        sequences=count,
+        tokens=max(map(len, rows), default=0),
+        texts=(*texts, *_described(made)),
+        unknown=unknown,
+        pack=cut.pack,
+        left_out=tuple(content.name for content in contents if rows and content.name not in names),
+    )
+
+
+def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
+    """Raise UsageError or TextError where there is nothing to cut, or nothing to cut it for."""
+    for option, number in (("sequences", sequences), ("batch-size", batch_size)):
+        if number < 1:
+            raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
+    _check_kind(loaded)
+
+
+def _check_kind(loaded: Loaded) -> None:
+    """Raise TextError for a model whose inputs can't be made up."""
+    if loaded.kind == "other":
+        names = " and ".join(wanted(loaded.model))
+        raise TextError(f"attnlens can't make up {names} for a {loaded.info.architecture}.", NO_NOISE)
+
+
+def reads_text(loaded: Loaded) -> bool:
+    """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
+    return loaded.kind in ("text", "seq2seq", "pixels+text") or decodes_text(loaded.model)
+
+
+def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> Batches:
+    """Random ids (and noise for models of pixels or sound) of the right shape: to find a model's sites without a text.
+
+    Raises TextError for a model whose inputs attnlens can't make up.
+    """
+    _check_kind(loaded)
+    rows: list[list[int]] = []
+    if reads_text(loaded):
+        draws = Random(seed)  # noqa: S311  # no secret
+        known = vocabulary(loaded.model) or CHARACTERS
+        rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
+    made = _noise(loaded, sequences, seed)
+    named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
+    return Batches((_batch(loaded, rows, made, ()),), sequences, tokens * bool(rows), (*named, *_described(made)), {})
+
+
+def _fed(
+    loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
+) -> tuple[list[list[int]], tuple[str, ...], list[Text]]:
+    """The ids of every sequence, the name of the text that it is of, and what is fed of each text."""
+    if not reads_text(loaded):
+        return [], (), []
+    length = window_length(loaded.model, cut.tokens)
+    every = [_sequences(loaded, content, length, cut) for content in contents]
+    digests = [sha256(content.text.encode()).hexdigest() for content in contents]
+    gone = [taken.get(digest, frozenset()) for digest in digests]
+    counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
+    rows, names, texts = list[list[int]](), list[str](), list[Text]()
+    for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
+        numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
+        rows += [found[number] for number in numbers]
+        names += [content.name] * len(numbers)
+        if numbers:
+            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
+    if not rows:
+        raise TextError(
+            f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
+            "Give a longer text, another one with --calibration, or fewer --sequences.",
+        )
+    _check_known(loaded, rows)
+    return rows, tuple(names), texts
+
+
+def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[list[int]]:
+    """All windows or lines of a text."""
+    if loaded.tokenizer is None:
+        raise TextError(
+            f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
+            "Put its tokenizer files beside its weights, or use --source weights.",
+        )
+    read = thinned(content, spread=cut.placement != "first")
+    return (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)
+
+
+def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
+    """Raise TextError where the tokenizer gives ids that the model has no embedding for."""
+    known, largest = vocabulary(loaded.model), max(map(max, rows))
+    if known is not None and largest >= known:
+        raise TextError(
+            f"The tokenizer gives token {largest} and the model knows only {known}.",
+            "Tokenizer and weights don't belong together; use --source weights.",
+        )
+
+
+def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Tensor]:
+    if loaded.kind not in NOISE:
+        return {}
+    name = NOISE[loaded.kind] or loaded.model.main_input_name
+    return {name: noise(loaded.model, name, count, seed, skip)}
+
+
+def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor], parts: tuple[str, ...]) -> Batch:
+    model = loaded.model
+    inputs = {name: tensor.to(model.device, model.dtype) for name, tensor in made.items()}
+    if made:
+        inputs |= beside_noise(model, len(next(iter(made.values()))))
+    if rows:
+        ids, mask = token_tensors(rows, _padding(loaded))
+        inputs |= text_inputs(model, ids, mask, encoder_reads=loaded.kind in ("text", "seq2seq", "pixels+text"))
+    return Batch(inputs, tuple(map(len, rows)), parts)
+
+
+def _padding(loaded: Loaded) -> int:
+    """The id that stands for nothing; any id would do, since the mask hides it."""
+    choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((choice for choice in choices if choice is not None), 0)
+
+
+def _described(made: Mapping[str, Tensor]) -> list[Text]:
+    """The noise as what was fed."""
+    return [
+        Text(name=NOISE_NAMES[name], sha256=sha256(tensor.numpy().tobytes()).hexdigest())
+        for name, tensor in made.items()
+    ]
