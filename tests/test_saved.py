@@ -269,6 +269,25 @@ def test_a_broken_attnlens_json_is_refused(copied):
         load_swapped(copied)
 
 
+def test_what_attnlens_json_says_wrong_is_named(copied):
+    altered(copied, swapped=[0.5])
+    with pytest.raises(ModelError, match=r"swapped\.0: "):
+        load_swapped(copied)
+
+
+def test_an_attnlens_json_outside_the_folder_is_not_read(copied, tmp_path):
+    (copied / "attnlens.json").rename(tmp_path / "elsewhere.json")
+    (copied / "attnlens.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ModelError, match="leads out of its folder"):
+        load_swapped(copied)
+
+
+@pytest.mark.parametrize("option", ["swapped", "name"])
+def test_what_a_saved_model_is_loaded_with_is_refused_by_name(healed, option):
+    with pytest.raises(UsageError, match=f"no option '{option}'"):
+        load_swapped(healed[0], **{option: False})
+
+
 def site(layer, **changes):
     path = f"transformer.h.{layer}.attn"
     return {"path": path, "ordinal": 0, "layer": layer, "part": "decoder", "repeated": False, "heads": None} | changes

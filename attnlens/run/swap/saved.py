@@ -22,10 +22,11 @@ from attnlens.choices import Part
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.files import make_folder, opened, read_object, sha256
 from attnlens.kernels import parsed
-from attnlens.models import SWAPPED, Loaded, first_line, load
-from attnlens.models.folders import weight_file
+from attnlens.models import SWAPPED, Loaded, Loading, first_line, load
+from attnlens.models.folders import refuse_outside, weight_file
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Report, Site
+from attnlens.requests import checked
 from attnlens.run.checks import FAILURES
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 PART, LOCK = ".attnlens-save-", "lock"
 """How the name begins under which a folder is written, and the file in it that its process holds locked."""
-WRITTEN = "Give a folder that --save wrote, unchanged."
+SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save wrote, unchanged."
 
 
 class UnsavedError(OutputError):
@@ -203,6 +204,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     the others.
     """
     place = Path(calls.path("folder", folder))
+    checked(Loading, loading)
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
     _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
@@ -218,19 +220,31 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
+    facts = _facts(place)
     try:
-        facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
         stored = weight_file(place, FITTED)
-        _check_files(facts, {FITTED: sha256(stored)}, place)
-        fitted = load_file(stored)
-    except (OSError, ModelError, ValidationError, SafetensorError) as error:
-        raise _none(place, str(error).splitlines()[0].rstrip("."), "Give a folder that --save wrote.") from None
+        digest, fitted = sha256(stored), load_file(stored)
+    except (OSError, ModelError, SafetensorError) as error:
+        raise _none(place, first_line(error).rstrip("."), SAVED) from None
+    _check_files(facts, {FITTED: digest}, place)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
         raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
         raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
     return facts, fitted
+
+
+def _facts(place: Path) -> SavedSwap:
+    """The content of attnlens.json, which is read where it lies in the folder itself."""
+    try:
+        refuse_outside(place, place / FACTS)
+        return SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
+    except ModelError as error:
+        raise _none(place, error.problem.rstrip("."), SAVED) from None
+    except ValidationError as error:
+        where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
