@@ -123,9 +123,11 @@ def sha256(path: Path) -> str:
 
 
 def identity(path: Path) -> object:
-    """What all names of one file have in common: its inode, or its real path where there is no file yet."""
-    found = _found(path)
-    return os.path.realpath(path) if found is None else (found.st_dev, found.st_ino)
+    """What all names of one file have in common: its inode, or its real path where none can be looked at."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return os.path.realpath(path)
 
 
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:

@@ -14,7 +14,7 @@ from attnlens.cli import options as opt
 from attnlens.cli.converge import converge, verify
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
-from attnlens.cli.inputs import Inputs
+from attnlens.cli.inputs import Inputs, check_place
 from attnlens.cli.outputs import Outputs, product
 from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
 from attnlens.cli.swap import swap_kernel
@@ -56,6 +56,7 @@ def root(
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand == "list" or "--help" in sys.argv:
         return  # neither reads a default, and a slip in a file must not stand in the way of help
+    check_place()
     found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
     context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnlens.errors import TextError
+from attnlens.errors import TextError, UsageError
 from attnlens.files import identity
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
@@ -51,7 +51,7 @@ class Inputs:
 
     def holding(self, output: Path) -> str:
         """What `output` is an input as, in words; empty where it is none, as a file that is not there."""
-        if not output.exists():
+        if not os.path.exists(output):  # noqa: PTH110  # never raises: what can't be looked at is told by who writes it
             return ""
         real = Path(os.path.realpath(output))
         beside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
@@ -77,6 +77,14 @@ class Inputs:
         self.folders[Path(os.path.realpath(place.folder))] = what
         for file in place.folder.iterdir():
             self._add(file, what)
+
+
+def check_place() -> None:
+    """Raise UsageError where the current folder was removed: no path starts there, and torch's MKL ends the process."""
+    try:
+        os.getcwd()  # noqa: PTH109  # as pathlib does
+    except OSError as error:
+        raise UsageError(f"The current folder can't be read: {error.strerror}.", "Go to another one: cd") from None
 
 
 def _readable(path: Path) -> Path:
