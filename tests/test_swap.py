@@ -417,6 +417,12 @@ def logits_of(model, inputs):
     return (found.logits if "logits" in found else found.logits_per_image).double()
 
 
+def test_a_calibration_text_that_noise_stands_for_is_refused(tmp_path):
+    (tmp_path / "text").write_text("In the beginning was the word.\n" * 100)
+    with pytest.raises(UsageError, match="pixels and no text"):
+        swap_kernel(family("vit"), "rbf", fit=True, calibration=[str(tmp_path / "text")])
+
+
 def test_text_is_no_noise_and_has_a_loss():
     swap = swap_kernel(family("bart"), "rbf", **READ).swap
     assert not swap.noise

@@ -169,11 +169,11 @@ def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Co
 
 
 def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError where a text or its length is given for a model that reads none."""
+    """Raise UsageError where texts, of whatever use, or their length are given for a model that reads none."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
-        "Leave out --text and --tokens.",
+        "Leave out --text, --calibration and --tokens.",
     )

@@ -46,7 +46,7 @@ def swap_kernel(
     named = texts.read_each(given["text"])
     others = texts.read_each(wish.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    feeding.refuse_text(loaded, [*given["text"], *wish.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)
