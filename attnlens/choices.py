@@ -16,3 +16,5 @@ Route = Literal["auto", "eager", "fused"]
 """How attention is computed: by the fastest exact path there is; by row tiles; by a fused path or not at all."""
 Convention = Literal["paper", "code"]
 """paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
+ETA = 0.1
+"""η of the published code for language modelling; 0.01 for Long Range Arena."""

@@ -152,6 +152,29 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
         pass
 
 
+def check_folder(folder: Path) -> None:
+    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made.
+
+    Nothing that is there is touched.
+    """
+    real = Path(os.path.realpath(folder))
+    try:
+        if real.exists() and (not real.is_dir() or any(real.iterdir())):
+            raise OutputError(
+                f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
+            )
+        nearest = next(parent for parent in real.parents if parent.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise unwritten_folder(folder, error.strerror) from None
+
+
+def unwritten_folder(folder: Path, why: str | None) -> OutputError:
+    """The error for a folder in which a model can't be saved."""
+    return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder where there is none. Raises OutputError where that can't be done."""
     try:

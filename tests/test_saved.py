@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import attnlens
 from attnlens import hooks, texts
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.files import sha256
+from attnlens.files import check_folder, sha256
 from attnlens.kernels import parsed
 from attnlens.run.swap import saved as room
 from attnlens.run.swap.fit import fit
@@ -214,8 +214,8 @@ def test_what_is_there_is_left_alone(demo, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
-    room.check_folder(tmp_path / "empty")
-    room.check_folder(tmp_path / "new" / "model")
+    check_folder(tmp_path / "empty")
+    check_folder(tmp_path / "new" / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".attnlens-save-mine", ".model.part", "empty"]
     swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
     assert (tmp_path / ".model.part" / "file").read_text() == "mine"

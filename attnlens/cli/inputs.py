@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from attnlens.errors import TextError, UsageError
-from attnlens.files import identity
+from attnlens.files import OPEN_FILES, identity, refuse_other_kinds
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
 FILES = (".gguf", ".safetensors")
 STDIN = "-"
+SAY_TEXT = "Give a plain text file in UTF-8."
 
 
 @dataclass
@@ -96,7 +97,9 @@ def _readable(path: Path) -> Path:
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", "") or str(error)
     if problem:
-        raise TextError(f"The text {path} can't be read: {problem}.", "Give a plain text file in UTF-8.")
+        raise TextError(f"The text {path} can't be read: {problem}.", SAY_TEXT)
+    if not str(path).startswith(OPEN_FILES):
+        refuse_other_kinds(found.stat(), f"The text {path}", TextError, SAY_TEXT)
     return found
 
 
@@ -105,6 +108,6 @@ def _plan(name: str) -> Path:
     from attnlens.records import read_plan
 
     path = Path(name)
-    if path.is_file() or not path.exists():
+    if not path.is_fifo():
         read_plan(path)
     return path

@@ -18,7 +18,7 @@ from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
-from attnlens.requests import InspectRequest
+from attnlens.requests import InspectRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.in_memory import at_rest, held
@@ -59,8 +59,9 @@ def inspect(
     given = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
     loading = feeding.loading_of(more, subject)
-    chosen, asked = feeding.chosen(feeding.settings(given), given["analyzers"], given["select"], given["show"])
-    named = feeding.named_texts(given["text"], asked.source)
+    chosen, asked = reading.chosen(reading.settings(given), given["analyzers"], given["select"], given["show"])
+    reading.refuse_unread(given["text"], asked.source)
+    named = texts.read_each(given["text"])
     start = time.perf_counter()
     loaded = subject if isinstance(subject, models.Loaded) else models.load(subject, **loading)
     timings = {"load": time.perf_counter() - start}

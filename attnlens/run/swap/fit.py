@@ -11,7 +11,6 @@ from torch import Tensor
 from attnlens import hooks
 from attnlens.attention import attend, weights
 from attnlens.attention.primal_scores import features
-from attnlens.errors import UsageError
 from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
@@ -22,20 +21,6 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way from the typed to the fitted parameters that are tried."""
 TINIEST = 1e-30
 """Weight below which a kernel forbids a key: its logarithm stays finite."""
-
-
-def check_fit(kernel: Kernel, *, alone: bool) -> None:
-    """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
-    if alone and kernel.info.fit is None:
-        raise UsageError(
-            f"{kernel.info.name} has no free parameter that could be fitted.",
-            "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
-        )
-    if kernel.tie is not None:
-        raise UsageError(
-            f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's own.",
-            f"Leave out --fit, or {kernel.tie}.",
-        )
 
 
 @dataclass

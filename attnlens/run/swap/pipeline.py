@@ -12,10 +12,10 @@ from attnlens import models, texts
 from attnlens.calls import public
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
-from attnlens.requests import SwapRequest, Words, checked
+from attnlens.requests import SwapRequest, Words, checked, reading
+from attnlens.requests.wish import Wish
 from attnlens.run import feeding
 from attnlens.run.progress import Interrupted, Progress, silent
-from attnlens.run.swap.options import Wish
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
@@ -42,7 +42,7 @@ def swap_kernel(
     given = checked(SwapRequest, more)
     wish = Wish.of(kernels, given)
     given["layers"], given["heads"] = wish.reach(given["layers"], given["heads"])
-    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
+    loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(given["text"])
     others = texts.read_each(wish.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from attnlens import calls, hooks, texts
 from attnlens.choices import Part
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, opened, read_object, sha256
+from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, Loading, first_line, load
 from attnlens.models.folders import refuse_outside, weight_file
@@ -97,24 +97,6 @@ class Swapped:
         self.door.close()
 
 
-def check_folder(folder: Path) -> None:
-    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made.
-
-    Nothing that is there is touched.
-    """
-    real = Path(os.path.realpath(folder))
-    try:
-        if real.exists() and (not real.is_dir() or any(real.iterdir())):
-            raise OutputError(
-                f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
-            )
-        nearest = next(parent for parent in real.parents if parent.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise _unwritten(folder, error.strerror) from None
-
-
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap]) -> None:
     """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
 
@@ -128,7 +110,7 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: d
             _write(part, loaded, sites, swaps)
             part.rename(real)
     except (OSError, SafetensorError) as error:
-        raise _unwritten(folder, getattr(error, "strerror", None) or str(error)) from None
+        raise unwritten_folder(folder, getattr(error, "strerror", None) or str(error)) from None
 
 
 @contextmanager
@@ -173,10 +155,6 @@ def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site
 def _digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of each safetensors file in a folder, by name."""
     return {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
-
-
-def _unwritten(folder: Path, why: str | None) -> OutputError:
-    return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
 
 
 @contextmanager

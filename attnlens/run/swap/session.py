@@ -16,6 +16,7 @@ from attnlens import hooks, models, texts
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.requests.wish import Wish
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
@@ -26,7 +27,6 @@ from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.heal import Healer, changed_weights, heal
 from attnlens.run.swap.measure import Comparison, Variant, compare, mean_loss, run, tokens_in
-from attnlens.run.swap.options import Wish
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits, given, origin
 from attnlens.run.swap.ranks.savings import planned
