@@ -40,6 +40,7 @@ from attnlens.run.swap.windows import windows_of
 from attnlens.statistics import Design
 
 Swaps = dict[Site, hooks.Swap]
+UNSWEPT = "The sweep was interrupted before it was finished."
 
 
 @dataclass
@@ -129,9 +130,9 @@ class Swapping:
             one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.wish.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
-        if self.wish.sweep:
+        if self.wish.sweep and not self.interrupted:
             with self._timed("sweep"):
-                swaps = [self._swept(*pair) for pair in zip(swaps, candidates, strict=True)]
+                swaps = self._all_swept(swaps, candidates)
         if self.wish.save is not None:
             with changed_weights(self.loaded.model, candidates[0].weights):
                 try:
@@ -286,6 +287,18 @@ class Swapping:
         if self.wish.sweep and self.wish.heal:
             notes.append("The sweep shows the heads and layers as they are before healing.")
         return notes
+
+    def _all_swept(self, swaps: list[Swap], candidates: list[Candidate]) -> list[Swap]:
+        """The same records, swept; where the user ends that early, the others say that they are not."""
+        found: list[Swap] = []
+        try:
+            for swap, candidate in zip(swaps, candidates, strict=True):
+                found.append(self._swept(swap, candidate))
+        except KeyboardInterrupt:
+            self.interrupted = True
+            left = swaps[len(found) :]
+            found += [swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]}) for swap in left]
+        return found
 
     def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
         """The same record with the effect of each head or layer alone, of the stage before healing."""
