@@ -23,7 +23,7 @@ from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.in_memory import at_rest, held
 from attnlens.run.initialised import attention, refuse_initialised
-from attnlens.run.inspect.chunks import finite_heads, pieces
+from attnlens.run.inspect.chunks import finite_heads, hiding_padding, pieces
 from attnlens.run.inspect.collector import Collector, environment, peak_memory, scaled_null, tool
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
@@ -35,6 +35,7 @@ from attnlens.statistics import gaussian_null
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+BLIND = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64
 """Random heads behind each null."""
 
@@ -249,6 +250,7 @@ class Inspection:
                 if site in chosen:
                     rows = call.query.shape[0]  # more than sequences where a module cuts each into windows (Swin)
                     numbers = [self.finished + row * batch.size // rows for row in range(rows)]
+                    call = hiding_padding(call, batch.inputs)
                     self._analyse_tokens(site, call.query_key(site), analyzers, numbers)
                     gather(site, call, numbers)
 
@@ -271,6 +273,9 @@ class Inspection:
         total = len(query_key.heads)
         finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
+        if query_key.allowed is not None and not bool(query_key.allowed.any()):
+            self.collector.skip(site.name, BLIND, query_key.heads, "tokens")
+            return
         if not finite or not analyzers:
             return
         steps = self.settings.tokens if self.settings.pack is False else None
