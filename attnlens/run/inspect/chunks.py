@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 
-from torch import Tensor
-
-from attnlens.records import Call, QueryKey
+from attnlens.records import QueryKey
+from attnlens.run.padding import real_parts
 
 PIECE_BYTES = 32 * 2**20
 """Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
-
-
-def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """The same computation, in which queries of padding see nothing.
-
-    In self-attention they are the tokens that nobody sees; in cross-attention only the mask among the inputs tells.
-    """
-    mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
-    if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
-        return call
-    real = mask.bool()[:, None, :, None].expand(-1, 1, -1, call.key.shape[2])
-    return replace(call, allowed=real if call.allowed is None else call.allowed & real)
 
 
 def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
@@ -31,7 +17,7 @@ def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
     A key that no query may see is padding, and in cross-attention a query that may see none. Sequences of one length
     stay together; long ones are cut by heads.
     """
-    for batch, queries, keys in _same_length(query_key):
+    for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         rest = query_key.sequences(batch, queries, keys)
         one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
         together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
@@ -45,25 +31,9 @@ def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
 
 def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
     """Each sequence of a batch by itself and without its padding, with its number in the batch."""
-    for batch, queries, keys in _same_length(query_key):
+    for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         for row in batch:
             yield row, query_key.sequences([row], queries, keys)
-
-
-def _same_length(query_key: QueryKey) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
-    """Sequences of a batch with their queries and keys; one in which no query sees a key is left out."""
-    batch = query_key.query.shape[0]
-    every = list(range(batch)), slice(None), slice(None)
-    if query_key.allowed is None:
-        yield every
-        return
-    keys = query_key.allowed.any(dim=-2).any(dim=-2)
-    queries = query_key.allowed.any(dim=-1).any(dim=-2) if query_key.site.part == "cross" else keys
-    if bool(keys.all()) and bool(queries.all()):
-        yield every
-        return
-    for sequence in keys.any(-1).nonzero().flatten().tolist():
-        yield [sequence], queries[sequence].nonzero().squeeze(-1), keys[sequence].nonzero().squeeze(-1)
 
 
 def finite_heads(query_key: QueryKey) -> list[int]:

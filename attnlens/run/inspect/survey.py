@@ -23,11 +23,12 @@ from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.in_memory import at_rest, held
 from attnlens.run.initialised import attention, refuse_initialised
-from attnlens.run.inspect.chunks import finite_heads, hiding_padding, pieces
+from attnlens.run.inspect.chunks import finite_heads, pieces
 from attnlens.run.inspect.collector import Collector, environment, peak_memory, scaled_null, tool
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
 from attnlens.run.inspect.token_text import told
+from attnlens.run.padding import hiding_padding
 from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.statistics import gaussian_null

@@ -15,6 +15,7 @@ from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
 from attnlens.registry import Fit, OutputFit
+from attnlens.run.padding import unpadded
 from attnlens.texts import Batch, Batches
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -151,9 +152,10 @@ def _each(
     def answer(site: Site, call: Call) -> None:
         if site in swaps:
             heads = swaps[site].heads
-            visit(site, call if heads is None else call.select(heads))
+            for part in unpadded(call, site, batch.inputs):
+                visit(site, part if heads is None else part.select(heads))
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
-        for batch in batches:
+        for batch in batches:  # which `answer` reads
             hooks.forward(loaded.model, batch.inputs)
             progress(batch.size)
