@@ -413,6 +413,7 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_words_that_make_no_sense(folder: Path) -> None:
+    assert "@main names no model" in rejected(UsageError, "@main").problem
     assert "float32" in rejected(UsageError, folder, dtype="float23").remedy
     assert "abacus" in rejected(UsageError, folder, device="abacus").problem
     assert "meta" in rejected(UsageError, folder, device="meta").problem
