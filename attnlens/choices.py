@@ -20,3 +20,5 @@ Space = Literal["input", "projected"]
 """Where a selection problem is posed."""
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
 """The same in words; the queries and keys are those after rotation."""
+ETA = 0.1
+"""η of the published code for language modelling; 0.01 for Long Range Arena."""

@@ -123,9 +123,11 @@ def sha256(path: Path) -> str:
 
 
 def identity(path: Path) -> object:
-    """What all names of one file have in common: its inode, or its real path where there is no file yet."""
-    found = _found(path)
-    return os.path.realpath(path) if found is None else (found.st_dev, found.st_ino)
+    """What all names of one file have in common: its inode, or its real path where none can be looked at."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return os.path.realpath(path)
 
 
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
@@ -148,6 +150,29 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
         )
     with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made.
+
+    Nothing that is there is touched.
+    """
+    real = Path(os.path.realpath(folder))
+    try:
+        if real.exists() and (not real.is_dir() or any(real.iterdir())):
+            raise OutputError(
+                f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
+            )
+        nearest = next(parent for parent in real.parents if parent.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise unwritten_folder(folder, error.strerror) from None
+
+
+def unwritten_folder(folder: Path, why: str | None) -> OutputError:
+    """The error for a folder in which a model can't be saved."""
+    return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
 
 
 def make_folder(path: Path) -> None:

@@ -47,27 +47,64 @@ FAULTS = (
     Fault("linalg/visible.py", "logits.masked_fill(~allowed, 0.0)", "logits", "visible linalg_tokens"),
     Fault("linalg/visible.py", "1 - key - distance", "1 - key + distance", "visible"),
     Fault("linalg/attention.py", "chooses = choices >= 2", "chooses = choices >= 1", "linalg_tokens spectrum"),
-    Fault("linalg/attention.py", "amax(-1), _allowed_keys(query_key) >= 1", "amax(-2), _allowed_keys(query_key) >= 1", "linalg_tokens"),
+    Fault(
+        "linalg/attention.py",
+        "amax(-1), _allowed_keys(query_key) >= 1",
+        "amax(-2), _allowed_keys(query_key) >= 1",
+        "linalg_tokens",
+    ),
     Fault("linalg/additive.py", "goal - self.matrix @ found", "goal + self.matrix @ found", "visible"),
     Fault("analyzers/symmetry.py", '(sums[0], "weights.symmetry")', "", "symmetry"),
-    Fault("weights/__init__.py", "head // group for head in heads", "head % self.maps.key.shape[0] for head in heads", "weights"),
+    Fault(
+        "weights/__init__.py",
+        "head // group for head in heads",
+        "head % self.maps.key.shape[0] for head in heads",
+        "weights",
+    ),
     Fault("weights/__init__.py", "scale=self.scale", "scale=1.0", "weights symmetry"),
-    Fault("weights/norms.py", "return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)", "return norm.gain * x", "weights rotation"),
+    Fault(
+        "weights/norms.py",
+        "return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)",
+        "return norm.gain * x",
+        "weights rotation",
+    ),
     Fault("weights/turning.py", "(sides[0] + sides[1]).angle()", "-(sides[0] + sides[1]).angle()", "rotation weights"),
     Fault("hooks/call.py", "query.shape[-1] ** -0.5 if scaling is None", "1.0 if scaling is None", "hooks families"),
-    Fault("hooks/call.py", "max(torch.finfo(mask.dtype).min / 2, LOST)", "torch.finfo(mask.dtype).min / 2", "masks hooks"),
+    Fault(
+        "hooks/call.py", "max(torch.finfo(mask.dtype).min / 2, LOST)", "torch.finfo(mask.dtype).min / 2", "masks hooks"
+    ),
     Fault("hooks/call.py", "bias = bias + added", "bias = added", "hooks masks families"),
     Fault("hooks/door.py", "argsort()", "flip(0).argsort()", "hooks swap"),
-    Fault("records/calls.py", "head // self.group for head in range(heads)", "head % self.key.shape[1] for head in range(heads)", "hooks families"),
-    Fault("records/calls.py", "self.key.repeat_interleave(self.group, dim=1)", "self.key.repeat(1, self.group, 1, 1)", "attention hooks"),
-    Fault("records/tensors.py", "(scores / self.softcap).tanh() * self.softcap", "(scores / self.softcap).tanh()", "hooks linalg_tokens spectrum"),
+    Fault(
+        "records/calls.py",
+        "head // self.group for head in range(heads)",
+        "head % self.key.shape[1] for head in range(heads)",
+        "hooks families",
+    ),
+    Fault(
+        "records/calls.py",
+        "self.key.repeat_interleave(self.group, dim=1)",
+        "self.key.repeat(1, self.group, 1, 1)",
+        "attention hooks",
+    ),
+    Fault(
+        "records/tensors.py",
+        "(scores / self.softcap).tanh() * self.softcap",
+        "(scores / self.softcap).tanh()",
+        "hooks linalg_tokens spectrum",
+    ),
     Fault("records/tensors.py", "key=self.key[rows][:, :, keys]", "key=self.key[rows][:, :, queries]", "inspect hooks"),
     Fault("attention/sums.py", "(phi_q @ phi_k.mT).tril()", "(phi_q @ phi_k.mT)", "attention"),
     Fault("attention/rows.py", "log_k = log_k + call.bias[..., rows, columns]", "pass", "attention"),
     Fault("attention/positions.py", "keys - 1 - seen.flip(-1)", "keys - seen.flip(-1)", "attention"),
     Fault("kernels/distances.py", "2 * gamma * scale", "gamma * scale", "kernels attention"),
     Fault("kernels/distances.py", "self.ratio = (1 - 2 * gamma)", "self.ratio = (1 + 2 * gamma)", "kernels"),
-    Fault("kernels/lowrank.py", "return low_query.to(query), low_key.to(key), scale", "return low_query.to(query), low_key.to(key), 1.0", "kernels attention"),
+    Fault(
+        "kernels/lowrank.py",
+        "return low_query.to(query), low_key.to(key), scale",
+        "return low_query.to(query), low_key.to(key), 1.0",
+        "kernels attention",
+    ),
     Fault("ksvd/objective.py", "/ 2 - trace", "/ 2 + trace", "ksvd"),
     Fault("ksvd/primal.py", "Primal(through_keys, through_queries", "Primal(through_queries, through_keys", "ksvd"),
     Fault("attsvm/nearness.py", "squared -= float(finite.W.square().sum())", "pass", "selection attsvm_equalities"),
@@ -75,9 +112,16 @@ FAULTS = (
     Fault("attsvm/head.py", "softmax.capped(scores) + scene.log_copies", "softmax.capped(scores)", "selection"),
     Fault("attsvm/descent.py", "-1 / (", "1 / (", "descent converge"),
     Fault("statistics/design.py", "count / (count - 1)", "1.0", "statistics"),
-    Fault("statistics/intervals.py", "value - high * error, value - low * error", "value + low * error, value + high * error", "statistics"),
+    Fault(
+        "statistics/intervals.py",
+        "value - high * error, value - low * error",
+        "value + low * error, value + high * error",
+        "statistics",
+    ),
     Fault("statistics/discoveries.py", "(1 + beyond) / (1 + drawn)", "beyond / drawn", "statistics"),
-    Fault("run/inspect/collector.py", "factors = norms.tolist() if info.grows_with_factors else", "factors =", "inspect"),
+    Fault(
+        "run/inspect/collector.py", "factors = norms.tolist() if info.grows_with_factors else", "factors =", "inspect"
+    ),
     Fault("run/swap/comparison/targets.py", "torch.cat([real[:, 1:]", "torch.cat([real[:, :-1]", "swap"),
 )
 
@@ -110,17 +154,37 @@ def told(number: int) -> bool:
             raise SystemExit(f"{number}: {fault.right!r} stands {text.count(fault.right)} times in {fault.file}")
         file.write_text(text.replace(fault.right, fault.wrong))
         verdict = first_failure(place, fault.tests.split())
-    print(f"{number:2} {'caught' if verdict else 'MISSED'} {fault.file}: {fault.right} → {fault.wrong}  {verdict}", flush=True)
+    print(
+        f"{number:2} {'caught' if verdict else 'MISSED'} {fault.file}: {fault.right} → {fault.wrong}  {verdict}",
+        flush=True,
+    )
     return bool(verdict)
 
 
 def first_failure(place: Path, tests: list[str]) -> str:
     """The test that failed first; empty where all pass."""
     files = [f"tests/test_{name}.py" for name in tests]
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        *files,
+    ]
     try:
         run = subprocess.run(
-            words, cwd=place, env=os.environ | {"PYTHONPATH": str(place)}, capture_output=True, text=True, timeout=LONGEST
+            words,
+            cwd=place,
+            env=os.environ | {"PYTHONPATH": str(place)},
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
         )
     except subprocess.TimeoutExpired:
         return "too slow"

@@ -48,6 +48,28 @@ def test_a_file_in_the_place_of_pictures_is_refused_before_the_work(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("option", ["--save", "--json", "--png"])
+def test_a_name_that_no_file_can_have_is_told(tmp_path, option):
+    refused(attnlens("swap-kernel", "demo", option, "n" * 300, cwd=tmp_path), "File name too long")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_current_folder_that_was_removed_is_told():
+    words = "swap-kernel demo --save x --sequences 2 -q"
+    refused(in_shell(f"mkdir gone; cd gone; rmdir ../gone; attnlens {words}", afresh=True), "current folder", "cd")
+
+
+def test_matplotlib_says_nothing_of_its_cache(tmp_path):
+    words = "inspect demo --source weights --layers 0 --heads 0 --analyzer symmetry -q --png a.png"
+    result = in_shell(f"attnlens {words}", tmp_path, afresh=True, MPLCONFIGDIR="/dev/null/none")
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == "Wrote a.png\n" * ("Wrote" in result.stderr)
+
+
+def test_a_python_without_docstrings_is_told():
+    refused(in_shell("attnlens list", afresh=True, PYTHONOPTIMIZE="2"), "-OO")
+
+
 def test_links_devices_and_modes_are_kept(tmp_path):
     (tmp_path / "real.json").write_text("old")
     (tmp_path / "real.json").chmod(0o640)

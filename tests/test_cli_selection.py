@@ -4,7 +4,7 @@ import json
 
 import pytest
 import views
-from program import attnlens, refused, without_torch
+from program import DEMO, attnlens, refused, without_torch
 
 from attnlens.records import Pick, Selection, Sentence, json_schema, read_report
 from attnlens.sections.selections import selections
@@ -100,6 +100,11 @@ def test_words_that_make_no_sense_are_refused(words, told):
         (("--head", "1.2", "--layers", "1"), "--layers"),
         (("--show", "selection"), "--head 3.7"),
         (("--head", "1.2", "--show", "everything"), "selection"),
+        (("--source", "weights", "--analyzer", "selection"), "reads nothing from weights"),
+        (("--select", "top-p:0.9"), "needs the analyzer selection"),
+        (("--text", "/dev/zero"), "it is a device, not a file"),
+        (("--source", "weights", "--text", str(DEMO / "text.txt")), "reads no text"),
+        (("--source", "weights", "--windows-csv", "w.csv"), "reads no window"),
     ],
 )
 def test_words_that_need_no_model_are_refused_before_the_work(words, told):

@@ -12,6 +12,7 @@ from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
 from attnlens.experiments import options
+from attnlens.requests import reading
 from attnlens.run.training.one_head import FACTORS, as_instances, converge_head, hardening, posed, starts, trained
 
 HEAD = (3, 2)
@@ -28,7 +29,7 @@ def gathered() -> tuple[Selector, Nearness]:
     given = requests.checked(
         requests.InspectRequest, {**read, "source": "tokens", "layers": [HEAD[0]], "heads": [HEAD[1]]}
     )
-    settings = feeding.of_model(feeding.settings(given), loaded)
+    settings = feeding.of_model(reading.settings(given), loaded)
     return posed(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, given))[1:]
 
 

@@ -11,7 +11,7 @@ import families
 import pytest
 import torch
 import views
-from loaded import package, smollm2
+from loaded import family, package, smollm2
 
 import attnlens
 from attnlens import hooks, models, texts
@@ -143,6 +143,34 @@ def test_padding_never_enters_a_statistic(demo, tmp_path):
         for name, measure in together.measures.items():
             if measure.value is not None:
                 assert measure.value == pytest.approx(alone.measures[name].value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_padding_never_enters_a_statistic_of_cross_attention(name, tmp_path):
+    """Padded queries of a decoder see the encoder's tokens all the same; only the inputs tell that they are none."""
+    path, model = tmp_path / "lines.txt", family(name)
+    path.write_text("in the beginning was the word.\njesus wept.\nand it was so.\nlet there be light.\n")
+    reports = [attnlens.inspect(model, source="tokens", text=path, pack=False, batch_size=size) for size in (4, 1)]
+    for together, alone in zip(*(report.windows.rows() for report in reports), strict=True):
+        assert together["tokens.entropy"] == pytest.approx(alone["tokens.entropy"], rel=1e-4, abs=1e-6), together
+        assert together["tokens.max_weight"] == pytest.approx(alone["tokens.max_weight"], rel=1e-4), together
+
+
+def test_a_site_whose_mask_hides_everything_says_so():
+    model = family("gemma2")
+    model.model.config.sliding_window = 0
+    report = attnlens.inspect(model, analyzers=["symmetry", "spectrum", "selection"], **SMALL)
+    assert "hides every token" in report.coverage.sentence
+    assert "interrupted" not in report.coverage.sentence
+    with pytest.raises((ModelError, UsageError), match=r"hides every token|poses no problem"):
+        attnlens.converge_head(model, head=(0, 0), **SMALL)
+
+
+def test_scores_times_a_complex_number_are_refused():
+    model = family("gemma2")
+    model.model.model.layers[0].self_attn.scaling = (-24) ** -0.5
+    with pytest.raises(ModelError, match="multiplies its scores"):
+        attnlens.inspect(model, **SMALL)
 
 
 def test_a_misread_model_gets_no_numbers(demo, monkeypatch):

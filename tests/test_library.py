@@ -218,6 +218,17 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
             attnlens.capture(other, batch)
     with pytest.raises(ModelError, match="can't run on pixels"):
         attnlens.capture(demo.model, {"pixels": torch.zeros(1)})
+    with pytest.raises(UsageError, match="0 in the place of a name"):
+        attnlens.capture(demo.model, {0: batch["input_ids"]})
+    with pytest.raises(UsageError, match="meta device"):
+        attnlens.capture(demo.model, {"input_ids": batch["input_ids"].to("meta")})
+
+
+def test_reports_are_compared_by_what_they_hold(demo):
+    report, other = (attnlens.inspect(demo, sequences=2, tokens=8, layers=[0], seed=seed) for seed in (0, 1))
+    assert report == report.model_copy(deep=True)
+    assert report.windows != other.windows
+    assert report != other
 
 
 @pytest.mark.parametrize("name", families.REFUSED)
@@ -270,6 +281,16 @@ def test_a_model_is_as_before_after_an_exception_and_after_all_that_looks_at_it(
     assert state(model) == before, "the model trains inside the block as it did before"
     with pytest.raises(ZeroDivisionError), changing:
         1 / 0  # noqa: B018
+    assert state(model) == before
+
+
+def test_a_model_that_was_made_in_inference_mode_is_read_as_any_other():
+    with torch.inference_mode():
+        model, batch = family("bert")
+        model.requires_grad_(True)
+    before = state(model)
+    assert attnlens.capture(model, batch)[0].query.isfinite().all()
+    assert attnlens.inspect(model, layers=[0], analyzers=["symmetry"]).coverage.analysed == 4
     assert state(model) == before
 
 

@@ -195,6 +195,22 @@ def test_truncated_safetensors_names_the_file(folder: Path) -> None:
         assert str(path) in rejected(ModelError, path).problem
 
 
+def test_a_tensor_that_two_files_hold_is_refused_whatever_the_index_says(tmp_path: Path) -> None:
+    tiny.gpt2().save_pretrained(tmp_path, max_shard_size="20KB")
+    first, last = sorted(tmp_path.glob("*.safetensors"))[::2][:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: tensor + 1}, last, metadata={"format": "pt"})
+    assert name in rejected(ModelError, tmp_path).problem
+
+
+def test_two_tensors_for_one_of_the_model_are_refused(folder: Path) -> None:
+    own, bare = "transformer.h.0.attn.c_attn.weight", "h.0.attn.c_attn.weight"
+    edit_weights(folder, lambda weights: weights.update({bare: weights[own] + 1}))
+    problem = rejected(ModelError, folder).problem
+    assert own in problem
+    assert f" {bare}" in problem
+
+
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     tiny.gpt2().save_pretrained(tmp_path, max_shard_size="20KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
@@ -397,6 +413,7 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_words_that_make_no_sense(folder: Path) -> None:
+    assert "@main names no model" in rejected(UsageError, "@main").problem
     assert "float32" in rejected(UsageError, folder, dtype="float23").remedy
     assert "abacus" in rejected(UsageError, folder, device="abacus").problem
     assert "meta" in rejected(UsageError, folder, device="meta").problem

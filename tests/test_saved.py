@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import attnlens
 from attnlens import hooks, texts
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.files import sha256
+from attnlens.files import check_folder, sha256
 from attnlens.kernels import parsed
 from attnlens.run.swap import saved as room
 from attnlens.run.swap.fit import fit
@@ -214,8 +214,8 @@ def test_what_is_there_is_left_alone(demo, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
-    room.check_folder(tmp_path / "empty")
-    room.check_folder(tmp_path / "new" / "model")
+    check_folder(tmp_path / "empty")
+    check_folder(tmp_path / "new" / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".attnlens-save-mine", ".model.part", "empty"]
     swap_kernel(demo, "rbf", save=tmp_path / "model", **READ)
     assert (tmp_path / ".model.part" / "file").read_text() == "mine"
@@ -267,6 +267,25 @@ def test_a_broken_attnlens_json_is_refused(copied):
     (copied / "attnlens.json").unlink()
     with pytest.raises(ModelError, match="holds no swapped model"):
         load_swapped(copied)
+
+
+def test_what_attnlens_json_says_wrong_is_named(copied):
+    altered(copied, swapped=[0.5])
+    with pytest.raises(ModelError, match=r"swapped\.0: "):
+        load_swapped(copied)
+
+
+def test_an_attnlens_json_outside_the_folder_is_not_read(copied, tmp_path):
+    (copied / "attnlens.json").rename(tmp_path / "elsewhere.json")
+    (copied / "attnlens.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ModelError, match="leads out of its folder"):
+        load_swapped(copied)
+
+
+@pytest.mark.parametrize("option", ["swapped", "name"])
+def test_what_a_saved_model_is_loaded_with_is_refused_by_name(healed, option):
+    with pytest.raises(UsageError, match=f"no option '{option}'"):
+        load_swapped(healed[0], **{option: False})
 
 
 def site(layer, **changes):

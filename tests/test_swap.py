@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +416,24 @@ def logits_of(model, inputs):
     with torch.no_grad():
         found = hooks.forward(model, inputs)
     return (found.logits if "logits" in found else found.logits_per_image).double()
+
+
+@pytest.mark.parametrize("words", ["rbf", "rank:3"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_padding_never_enters_a_fit(tmp_path, name, words):
+    """Lines of unequal length fit a kernel in one padded batch as they do one by one."""
+    draw = random.Random(0)  # noqa: S311
+    lines = ["".join(draw.choices("abcdefghij", k=draw.choice((4, 9, 30)))) for _ in range(24)]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    asked = {"text": str(tmp_path / "lines"), "pack": False, "tokens": 48, "sequences": 4, "fit": words == "rbf"}
+    together, alone = (swap_kernel(family(name), words, batch_size=size, **asked).swap for size in (4, 1))
+    assert together.kl == pytest.approx(alone.kl, rel=1e-3)
+
+
+def test_a_calibration_text_that_noise_stands_for_is_refused(tmp_path):
+    (tmp_path / "text").write_text("In the beginning was the word.\n" * 100)
+    with pytest.raises(UsageError, match="pixels and no text"):
+        swap_kernel(family("vit"), "rbf", fit=True, calibration=[str(tmp_path / "text")])
 
 
 def test_text_is_no_noise_and_has_a_loss():

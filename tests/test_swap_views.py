@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import views
 from matplotlib.figure import Figure
-from program import attnlens, refused, without_torch
+from program import DEMO, attnlens, refused, without_torch
 from swap_reports import DIVERGED, HEADLESS, NOISE, healing, outcome, planned, several, swap_report, swapped
 from test_plots_layout import overlapping
 
@@ -552,6 +552,13 @@ def test_outcomes_of_the_synthetic_reports_are_records() -> None:
         (("--save", ""), ("--save names no folder",)),
         (("--layers", "3-1"), ("runs backwards",)),
         (("--text", "-", "--calibration", "-"), ("both read stdin",)),
+        (("--kernel", "rbf", "--kernel", "linear", "--heal", "2"), ("--heal takes one kernel",)),
+        (("--kernel", "symmetric", "--fit"), ("no free parameter",)),
+        (("--eta", "0.1"), ("Only the healing of primal",)),
+        (("--kernel", "rbf", "--budget", "loss:1%"), ("of no other (rbf)",)),
+        (("--calibration", str(DEMO / "text.txt")), ("nothing reads it",)),
+        (("--save", str(DEMO)), ("not an empty folder",)),
+        (("--kernel", "rank", "--ranks", str(DEMO)), ("Is a directory",)),
     ],
 )
 def test_words_that_make_no_sense_are_refused_before_torch_is_loaded(words, said) -> None:

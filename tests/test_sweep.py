@@ -10,6 +10,8 @@ from loaded import apart, family, loaded, sites_of
 import attnlens
 from attnlens import hooks, texts
 from attnlens.kernels import parsed
+from attnlens.run.progress import Interrupted
+from attnlens.run.swap import session
 from attnlens.run.swap import sweep as room
 from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.swap.pipeline import swap_kernel
@@ -180,6 +182,29 @@ def test_the_most_harmful_comes_first_and_marks_are_those_of_the_false_discovery
         low, high = effect.ci95
         assert low <= effect.delta <= high
         assert effect.delta > 0 or not (effect.significant and low > 0)
+
+
+def test_an_interrupted_sweep_keeps_what_was_measured_before(demo, monkeypatch, tmp_path):
+    done = []
+
+    def interrupted(*given):
+        if done:
+            raise KeyboardInterrupt
+        done.append(1)
+        return sweep(*given)
+
+    monkeypatch.setattr(session, "sweep", interrupted)
+    with pytest.raises(Interrupted) as stop:
+        swap_kernel(demo, ["rbf", "linear"], sweep="layers", **READ)
+    swept, left = stop.value.report.swaps
+    assert (len(swept.sweep), len(left.sweep)) == (4, 0)
+    assert left.loss is not None
+    assert "interrupted" in left.notes[-1]
+    folder = tmp_path / "healed"
+    with pytest.raises(Interrupted) as stop:
+        swap_kernel(demo, "rbf", sweep="layers", heal=2, save=folder, **READ)
+    assert stop.value.report.swap.stages[-1].name == "healed"
+    assert (folder / "attnlens.json").is_file()
 
 
 def test_the_own_kernel_has_no_effect_anywhere(demo):

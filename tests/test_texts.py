@@ -12,6 +12,7 @@ from typing import Any
 import families
 import pytest
 import tiny
+import tokenizers
 import torch
 import transformers
 
@@ -486,6 +487,18 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     found = fed(reading("gpt2"), list(texts.read_each([str(path)])), tokens=16)
     assert found.texts[0].name == "text.txt"
     assert found.texts[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_tokenizer_that_draws_cuts_a_text_the_same_way_each_time(pack: bool) -> None:
+    tokenizer = tiny.tokenizer("gpt2")
+    merged = tokenizers.models.BPE({**tokenizer.get_vocab(), "ab": 257}, [("a", "b")], dropout=0.5)
+    tokenizer.backend_tokenizer.model = merged
+    model = loaded("gpt2", tokenizer, tiny.gpt2(vocab_size=258))
+    found = [rows(fed(model, content("abababababab\n" * 40), tokens=8, sequences=4, pack=pack)) for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert any(257 in row for row in found[0])
+    assert tokenizer.backend_tokenizer.model.dropout == 0.5
 
 
 def test_long_texts_do_not_make_transformers_talk(capfd: pytest.CaptureFixture[str]) -> None:

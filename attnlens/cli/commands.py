@@ -14,12 +14,13 @@ from attnlens.cli import options as opt
 from attnlens.cli.converge import converge, verify
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
-from attnlens.cli.inputs import Inputs
+from attnlens.cli.inputs import Inputs, check_place
 from attnlens.cli.outputs import Outputs, product
 from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
 from attnlens.cli.swap import swap_kernel
 from attnlens.cli.verdict import PARTLY, end_strictly, failure
 from attnlens.cli.work import named_model, working
+from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 from attnlens.requests import InspectRequest, ModelRequest
 
@@ -56,6 +57,7 @@ def root(
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand == "list" or "--help" in sys.argv:
         return  # neither reads a default, and a slip in a file must not stand in the way of help
+    check_place()
     found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
     context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)
 
@@ -79,6 +81,7 @@ def inspect(
 def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
     outputs = Outputs.of(given)
     settings = opt.keywords(InspectRequest, given) | opt.chosen(given)
+    _check_reading(settings, windows=outputs.windows_csv is not None)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
     with interruptible_at_once():
@@ -95,6 +98,16 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
     deliver(outputs, report, interrupted=stopped)
     if given["strict"]:
         end_strictly(report)
+
+
+def _check_reading(settings: Mapping[str, Any], *, windows: bool) -> None:
+    """Raise UsageError for what the source that was asked for does not give."""
+    from attnlens.requests import reading  # late, because it loads the records
+
+    reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
+    reading.refuse_unread(settings["text"], settings["source"])
+    if windows and settings["source"] == "weights":
+        raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
 
 
 app.command(name="swap-kernel")(swap_kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ TypedWrong: Any = typer.BadParameter.__base__
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
 """Columns or lines beyond which no page is; a table is filled up to them."""
+SAY_DOCSTRINGS = "Leave out -OO, and PYTHONOPTIMIZE=2."
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
 """What click adds to an option's name, whether or not the variable is set."""
 
@@ -48,6 +50,9 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         _prepare()
         if sys.stdout is None:
             complain("stdout is closed.", "Send it somewhere, as in: attnlens list > FILE")
+            return UNUSABLE
+        if sys.flags.optimize > 1:
+            complain("Python was started with -OO, under which transformers can't be imported.", SAY_DOCSTRINGS)
             return UNUSABLE
         with product():
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
@@ -75,6 +80,7 @@ def _prepare() -> None:
         if given.isascii() and given.isdecimal() and given.strip("0"):  # typer's help would believe a width of 0
             os.environ[name] = given if len(given) <= 3 else str(WIDEST)
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own to the programs that it starts
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
     warnings.simplefilter("ignore")  # other libraries' talk; PYTHONWARNINGS=error would make it end the program
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnlens.errors import TextError
-from attnlens.files import identity
+from attnlens.errors import TextError, UsageError
+from attnlens.files import OPEN_FILES, identity, refuse_other_kinds
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
 FILES = (".gguf", ".safetensors")
 STDIN = "-"
+SAY_TEXT = "Give a plain text file in UTF-8."
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Inputs:
 
     def holding(self, output: Path) -> str:
         """What `output` is an input as, in words; empty where it is none, as a file that is not there."""
-        if not output.exists():
+        if not os.path.exists(output):  # noqa: PTH110  # never raises: what can't be looked at is told by who writes it
             return ""
         real = Path(os.path.realpath(output))
         beside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
@@ -79,6 +80,14 @@ class Inputs:
             self._add(file, what)
 
 
+def check_place() -> None:
+    """Raise UsageError where the current folder was removed: no path starts there, and torch's MKL ends the process."""
+    try:
+        os.getcwd()  # noqa: PTH109  # as pathlib does
+    except OSError as error:
+        raise UsageError(f"The current folder can't be read: {error.strerror}.", "Go to another one: cd") from None
+
+
 def _readable(path: Path) -> Path:
     """The path of a text. Raises TextError where there is none that can be read."""
     found = Path(os.path.expanduser(path))  # noqa: PTH111  # never raises
@@ -88,7 +97,9 @@ def _readable(path: Path) -> Path:
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", "") or str(error)
     if problem:
-        raise TextError(f"The text {path} can't be read: {problem}.", "Give a plain text file in UTF-8.")
+        raise TextError(f"The text {path} can't be read: {problem}.", SAY_TEXT)
+    if not str(path).startswith(OPEN_FILES):
+        refuse_other_kinds(found.stat(), f"The text {path}", TextError, SAY_TEXT)
     return found
 
 
@@ -97,6 +108,6 @@ def _plan(name: str) -> Path:
     from attnlens.records import read_plan
 
     path = Path(name)
-    if path.is_file() or not path.exists():
+    if not path.is_fifo():
         read_plan(path)
     return path

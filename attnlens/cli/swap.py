@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -83,14 +83,9 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("--text and --calibration both read stdin.", "Give one of them a file.")
     if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
-    if found["budget"] is None and found["ranks"] is None:
-        _check_kernels(given["kernel"] or (), allow_signed=found["allow_signed"])
-    return {**found, "kernels": given["kernel"] or ["rbf"]}
+    from attnlens.requests.wish import Wish  # late, because it loads the kernels
 
-
-def _check_kernels(spellings: Sequence[str], *, allow_signed: bool) -> None:
-    """Raise UsageError for a kernel that does not exist, or not with these parameters."""
-    from attnlens.kernels import parsed
-
-    for words in spellings:
-        parsed(words, allow_signed=allow_signed)
+    kernels = given["kernel"] or ["rbf"]
+    wish = Wish.of(kernels, found)
+    wish.reach(found["layers"], found["heads"])
+    return {**found, "kernels": kernels, "ranks": wish.ranks}  # a plan that comes through a pipe is read once

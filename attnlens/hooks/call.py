@@ -35,6 +35,8 @@ def read_call(
             f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
             "Choose another model; one sink for each head is supported.",
         )
+    if isinstance(scaling, complex):  # the root of a negative number in a config
+        raise ModelError(f"{type(module).__name__} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
     heads = max(key.shape[1], value.shape[1])  # one of them may be shared by more queries than the other
     if key.shape[1] != value.shape[1]:
         key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))

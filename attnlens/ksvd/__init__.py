@@ -33,11 +33,11 @@ For long sequences there are three ways, and no command needs the last two: they
 True
 """
 
-from attnlens.choices import Convention
+from attnlens.choices import ETA, Convention
 from attnlens.ksvd.dual import Dual, dual, matrix_dual, matrix_residual, residual
 from attnlens.ksvd.features import centred, cosine_features, evenly_spaced, random_features, sampled_rows, unit
 from attnlens.ksvd.nystrom import Nystrom, nystrom
-from attnlens.ksvd.objective import ETA, objective, regulariser
+from attnlens.ksvd.objective import objective, regulariser
 from attnlens.ksvd.primal import Primal, primal
 from attnlens.ksvd.spaces import mean_angle, principal_angles, share_inside
 from attnlens.ksvd.truncated import Solver, truncated

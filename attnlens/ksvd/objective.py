@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-ETA = 0.1
-"""η of the published code for language modelling; 0.01 for Long Range Arena."""
-
 
 def objective(
     e: Float[Tensor, "*batch n s"],

@@ -83,7 +83,7 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
         problem = f"{shortened(str(path))} can't be read: {error.strerror}."
         raise ModelError(problem, "Make the file readable.") from None
     if not may_lead_out:
-        _refuse_outside(folder, path)
+        refuse_outside(folder, path)
     return path
 
 
@@ -95,14 +95,14 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         path = folder / name
         if name == TEMPLATES and os.path.isdir(path):  # noqa: PTH112  # which never raises
-            _refuse_outside(folder, path)
+            refuse_outside(folder, path)
             check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
         read = any(fnmatch(name, pattern) for pattern in READ)
         if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
             continue
         size = _size(path)
         if read:
-            _refuse_outside(folder, path)
+            refuse_outside(folder, path)
         if read and size > LARGEST:
             raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # which transformers reads without a word on what is wrong in it
@@ -140,7 +140,7 @@ def _size(path: Path) -> int:
     return found.st_size
 
 
-def _refuse_outside(folder: Path, path: Path) -> None:
+def refuse_outside(folder: Path, path: Path) -> None:
     """Raise ModelError where links lead out of the folder; the hub's cache keeps the files themselves in `blobs`."""
     real = Path(os.path.realpath(path))
     homes = [Path(os.path.realpath(folder))]

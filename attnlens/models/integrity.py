@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attnlens.errors import ModelError
 from attnlens.models.configs import is_quantised, refuse_mismatch
 from attnlens.models.locate import Place
-from attnlens.models.stored import Stored, named
+from attnlens.models.stored import SAY_ONCE, Stored, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,7 +21,8 @@ LOW_RANK = re.compile(r"(^|[._])lora_")
 def check_loaded(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]) -> None:
     """Raise ModelError where transformers loaded a model that its files don't hold, as `found` tells of the loading.
 
-    It leaves an adapter's tensors out, takes codes for numbers, and fills at random what does not fit.
+    It leaves an adapter's tensors out, takes codes for numbers, fills at random what does not fit, and takes either of
+    two tensors that stand for one.
     """
     where = place.folder / place.file
     refuse_mismatch(place, found["mismatched_keys"])
@@ -36,6 +37,8 @@ def check_loaded(place: Place, model: PreTrainedModel, stored: Mapping[str, Stor
             "stand for.",
             "Get the model unquantised, or as GGUF.",
         )
+    if twice := _twice(model, stored, set(found["unexpected_keys"])):
+        raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
     if len(found["missing_keys"]) >= len(list(model.parameters())):
         raise ModelError(
             f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
@@ -61,11 +64,11 @@ def _codes(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], u
     counters -= set(map(_leaf, parameters))
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     prefix, decoded = model.base_model_prefix, is_quantised(place.config)
-    used = [name for name in stored if not _names(name, prefix) & unexpected]
+    used = [name for name in stored if unexpected.isdisjoint(_names(name, prefix))]
     scaled = {name.rpartition("_scale")[0] for name in used if "_scale" in name}
 
     def taken(name: str) -> bool:
-        names = _names(name, prefix)
+        names = set(_names(name, prefix))
         if names & parameters:
             return not (decoded and name in scaled)
         return not (decoded or names & others or _leaf(name) in counters or ignored.search(name))
@@ -77,6 +80,20 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _names(name: str, prefix: str) -> set[str]:
-    """What a tensor may be called in the model: with and without the name of the model within the model."""
-    return {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}
+def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> tuple[str, str] | None:
+    """The first two tensors that are the same parameter, one with and one without the name of the model within."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    taken: dict[str, str] = {}
+    for name in stored:
+        own = next((each for each in _names(name, model.base_model_prefix) if each in parameters), None)
+        if own is None or name in unexpected:
+            continue
+        if own in taken:
+            return taken[own], name
+        taken[own] = name
+    return None
+
+
+def _names(name: str, prefix: str) -> tuple[str, ...]:
+    """What a tensor may be called in the model: as it is, with and without the name of the model within the model."""
+    return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")

@@ -115,6 +115,8 @@ def _in_file(name: str, path: Path) -> Place:
 
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Place:
     id_, _, after = name.partition("@")
+    if not id_:
+        raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
     if after and revision is not None and after != revision:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
     if _looks_like_path(id_):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the types in which a number is stored as itself."""
+SAY_ONCE = "Save the model again, so that each of its tensors is stored once."
 DECODED = "GGUF"
 """Stands for the types of a GGUF file, all of which are decoded."""
 
@@ -35,14 +36,21 @@ class Stored(NamedTuple):
 
 
 def tensors_in(place: Place) -> dict[str, Stored]:
-    """All tensors of the weight files. Raises ModelError where one can't be read, is cut off or something else."""
+    """All tensors of the weight files.
+
+    Raises ModelError where one can't be read, is cut off or something else, and where two hold a tensor of one name: of
+    these transformers takes the last, whatever the index says.
+    """
     reading = {"safetensors": _safetensors, "pickle": _pickled, "gguf": _gguf}[place.form]
     found: dict[str, Stored] = {}
     for file in place.weights:
         try:
-            found |= reading(file)
+            content = reading(file)
         except OSError as error:
             raise ModelError(f"{file} can't be read: {error.strerror or error}.", "Make the file readable.") from None
+        if twice := sorted(found.keys() & content.keys()):
+            raise ModelError(f"{file} holds {named(twice)}, and so does another of the weight files.", SAY_ONCE)
+        found |= content
     if not found:
         raise ModelError(f"{place.folder / place.file} holds no tensors.", "Download the model again.")
     return found

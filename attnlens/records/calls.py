@@ -71,6 +71,22 @@ class Call:
             sinks=None if self.sinks is None else self.sinks[index],
         )
 
+    def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> Call:
+        """The same computation with only these sequences, and of those only these queries and keys."""
+        rows, count = list(batch), self.query.shape[0]
+        allowed, bias = (
+            part if part is None else part.expand(count, *part.shape[1:])[rows][:, :, queries][..., keys]
+            for part in (self.visible(), self.bias)
+        )
+        return replace(
+            self,
+            query=self.query[rows][:, :, queries],
+            key=self.key[rows][:, :, keys],
+            value=self.value[rows][:, :, keys],
+            allowed=allowed,
+            bias=bias,
+        )
+
     def visible(self, rows: slice = slice(None)) -> Bool[Tensor, "#batch #heads rows keys"] | None:
         """Which keys the queries `rows` may see, written out; None means all."""
         if self.allowed is not None:

@@ -153,6 +153,12 @@ class Plan(Record):
         return self
 
     @property
+    def part(self) -> Part | None:
+        """The only part of the model that it has ranks for; None where there are several."""
+        parts = {key.part for key in self.ranks}
+        return parts.pop() if len(parts) == 1 else None
+
+    @property
     def tokens(self) -> int:
         """Length of a sequence."""
         return self.settings.tokens or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Windows:
     """Values of every window, unit by unit: heads (`inspect`), or kernels and stages (`swap-kernel`)."""
 
@@ -21,6 +22,9 @@ class Windows:
     """What is measured in each window, as columns: `layer`, `head`, or `kernel`, `stage`."""
     values: Mapping[str, Float[Tensor, "windows units"]]
     """By measure; NaN where there is none."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Windows) and all(one == two for one, two in zip_longest(self.rows(), other.rows()))
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
         """A row a window and unit: text, window, the unit's columns, then the measures that have a value."""

@@ -20,7 +20,7 @@ from attnlens.calls import public
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
-from attnlens.requests import ModelRequest
+from attnlens.requests import ModelRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
@@ -48,7 +48,7 @@ def doctor(
     """
     start = time.perf_counter()
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
-    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
+    loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(given["text"])
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
     if loaded.model.dtype == torch.float64:

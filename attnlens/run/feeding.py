@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from attnlens import models, registry, texts
+from attnlens import models, texts
 from attnlens.errors import ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Settings, Text
-from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import Loading
 from attnlens.statistics import Design
 from attnlens.statistics.design import FEWEST_TEXTS
@@ -33,13 +32,6 @@ def loading_of(given: Mapping[str, Any], model: object) -> Loading:
             "Give the options to attnlens.load.",
         )
     return cast("Loading", found)
-
-
-def settings(asked: Mapping[str, Any]) -> Settings:
-    """What was asked for, as far as a report records it under the options' own names."""
-    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # which are known when the model is there
-    names = [name for name in Settings.model_fields if name in asked and name not in later]
-    return Settings(**{name: asked[name] for name in names})
 
 
 def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
@@ -137,43 +129,12 @@ def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) 
     return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
 
 
-def chosen(
-    asked: Settings, named: Sequence[str], select: str, show: str | None
-) -> tuple[list[Analyzer | Gathering], Settings]:
-    """The analyzers that run, and the settings with them and with what counts as selected.
-
-    Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
-    ignored, and where nothing can be shown.
-    """
-    found = registry.analyzers(named or ["selection"] * (show is not None), asked.source)
-    if not found:
-        raise UsageError(
-            f"{', '.join(named) or show} reads nothing from {asked.source}.",
-            "Leave out --source, or name another analyzer.",
-        )
-    names = list(dict.fromkeys(analyzer.name for analyzer in found))
-    looked = "selection" in names
-    if not looked and (select != "argmax" or show is not None):
-        word = f"--select {select}" if show is None else f"--show {show}"
-        raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
-    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
-
-
-def named_texts(files: Sequence[str], source: str = "both") -> Sequence[texts.Content]:
-    """The texts of these files. Raises UsageError where the weights alone are read, which need none; TextError."""
-    if files and source == "weights":
-        raise UsageError(
-            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
-        )
-    return texts.read_each(files)
-
-
 def refuse_text(loaded: models.Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError where a text or its length is given for a model that reads none."""
+    """Raise UsageError where texts, of whatever use, or their length are given for a model that reads none."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
-        "Leave out --text and --tokens.",
+        "Leave out --text, --calibration and --tokens.",
     )

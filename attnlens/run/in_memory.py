@@ -66,9 +66,14 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
     Its weights, their gradients and the state of the random numbers stay untouched.
     """
     training = [module for module in model.modules() if module.training]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # what was made in inference mode has no gradient, whatever it says, and can't be told so again
+    learning = [
+        parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_inference()
+    ]
     try:
-        model.train(False).requires_grad_(False)
+        model.train(False)
+        for parameter in learning:
+            parameter.requires_grad_(False)
         yield
     finally:
         for module in training:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
@@ -13,6 +14,8 @@ from attnlens.texts.sources import Content
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DRAWN = ("dropout", "alpha")
+"""What makes a tokenizer cut words at random, where it is set: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -40,7 +43,7 @@ def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) 
     """
     special_tokens(tokenizer, content, tokens)
     written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
-    with _told(content):
+    with _told(content), _repeatable(tokenizer):
         every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
     found = [ids for ids in every if len(ids) >= 2]
     if not found:
@@ -103,13 +106,27 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
     """Ids of a part of the content without special tokens (None), or with them and truncated to `longest`."""
-    with _told(content):
+    with _told(content), _repeatable(tokenizer):
         if longest is None:
             found = tokenizer(text, add_special_tokens=False, verbose=False)
         else:
             found = tokenizer(text, truncation=True, max_length=longest)
         ids: list[int] = found["input_ids"]
     return ids
+
+
+@contextmanager
+def _repeatable(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Inside, a text is cut in the same way each time: cuts at random are for training."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    drawn = {name: share for name in DRAWN if (share := getattr(model, name, None)) is not None}
+    try:
+        for name in drawn:
+            setattr(model, name, None)
+        yield
+    finally:
+        for name, share in drawn.items():
+            setattr(model, name, share)
 
 
 def _told(content: Content) -> AbstractContextManager[None]:

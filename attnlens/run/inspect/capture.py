@@ -51,9 +51,13 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
             f"batch={shown(batch)} holds no inputs.", "Give the model's inputs by name, as a tokenizer returns them."
         )
     for name, value in batch.items():
+        if not isinstance(name, str):
+            raise UsageError(f"batch has {shown(name)} in the place of a name.", "Give the model's inputs by name.")
         if not isinstance(value, Tensor):
             raise UsageError(
                 f"batch[{name!r}] is a {type(value).__name__} and no tensor.",
                 'Give tensors, as in tokenizer(texts, padding=True, return_tensors="pt").',
             )
+        if value.is_meta:
+            raise UsageError(f"batch[{name!r}] is on the meta device, where it has no values.", "Give it with values.")
     return {name: value.to(model.device) for name, value in batch.items()}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from attnlens.records import QueryKey
+from attnlens.run.padding import real_parts
 
 PIECE_BYTES = 32 * 2**20
 """Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
@@ -15,10 +14,10 @@ PIECE_BYTES = 32 * 2**20
 def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
     """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each, with their sequences.
 
-    A key that no query may see is padding. Sequences of one length stay together; long ones are cut by heads.
+    A key that no query may see is padding, and in cross-attention a query that may see none. Sequences of one length
+    stay together; long ones are cut by heads.
     """
-    for batch, keys in _same_length(query_key):
-        queries: slice | Tensor = keys if query_key.site.part != "cross" else slice(None)
+    for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         rest = query_key.sequences(batch, queries, keys)
         one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
         together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
@@ -32,23 +31,9 @@ def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
 
 def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
     """Each sequence of a batch by itself and without its padding, with its number in the batch."""
-    for batch, keys in _same_length(query_key):
-        queries: slice | Tensor = keys if query_key.site.part != "cross" else slice(None)
+    for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         for row in batch:
             yield row, query_key.sequences([row], queries, keys)
-
-
-def _same_length(query_key: QueryKey) -> Iterator[tuple[list[int], Tensor | slice]]:
-    batch = query_key.query.shape[0]
-    if query_key.allowed is None:
-        yield list(range(batch)), slice(None)
-        return
-    real = query_key.allowed.any(dim=-2).any(dim=-2)
-    if bool(real.all()):
-        yield list(range(batch)), slice(None)
-        return
-    for sequence in range(batch):
-        yield [sequence], real[sequence].nonzero().squeeze(-1)
 
 
 def finite_heads(query_key: QueryKey) -> list[int]:

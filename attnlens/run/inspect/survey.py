@@ -18,7 +18,7 @@ from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
-from attnlens.requests import InspectRequest
+from attnlens.requests import InspectRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.in_memory import at_rest, held
@@ -28,6 +28,7 @@ from attnlens.run.inspect.collector import Collector, environment, peak_memory, 
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
 from attnlens.run.inspect.token_text import told
+from attnlens.run.padding import hiding_padding
 from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.statistics import gaussian_null
@@ -35,6 +36,7 @@ from attnlens.statistics import gaussian_null
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+BLIND = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64
 """Random heads behind each null."""
 
@@ -59,8 +61,9 @@ def inspect(
     given = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
     loading = feeding.loading_of(more, subject)
-    chosen, asked = feeding.chosen(feeding.settings(given), given["analyzers"], given["select"], given["show"])
-    named = feeding.named_texts(given["text"], asked.source)
+    chosen, asked = reading.chosen(reading.settings(given), given["analyzers"], given["select"], given["show"])
+    reading.refuse_unread(given["text"], asked.source)
+    named = texts.read_each(given["text"])
     start = time.perf_counter()
     loaded = subject if isinstance(subject, models.Loaded) else models.load(subject, **loading)
     timings = {"load": time.perf_counter() - start}
@@ -248,6 +251,7 @@ class Inspection:
                 if site in chosen:
                     rows = call.query.shape[0]  # more than sequences where a module cuts each into windows (Swin)
                     numbers = [self.finished + row * batch.size // rows for row in range(rows)]
+                    call = hiding_padding(call, batch.inputs)
                     self._analyse_tokens(site, call.query_key(site), analyzers, numbers)
                     gather(site, call, numbers)
 
@@ -270,6 +274,9 @@ class Inspection:
         total = len(query_key.heads)
         finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens")
+        if query_key.allowed is not None and not bool(query_key.allowed.any()):
+            self.collector.skip(site.name, BLIND, query_key.heads, "tokens")
+            return
         if not finite or not analyzers:
             return
         steps = self.settings.tokens if self.settings.pack is False else None

@@ -11,31 +11,17 @@ from torch import Tensor
 from attnlens import hooks
 from attnlens.attention import attend, weights
 from attnlens.attention.primal_scores import features
-from attnlens.errors import UsageError
 from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
 from attnlens.registry import Fit, OutputFit
+from attnlens.run.padding import unpadded
 from attnlens.texts import Batch, Batches
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way from the typed to the fitted parameters that are tried."""
 TINIEST = 1e-30
 """Weight below which a kernel forbids a key: its logarithm stays finite."""
-
-
-def check_fit(kernel: Kernel, *, alone: bool) -> None:
-    """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
-    if alone and kernel.info.fit is None:
-        raise UsageError(
-            f"{kernel.info.name} has no free parameter that could be fitted.",
-            "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
-        )
-    if kernel.tie is not None:
-        raise UsageError(
-            f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's own.",
-            f"Leave out --fit, or {kernel.tie}.",
-        )
 
 
 @dataclass
@@ -166,9 +152,10 @@ def _each(
     def answer(site: Site, call: Call) -> None:
         if site in swaps:
             heads = swaps[site].heads
-            visit(site, call if heads is None else call.select(heads))
+            for part in unpadded(call, site, batch.inputs):
+                visit(site, part if heads is None else part.select(heads))
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
-        for batch in batches:
+        for batch in batches:  # which `answer` reads
             hooks.forward(loaded.model, batch.inputs)
             progress(batch.size)

@@ -12,11 +12,11 @@ from attnlens import models, texts
 from attnlens.calls import public
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
-from attnlens.requests import SwapRequest, Words, checked
+from attnlens.requests import SwapRequest, Words, checked, reading
+from attnlens.requests.wish import Wish
 from attnlens.run import feeding
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.comparison.targets import check_input, feed, task_of
-from attnlens.run.swap.options import Wish
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
@@ -42,11 +42,11 @@ def swap_kernel(
     given = checked(SwapRequest, more)
     wish = Wish.of(kernels, given)
     given["layers"], given["heads"] = wish.reach(given["layers"], given["heads"])
-    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
+    loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(given["text"])
     others = texts.read_each(wish.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    feeding.refuse_text(loaded, [*given["text"], *wish.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)

@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from attnlens import calls, hooks, texts
 from attnlens.choices import Part
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, opened, read_object, sha256
+from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
-from attnlens.models import SWAPPED, Loaded, first_line, load
-from attnlens.models.folders import weight_file
+from attnlens.models import SWAPPED, Loaded, Loading, first_line, load
+from attnlens.models.folders import refuse_outside, weight_file
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Report, Site
+from attnlens.requests import checked
 from attnlens.run.checks import FAILURES
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 PART, LOCK = ".attnlens-save-", "lock"
 """How the name begins under which a folder is written, and the file in it that its process holds locked."""
-WRITTEN = "Give a folder that --save wrote, unchanged."
+SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save wrote, unchanged."
 
 
 class UnsavedError(OutputError):
@@ -96,24 +97,6 @@ class Swapped:
         self.door.close()
 
 
-def check_folder(folder: Path) -> None:
-    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made.
-
-    Nothing that is there is touched.
-    """
-    real = Path(os.path.realpath(folder))
-    try:
-        if real.exists() and (not real.is_dir() or any(real.iterdir())):
-            raise OutputError(
-                f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
-            )
-        nearest = next(parent for parent in real.parents if parent.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise _unwritten(folder, error.strerror) from None
-
-
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap]) -> None:
     """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
 
@@ -127,7 +110,7 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: d
             _write(part, loaded, sites, swaps)
             part.rename(real)
     except (OSError, SafetensorError) as error:
-        raise _unwritten(folder, getattr(error, "strerror", None) or str(error)) from None
+        raise unwritten_folder(folder, getattr(error, "strerror", None) or str(error)) from None
 
 
 @contextmanager
@@ -174,10 +157,6 @@ def _digests(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
-def _unwritten(folder: Path, why: str | None) -> OutputError:
-    return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
-
-
 @contextmanager
 def _dequantised(model: Any) -> Iterator[None]:
     """Inside the block a GGUF file's model, whose weights are plain numbers since it was loaded, says so."""
@@ -203,6 +182,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     the others.
     """
     place = Path(calls.path("folder", folder))
+    checked(Loading, loading)
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
     _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
@@ -218,19 +198,31 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
+    facts = _facts(place)
     try:
-        facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
         stored = weight_file(place, FITTED)
-        _check_files(facts, {FITTED: sha256(stored)}, place)
-        fitted = load_file(stored)
-    except (OSError, ModelError, ValidationError, SafetensorError) as error:
-        raise _none(place, str(error).splitlines()[0].rstrip("."), "Give a folder that --save wrote.") from None
+        digest, fitted = sha256(stored), load_file(stored)
+    except (OSError, ModelError, SafetensorError) as error:
+        raise _none(place, first_line(error).rstrip("."), SAVED) from None
+    _check_files(facts, {FITTED: digest}, place)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
         raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
         raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
     return facts, fitted
+
+
+def _facts(place: Path) -> SavedSwap:
+    """The content of attnlens.json, which is read where it lies in the folder itself."""
+    try:
+        refuse_outside(place, place / FACTS)
+        return SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
+    except ModelError as error:
+        raise _none(place, error.problem.rstrip("."), SAVED) from None
+    except ValidationError as error:
+        where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:

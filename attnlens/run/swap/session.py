@@ -16,6 +16,7 @@ from attnlens import hooks, models, texts
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.requests.wish import Wish
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
@@ -29,7 +30,6 @@ from attnlens.run.swap.comparison.windows import windows_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Healer, changed_weights, heal
-from attnlens.run.swap.options import Wish
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits, given, origin
 from attnlens.run.swap.ranks.savings import planned
@@ -41,6 +41,7 @@ from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design
 
 Swaps = dict[Site, hooks.Swap]
+UNSWEPT = "The sweep was interrupted before it was finished."
 
 
 @dataclass
@@ -130,9 +131,9 @@ class Swapping:
             one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.wish.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
-        if self.wish.sweep:
+        if self.wish.sweep and not self.interrupted:
             with self._timed("sweep"):
-                swaps = [self._swept(*pair) for pair in zip(swaps, candidates, strict=True)]
+                swaps = self._all_swept(swaps, candidates)
         if self.wish.save is not None:
             with changed_weights(self.loaded.model, candidates[0].weights):
                 try:
@@ -287,6 +288,18 @@ class Swapping:
         if self.wish.sweep and self.wish.heal:
             notes.append("The sweep shows the heads and layers as they are before healing.")
         return notes
+
+    def _all_swept(self, swaps: list[Swap], candidates: list[Candidate]) -> list[Swap]:
+        """The same records, swept; where the user ends that early, the others say that they are not."""
+        found: list[Swap] = []
+        try:
+            for swap, candidate in zip(swaps, candidates, strict=True):
+                found.append(self._swept(swap, candidate))
+        except KeyboardInterrupt:
+            self.interrupted = True
+            left = swaps[len(found) :]
+            found += [swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]}) for swap in left]
+        return found
 
     def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
         """The same record with the effect of each head or layer alone, of the stage before healing."""

@@ -23,6 +23,7 @@ from attnlens.experiments import options
 from attnlens.experiments.figures import CORRELATION
 from attnlens.records import Curve, Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
+from attnlens.requests import reading
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
@@ -73,7 +74,7 @@ def converge_head(
     given = requests.checked(
         requests.InspectRequest, {**more, "source": "tokens", "layers": [layer], "heads": [number]}
     )
-    loading, asked = feeding.loading_of(more, model), feeding.settings(given)
+    loading, asked = feeding.loading_of(more, model), reading.settings(given)
     wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
     wanted = options.Settings(trials=1, seed=asked.seed, **options.checked(wishes))
     named = texts.read_each(given["text"])

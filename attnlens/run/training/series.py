@@ -14,6 +14,7 @@ from attnlens.choices import Sources
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
+from attnlens.requests import reading
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector, environment, peak_memory, tool
 from attnlens.run.inspect.survey import Inspection
@@ -53,11 +54,12 @@ def converge_checkpoints(
     given = requests.checked(requests.InspectRequest, {**more, **own})
     loading = feeding.loading_of(more, None)
     wanted = given["analyzers"] or _usual(source)
-    chosen, asked = feeding.chosen(feeding.settings(given), wanted, select, None)
+    chosen, asked = reading.chosen(reading.settings(given), wanted, select, None)
+    reading.refuse_unread(given["text"], source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     found = _found(names, requests.words("revisions", revisions), loading)
     refuse_different(found)
-    contents = feeding.named_texts(given["text"], source)
+    contents = texts.read_each(given["text"])
     if source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import KeyRank, ModelInfo, Plan
@@ -12,12 +11,6 @@ from attnlens.run.swap.comparison.targets import feed
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.search import Budgeting, Choice
 from attnlens.run.swap.ranks.sensitivity import bases
-
-
-def part_of(plan: Plan) -> Part | None:
-    """The only part of the model that the plan has ranks for; None where there are several."""
-    parts = {key.part for key in plan.ranks}
-    return parts.pop() if len(parts) == 1 else None
 
 
 def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
@@ -58,7 +51,7 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
 def _covered(plan: Plan, found: Reached, kv_head: int) -> bool:
     """Whether the plan was made for such a key head, by the layers, heads and the part that it was asked for."""
     layers, heads = plan.settings.layers, plan.settings.heads
-    chosen = part_of(plan) in (None, found.site.part) and (layers is None or found.site.layer in layers)
+    chosen = plan.part in (None, found.site.part) and (layers is None or found.site.layer in layers)
     return chosen and (heads is None or bool(set(heads) & set(_heads(found, kv_head))))
 
 

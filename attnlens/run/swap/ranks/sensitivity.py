@@ -18,6 +18,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
+from attnlens.run.padding import unpadded
 from attnlens.run.swap.comparison.outputs import predictions
 from attnlens.run.swap.comparison.targets import Fed
 
@@ -89,8 +90,8 @@ def bases(
             return
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
         shared[site] = heads, _whole_groups(site, heads, call.group)
-        part = call.select(heads)
-        fits.setdefault(site, MapsFit(part.query.shape[-1])).update(part)
+        for part in unpadded(call.select(heads), site, fed.inputs):
+            fits.setdefault(site, MapsFit(part.query.shape[-1])).update(part)
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         for fed in batches:

@@ -1,4 +1,4 @@
-"""Options of swap_kernel and the checks for conflicting ones."""
+"""Checks the options of swap_kernel against each other, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from attnlens import calls
-from attnlens.choices import Convention, Part, Route, Sweep
+from attnlens.choices import ETA, Convention, Part, Route, Sweep
 from attnlens.errors import UsageError
+from attnlens.files import check_folder
 from attnlens.kernels import Kernel, parsed
-from attnlens.ksvd import ETA
 from attnlens.records import Plan, read_plan
-from attnlens.requests import Words, words
-from attnlens.run.swap.fit import check_fit
-from attnlens.run.swap.ranks.from_plan import part_of
-from attnlens.run.swap.saved import check_folder
+from attnlens.requests.values import Words, words
 
 MOST_DIRECTIONS = 65536
 """A rank that cuts nothing in any head."""
@@ -56,7 +53,7 @@ class Wish:
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         wish = cls(
             kernels=kernels_asked,
-            part=asked["part"] if ranks is None else part_of(ranks),
+            part=asked["part"] if ranks is None else ranks.part,
             path=asked["path"],
             sweep=asked["sweep"],
             fit=asked["fit"],
@@ -76,7 +73,7 @@ class Wish:
             raise UsageError("No kernel is named.", "Give one, as in --kernel rbf.")
         for kernel in self.kernels:
             if self.fit:
-                check_fit(kernel, alone=len(self.kernels) == 1)
+                _check_fit(kernel, alone=len(self.kernels) == 1)
             if self.heal and not kernel.has_gradient:
                 raise UsageError(
                     f"{kernel.spelling} can't be healed: its weights have no gradient.",
@@ -112,6 +109,20 @@ class Wish:
         if layers is not None or heads is not None:
             raise UsageError(*BOTH)
         return self.ranks.settings.layers, self.ranks.settings.heads
+
+
+def _check_fit(kernel: Kernel, *, alone: bool) -> None:
+    """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
+    if alone and kernel.info.fit is None:
+        raise UsageError(
+            f"{kernel.info.name} has no free parameter that could be fitted.",
+            "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+        )
+    if kernel.tie is not None:
+        raise UsageError(
+            f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's own.",
+            f"Leave out --fit, or {kernel.tie}.",
+        )
 
 
 def _ranks(asked: Mapping[str, Any]) -> Plan | None:

@@ -1,0 +1,48 @@
+"""What is read of a model, by what was asked for: settings and analyzers, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attnlens import registry
+from attnlens.errors import UsageError
+from attnlens.records import Settings
+from attnlens.registry import Analyzer, Gathering
+
+
+def settings(asked: Mapping[str, Any]) -> Settings:
+    """What was asked for, as far as a report records it under the options' own names."""
+    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # which are known when the model is there
+    names = [name for name in Settings.model_fields if name in asked and name not in later]
+    return Settings(**{name: asked[name] for name in names})
+
+
+def chosen(
+    asked: Settings, named: Sequence[str], select: str, show: str | None
+) -> tuple[list[Analyzer | Gathering], Settings]:
+    """The analyzers that run, and the settings with them and with what counts as selected.
+
+    Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
+    ignored, and where nothing can be shown.
+    """
+    found = registry.analyzers(named or ["selection"] * (show is not None), asked.source)
+    if not found:
+        raise UsageError(
+            f"{', '.join(named) or show} reads nothing from {asked.source}.",
+            "Leave out --source, or name another analyzer.",
+        )
+    names = list(dict.fromkeys(analyzer.name for analyzer in found))
+    looked = "selection" in names
+    if not looked and (select != "argmax" or show is not None):
+        word = f"--select {select}" if show is None else f"--show {show}"
+        raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
+    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
+
+
+def refuse_unread(files: Sequence[str], source: str) -> None:
+    """Raise UsageError for texts where the weights alone are read, which need none."""
+    if files and source == "weights":
+        raise UsageError(
+            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
+        )
