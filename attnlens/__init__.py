@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from attnlens.registry import kernel as kernel
     from attnlens.run.doctor import doctor as doctor
     from attnlens.run.inspect.capture import capture as capture
-    from attnlens.run.inspect.survey import inspect as inspect
+    from attnlens.run.inspect.pipeline import inspect as inspect
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
     from attnlens.run.swap.replaced import replaced as replaced
     from attnlens.run.swap.saved import load_swapped as load_swapped

@@ -2,7 +2,7 @@
 
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
-from attnlens.run.inspect.survey import inspect
+from attnlens.run.inspect.pipeline import inspect
 from attnlens.run.progress import Interrupted
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.replaced import replaced

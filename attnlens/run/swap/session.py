@@ -15,13 +15,14 @@ from torch import Tensor
 from attnlens import hooks, models, texts
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
-from attnlens.records import Coverage, Healing, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipped, Summary, Swap, Task
 from attnlens.requests.wish import Wish
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.perplexity import guess_notes
 from attnlens.run.progress import Progress
+from attnlens.run.swap.candidate import Candidate, Swaps, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
 from attnlens.run.swap.comparison.outputs import run, tokens_in
@@ -31,40 +32,16 @@ from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Healer, changed_weights, heal
 from attnlens.run.swap.ranks.calibration import Sample
-from attnlens.run.swap.ranks.from_plan import check_fits, given, origin
+from attnlens.run.swap.ranks.from_plan import check_fits, given
 from attnlens.run.swap.ranks.savings import planned
 from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
-from attnlens.run.swap.resources import enough_memory, peak_of, speed
+from attnlens.run.swap.resources import enough_memory, peak_of
 from attnlens.run.swap.saved import save_swapped
-from attnlens.run.swap.sites import Local, locally, mean_of
+from attnlens.run.swap.sites import Local, locally
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design
 
-Swaps = dict[Site, hooks.Swap]
 UNSWEPT = "The sweep was interrupted before it was finished."
-
-
-@dataclass
-class Candidate:
-    """One kernel and how far it has come."""
-
-    kernel: Kernel
-    """As asked for."""
-    stages: dict[str, Swaps]
-    """The swap at each stage: swapped, fitted, healed."""
-    found: dict[str, Comparison] = field(default_factory=dict)
-    """What was measured at each stage."""
-    healing: Healing | None = None
-    """How it was healed."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Healed weights by name."""
-    choice: Choice | None = None
-    """The ranks that a budget allows."""
-
-    @property
-    def last(self) -> Swaps:
-        """The swap at the last stage."""
-        return list(self.stages.values())[-1]
 
 
 @dataclass
@@ -241,53 +218,20 @@ class Swapping:
     def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
         names = [text.name for text in self.settings.texts]
         outcomes = {stage: found.outcome(self.settings.seed, names) for stage, found in candidate.found.items()}
-        last, reasons = list(outcomes.values())[-1], dict(gates.pop("reasons"))
         self.found |= {(candidate.kernel.spelling, stage): found for stage, found in candidate.found.items()}
-        found = list(candidate.found.values())[-1]
-        variant = self._variant(candidate.last, candidate.weights)
-        with variant():
+        with self._variant(candidate.last, candidate.weights)():
             peak = peak_of(self.loaded.model, self._pass)
-        if candidate.kernel.info.form == "output":
-            reasons["off_simplex"] = "there is no attention matrix"
-        if peak is None:
-            reasons["peak_memory_bytes"] = "this platform does not tell it"
-        fitted = next(iter(candidate.last.values())).kernel.fitted
-        kernel = candidate.kernel
-        return Swap(
-            kernel=kernel.spelling if candidate.choice is None else kernel.info.name,
-            formula=kernel.formula,
-            parameters=dict(kernel.parameters) if candidate.choice is None else {},
-            fitted=sorted(fitted),
+        notes = swap_notes(self.wish, self.loaded.info, self.shared, candidate.kernel)
+        return candidate.record(
+            outcomes,
+            local,
+            gates,
+            Pair(before=self.own_peak, after=peak),
             task=self.task,
             noise=self.fed[0].noise,
-            sites=local.sites,
             identity_error=self.identity_error,
-            **gates,
-            **{name: value for name, value in last.items() if name != "reasons"},
-            off_simplex=mean_of(site.off_simplex for site in local.sites),
-            tokens_per_second=Pair(
-                before=speed(found.sizes, found.own_seconds), after=speed(found.sizes, found.seconds)
-            ),
-            peak_memory_bytes=Pair(before=self.own_peak, after=peak),
-            stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
-            healing=candidate.healing,
-            reasons=reasons | last["reasons"],
-            notes=self._notes(kernel, local),
+            notes=[*meanings(self.task, noise=self.fed[0].noise), *local.notes(candidate.kernel), *notes],
         )
-
-    def _notes(self, kernel: Kernel, local: Local) -> list[str]:
-        """What a reader must know, a sentence each."""
-        notes = [*meanings(self.task, noise=self.fed[0].noise), *local.notes(kernel)]
-        if self.wish.ranks is not None:
-            notes += origin(self.wish.ranks, self.loaded.info)
-        if self.shared:
-            share = f"{100 * self.shared:.2g} % of the evaluated tokens"
-            notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
-        if self.wish.fit and kernel.info.needs_fit:
-            notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
-        if self.wish.sweep and self.wish.heal:
-            notes.append("The sweep shows the heads and layers as they are before healing.")
-        return notes
 
     def _all_swept(self, swaps: list[Swap], candidates: list[Candidate]) -> list[Swap]:
         """The same records, swept; where the user ends that early, the others say that they are not."""

@@ -1,0 +1,56 @@
+"""Measures a model's attention heads on weights and real text."""
+
+from __future__ import annotations
+
+import time
+from os import PathLike
+from typing import TYPE_CHECKING, Unpack
+
+from attnlens import models, requests, texts
+from attnlens.calls import public
+from attnlens.records import Report
+from attnlens.requests import InspectRequest, reading
+from attnlens.run import feeding
+from attnlens.run.in_memory import at_rest, held
+from attnlens.run.inspect.collector import Collector
+from attnlens.run.inspect.survey import Inspection
+from attnlens.run.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BLIND = "its mask hides every token from every other and from itself"
+
+
+@public
+def inspect(
+    model: str | PathLike[str] | models.Loaded | PreTrainedModel = "demo",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress = silent,
+    **more: Unpack[InspectRequest],
+) -> Report:
+    """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
+
+    `model` is a hub id, folder, file, `demo`, what `load` gave, or a transformers model in memory with its `tokenizer`
+    (without one its weights alone are read), which stays as it is. `more` are the options of `InspectRequest`: the
+    text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
+    carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
+    selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
+    Interrupted, which carries what was finished.
+    """
+    given = requests.checked(InspectRequest, more)
+    subject = held(model, tokenizer)
+    loading = feeding.loading_of(more, subject)
+    chosen, asked = reading.chosen(reading.settings(given), given["analyzers"], given["select"], given["show"])
+    reading.refuse_unread(given["text"], asked.source)
+    named = texts.read_each(given["text"])
+    start = time.perf_counter()
+    loaded = subject if isinstance(subject, models.Loaded) else models.load(subject, **loading)
+    timings = {"load": time.perf_counter() - start}
+    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
+    contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
+    inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)
+    with at_rest(loaded.model):
+        return inspection.run(contents, feeding.cut_of(settings, given))
