@@ -22,6 +22,7 @@ import torch
 from hostile import edited
 from program import DEMO, environment_with
 from reports import synthetic_report
+from swap_reports import planned
 
 import attnlens
 from attnlens.cli import show
@@ -132,7 +133,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
         ("inspect --text my.txt --csv hard.txt", "hard.txt, which --text reads"),
         ("inspect --text soft.txt --html my.txt", "my.txt, which --text reads"),
         ("swap-kernel --kernel rank:4 --fit --calibration my.txt --csv my.txt", "which --calibration reads"),
-        ("swap-kernel --kernel rank --ranks fifo --json fifo", "which --ranks reads"),
+        ("swap-kernel --kernel rank --ranks plan.json --json plan.json", "which --ranks reads"),
         ("inspect m --csv m/model.safetensors", "a file of the model m"),
         ("inspect m/model.safetensors --json m/config.json", "a file of the model"),
         ("inspect m --json link/config.json", "a file of the model m"),
@@ -147,7 +148,7 @@ def test_no_output_replaces_an_input(here, capsys, words, part):
     os.link("m/model.safetensors", "weights")
     Path("pictures").mkdir()
     shutil.copy("my.txt", "pictures/overview.png")
-    os.mkfifo("fifo")
+    Path("plan.json").write_text(planned().plan.to_json())
     before = {path: path.stat().st_mtime_ns for path in here.rglob("*")}
     refused(capsys, words, part)
     assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before

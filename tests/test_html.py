@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -110,3 +111,9 @@ def test_what_is_missing_has_its_reason_in_the_cell_and_below() -> None:
 @pytest.mark.parametrize("section", ["Most extreme heads (ranks, not tests)", "What is measured", "How it was made"])
 def test_the_page_has_what_a_colleague_asks_for(section: str) -> None:
     assert f"<h2>{section}</h2>" in views.page(synthetic_report(2, 2))
+
+
+def test_json_holds_what_would_steer_a_terminal_as_escapes() -> None:
+    text = hostile().to_json()
+    assert not re.search("[\x7f-\x9f]", text)
+    assert HOSTILE in json.loads(text)["model"]["id"], "the control: nothing is lost"

@@ -17,6 +17,7 @@ from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import NO_MODEL, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import InspectRequest
+from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""
@@ -25,13 +26,13 @@ GIVEN = ("COMMANDLINE",)
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
 LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
-SYNTHETIC = {"experiment", "n", "t", "d", "m", "lr", "loss", "head_function", "parameterisation", "attention", "start"}
-KINDS = {
-    "the synthetic experiments": SYNTHETIC | {"trials", "iterations"},
-    "a head": {"models", "head", "lr", "loss", "iterations", "parameterisation", "revision"} | TEXT | LOADING,
-    "checkpoints": {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
-    | TEXT
-    | LOADING,
+SYNTHETIC = opt.parameters(SyntheticRequest)
+"""What the synthetic experiments can be asked for."""
+SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
+KINDS: dict[str, set[str]] = {
+    "the synthetic experiments": {*SYNTHETIC},
+    "a head": {"models", "head", *requests.options(DescentRequest), "revision"} | TEXT | LOADING,
+    "checkpoints": SERIES | TEXT | LOADING,
 }
 """Which options each kind of run takes, beside those that all take."""
 JOBS = {
@@ -77,44 +78,6 @@ Head = Annotated[
         metavar="LAYER.HEAD",
     ),
 ]
-Experiments = Annotated[
-    list[str] | None,
-    opt.option(
-        "--experiment",
-        panel=opt.EXPERIMENT,
-        help="Only this experiment; repeatable.",
-        metavar="NAME",
-        show_default="all",
-    ),
-]
-N = Annotated[int | None, opt.option("--n", panel=opt.EXPERIMENT, help="Inputs of an instance.")]
-T = Annotated[int | None, opt.option("--t", panel=opt.EXPERIMENT, help="Tokens of an input (T).")]
-D = Annotated[int | None, opt.option("--d", panel=opt.EXPERIMENT, help="Dimensions of a token.")]
-M = Annotated[int | None, opt.option("--m", panel=opt.EXPERIMENT, help="Columns of K and Q.", show_default="d")]
-Rate = Annotated[float | None, opt.option("--lr", panel=opt.EXPERIMENT, help="Length of a normalised gradient step.")]
-Loss = Annotated[
-    str | None,
-    opt.option("--loss", panel=opt.EXPERIMENT, help="`logistic` or `exponential`.", metavar="LOSS"),
-]
-HeadFunction = Annotated[
-    str | None,
-    opt.option("--head-function", panel=opt.EXPERIMENT, help="h: `linear` or `relu`.", metavar="FUNCTION"),
-]
-Parameterisation = Annotated[
-    str | None,
-    opt.option(
-        "--parameterisation", panel=opt.EXPERIMENT, help="What is trained: `W`, `KQ` or `both`.", metavar="NAME"
-    ),
-]
-Attention = Annotated[
-    str | None,
-    opt.option("--attention", panel=opt.EXPERIMENT, help="z is drawn (`cross`) or a token (`self`).", metavar="KIND"),
-]
-Start = Annotated[
-    str | None, opt.option("--start", panel=opt.EXPERIMENT, help="Where W begins: `random` or `zero`.", metavar="PLACE")
-]
-Trials = Annotated[int | None, opt.option("--trials", panel=opt.EXPERIMENT, help="Random instances.")]
-Iterations = Annotated[int | None, opt.option("--iterations", panel=opt.EXPERIMENT, help="Steps of gradient descent.")]
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
@@ -123,26 +86,13 @@ FOLLOWED = opt.parameters(InspectRequest, without=("select", "show"))
 
 
 @guarded
-@opt.also(FOLLOWED, opt.SHOWN)
+@opt.also(SYNTHETIC | FOLLOWED, opt.SHOWN)
 def converge(
     context: typer.Context,
     models: Models = None,
     checkpoints: Checkpoints = False,
     revisions: Revisions = None,
     head: Head = None,
-    experiment: Experiments = None,
-    n: N = None,
-    t: T = None,
-    d: D = None,
-    m: M = None,
-    lr: Rate = None,
-    loss: Loss = None,
-    head_function: HeadFunction = None,
-    parameterisation: Parameterisation = None,
-    attention: Attention = None,
-    start: Start = None,
-    trials: Trials = None,
-    iterations: Iterations = None,
     strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
@@ -209,20 +159,14 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     names = KINDS[kind]
     models = [_named(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
-        return {
-            **{name: given[name] for name in names if name != "experiment"},
-            "experiments": given["experiment"] or (),
-            "seed": given["seed"],
-        }
+        return checked_synthetic(opt.keywords(SyntheticRequest, given))
     shared = opt.keywords(InspectRequest, given)
     head = opt.head(given["head"])
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
         kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
-        own = {
-            name: given[name] for name in ("lr", "loss", "iterations", "parameterisation") if given[name] is not None
-        }
+        own = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
         return {**kept, **own, "model": models[0] if models else "demo", "head": head}
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
     return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}

@@ -15,7 +15,7 @@ from attnlens import requests
 from attnlens.errors import TextError, UsageError
 from attnlens.requests import OUTPUT
 
-EXPERIMENT, TRAINED = "Synthetic experiments", "Checkpoints and heads"
+TRAINED = "Checkpoints and heads"
 LARGEST = 9999
 """Largest number of a layer or head that can be asked for; no model comes near it."""
 Parameters = dict[str, tuple[Any, Any]]

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from pydantic import JsonValue
 
-from attnlens import calls, requests
 from attnlens.attsvm.descent import Loss
-from attnlens.errors import UsageError
 from attnlens.records.experiments import Experiment
-from attnlens.registry import checked_name
+from attnlens.requests.training import USES
 
 Progress = Callable[[str, int, int], None]
 """(stage, steps done, steps in all)."""
 
-HEADS = ("linear", "relu")
-PARAMETERISATIONS = ("both", "W", "KQ")
-ATTENTIONS = ("cross", "self")
-STARTS = ("random", "zero")
-LOSSES = ("logistic", "exponential")
-LARGEST = {"n": 4096, "T": 4096, "d": 4096, "m": 4096, "trials": 100_000, "iterations": 10_000_000}
-"""More is a slip, and would fill the memory or never end."""
+NAMES = {"t": "T", "head_function": "head"}
+"""What the experiments call an option that has another name for a user."""
 
 
 @dataclass(frozen=True)
@@ -99,43 +92,14 @@ def _plain(value: Any) -> JsonValue:
     return value  # type: ignore[no-any-return]
 
 
-def checked(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """The wishes that are not None, if they make sense.
-
-    Raises UsageError for an unknown one, sizes below 1 (T below 2), a learning rate ≤ 0, an unknown word, and
-    m beside parameterisation W.
-    """
-    given = {name: value for name, value in wishes.items() if value is not None}
-    for name in given:
-        checked_name("setting", name, [field.name for field in fields(Settings)])
-    whole = {
-        name: requests.whole(name, value, 2 if name == "T" else 1, LARGEST[name])
-        for name, value in given.items()
-        if name in LARGEST
-    }
-    words: dict[str, tuple[str, ...]] = {
-        "loss": LOSSES,
-        "head": HEADS,
-        "parameterisation": PARAMETERISATIONS,
-        "attention": ATTENTIONS,
-        "start": STARTS,
-    }
-    named = {name: checked_name(name, given[name], known) for name, known in words.items() if name in given}
-    other = {name: value for name, value in given.items() if name in ("seed", "lr")}
-    if "seed" in other:
-        requests.whole("seed", other["seed"], 0, calls.LARGEST - LARGEST["trials"])
-    if "lr" in other:
-        _rate(other["lr"])
-    if "m" in given and given.get("parameterisation") == "W":
-        raise UsageError("m is the number of columns of K and Q, which W alone does not have.", "Leave out m.")
-    if given.get("start") == "zero" and given.get("parameterisation") == "KQ":
-        raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
-    return {**whole, **named, **other}
+def uses(experiment: str) -> frozenset[str]:
+    """Names of the settings that an experiment uses."""
+    return frozenset(map(setting_of, USES[experiment]))
 
 
-def _rate(lr: Any) -> None:
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= calls.LARGEST:
-        raise UsageError(f"lr={calls.shown(lr)} is no step downhill.", "Give a number above 0, such as 0.1.")
+def setting_of(option: str) -> str:
+    """The name of an option's setting."""
+    return NAMES.get(option, option)
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:

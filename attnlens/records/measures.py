@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -44,7 +45,14 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
+    def to_json(self) -> str:
+        """The record as JSON text; numbers carry nine significant digits, no character steers a terminal."""
+        text = self.model_dump_json(indent=1, by_alias=True)
+        return STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
+
+STEERING = re.compile("[\x7f-\x9f]")
+"""Characters that JSON may hold and a terminal may obey."""
 Read = TypeVar("Read", bound=Record)
 
 

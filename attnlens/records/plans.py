@@ -183,10 +183,6 @@ class Plan(Record):
         promised = self.promised.high <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget
 
-    def to_json(self) -> str:
-        """The plan as JSON text."""
-        return self.model_dump_json(indent=1) + "\n"
-
     def write_json(self, path: str | Path) -> None:
         """Write the plan through a temporary file and a rename; raises OutputError where it can't be written."""
         write_atomically(as_path(path), self.to_json().encode())

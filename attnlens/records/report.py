@@ -211,10 +211,6 @@ class Report(Record):
         """Names of the curves of any head, in the order of first appearance."""
         return list(dict.fromkeys(name for head in self.heads for name in head.curves))
 
-    def to_json(self) -> str:
-        """The report as JSON text; numbers carry nine significant digits."""
-        return self.model_dump_json(indent=1, by_alias=True) + "\n"
-
     def write_json(self, path: str | Path) -> None:
         """Write the report to `path` through a temporary file and a rename.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from attnlens import requests
 from attnlens.calls import public, switch
-from attnlens.experiments import golden, names, one_thread, run_experiments
+from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.depth_decay import depth_decay
 from attnlens.experiments.ksvd_identities import ksvd_identities
 from attnlens.experiments.primal_decay import primal_decay
@@ -37,7 +37,7 @@ def golden_row(_wanted: Wanted) -> list[Experiment]:
 
 def att_svm_row(wanted: Wanted, name: str) -> list[Experiment]:
     """One synthetic experiment of Att-SVM at the published sizes."""
-    return run_experiments([name], quick=wanted.quick, seed=wanted.seed, overrides={}, progress=wanted.progress)
+    return run_experiments([name], quick=wanted.quick, overrides={"seed": wanted.seed}, progress=wanted.progress)
 
 
 def identities_row(wanted: Wanted) -> list[Experiment]:
@@ -60,7 +60,7 @@ def training_row(wanted: Wanted) -> list[Experiment]:
 
 ROWS: list[Row] = [
     golden_row,
-    *(partial(att_svm_row, name=name) for name in names()),
+    *(partial(att_svm_row, name=name) for name in EXPERIMENTS),
     identities_row,
     depth_row,
     training_row,

@@ -8,7 +8,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import Figure, columns, share_of
-from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.options import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import draw
 from attnlens.records.experiments import Curve, Experiment
 
@@ -71,4 +71,4 @@ def _share(s: Settings, n: int, T: int, d: int, progress: Progress) -> float:
 
 
 FULL = Settings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
-STUDY = Study(feasibility, FULL, replace(FULL, trials=30), frozenset({"trials", "seed", "n", "T", "d", "attention"}))
+STUDY = Study(feasibility, FULL, replace(FULL, trials=30), uses("feasibility"))

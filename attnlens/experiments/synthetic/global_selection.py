@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attnlens.attsvm.descent import descend
 from attnlens.experiments.figures import columns, share_of
-from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.options import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 
@@ -56,5 +56,4 @@ def _share(s: Settings, d: int, place: int, progress: Progress) -> float:
 
 FULL = Settings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
 QUICK = replace(FULL, trials=50, d=(2, 4, 10))
-USES = frozenset({"trials", "seed", "n", "T", "d", "lr", "loss", "iterations", "attention", "start"})
-STUDY = Study(global_selection, FULL, QUICK, USES)
+STUDY = Study(global_selection, FULL, QUICK, uses("global-selection"))

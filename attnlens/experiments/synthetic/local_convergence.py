@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attnlens import attsvm
 from attnlens.attsvm.descent import Descent, Instances, descend, longest
 from attnlens.experiments.figures import CORRELATION, NORMS, Figure, Published, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.options import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw, grid, starts
 from attnlens.records.experiments import Curve, Experiment
 
@@ -116,7 +116,4 @@ def _correlations(
 
 
 FULL = Settings(trials=100)
-USES = frozenset(
-    {"trials", "seed", "n", "T", "d", "m", "lr", "loss", "head", "parameterisation", "iterations", "attention", "start"}
-)
-STUDY = Study(local_convergence, FULL, replace(FULL, trials=20), USES)
+STUDY = Study(local_convergence, FULL, replace(FULL, trials=20), uses("local-convergence"))

@@ -12,7 +12,7 @@ from attnlens import attsvm
 from attnlens.attsvm.descent import Descent, Instances, descend
 from attnlens.errors import UnposedError
 from attnlens.experiments.figures import Figure, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.options import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 
@@ -139,5 +139,4 @@ def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) ->
 
 FULL = Settings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
 QUICK = replace(FULL, trials=150, d=(4, 6))
-USES = frozenset({"trials", "seed", "n", "T", "d", "lr", "loss", "head", "iterations", "attention", "start"})
-STUDY = Study(multi_token, FULL, QUICK, USES)
+STUDY = Study(multi_token, FULL, QUICK, uses("multi-token"))

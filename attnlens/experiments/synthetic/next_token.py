@@ -12,7 +12,7 @@ from attnlens import attsvm
 from attnlens.attsvm.descent import Instances, Scores, gradient, unit
 from attnlens.errors import UnposedError, UsageError
 from attnlens.experiments.figures import CORRELATION, Published, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.options import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import grid
 from attnlens.records.experiments import Experiment
 
@@ -162,6 +162,4 @@ def _featured(
 
 
 FULL = Settings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
-STUDY = Study(
-    next_token, FULL, replace(FULL, trials=10), frozenset({"trials", "seed", "n", "T", "d", "lr", "iterations"})
-)
+STUDY = Study(next_token, FULL, replace(FULL, trials=10), uses("next-token"))

@@ -11,7 +11,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import NORMS, Figure, Published, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study
+from attnlens.experiments.options import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw
 from attnlens.records.experiments import Experiment
 
@@ -72,4 +72,4 @@ def _ranks(s: Settings, d: int, svm: str, progress: Progress) -> Float[Tensor, "
 
 FULL = Settings(trials=50, d=(4, 6, 8, 10, 15, 20))
 QUICK = replace(FULL, trials=10, d=(6, 10))
-STUDY = Study(rank, FULL, QUICK, frozenset({"trials", "seed", "n", "T", "d", "attention"}))
+STUDY = Study(rank, FULL, QUICK, uses("rank"))

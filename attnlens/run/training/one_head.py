@@ -24,6 +24,7 @@ from attnlens.experiments.figures import CORRELATION
 from attnlens.records import Curve, Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.requests import reading
+from attnlens.requests.training import DescentRequest
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
@@ -70,13 +71,14 @@ def converge_head(
     that make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
+    wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = requests.checked(DescentRequest, wishes)
     layer, number = one = requests.head(head)
     given = requests.checked(
         requests.InspectRequest, {**more, "source": "tokens", "layers": [layer], "heads": [number]}
     )
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
-    wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    wanted = options.Settings(trials=1, seed=asked.seed, **options.checked(wishes))
+    wanted = options.Settings(trials=1, seed=asked.seed, **descent)
     named = texts.read_each(given["text"])
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     feeding.refuse_text(loaded, given["text"], asked.tokens)

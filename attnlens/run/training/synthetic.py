@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from attnlens import requests
 from attnlens.calls import public
-from attnlens.experiments import names, refuse_ignored, run_experiments
-from attnlens.experiments.options import checked
+from attnlens.experiments import run_experiments
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
-from attnlens.registry import checked_name
+from attnlens.requests.training import Sizes, checked_synthetic
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Interrupted, Progress, silent
 
@@ -19,67 +18,28 @@ WIDTH = 10
 """d of the paper's experiments."""
 
 
-class Sizes(TypedDict, total=False):
-    """What of the synthetic experiments can be changed; None leaves each at the paper's value."""
-
-    n: int | None
-    """Inputs of an instance."""
-    t: int | None
-    """T, the tokens of an input."""
-    d: int | None
-    """Dimensions of a token."""
-    m: int | None
-    """Columns of K and Q."""
-    lr: float | None
-    """Length of a normalised gradient step."""
-    loss: str | None
-    """logistic or exponential."""
-    head_function: str | None
-    """h: linear or relu."""
-    parameterisation: str | None
-    """W, KQ or both."""
-    attention: str | None
-    """self (z is a token of X) or cross (z is drawn)."""
-    start: str | None
-    """random or zero."""
-    trials: int | None
-    """Random instances."""
-    iterations: int | None
-    """Steps of gradient descent."""
-
-
-NAMES = {"t": "T", "head_function": "head"}
-"""What the experiments call a setting that has another name here."""
-
-
 @public
 def converge_synthetic(
     experiments: requests.Words = (),
     *,
     quick: bool = False,
-    seed: int = 0,
     progress: Progress = silent,
-    **sizes: Unpack[Sizes],
+    **more: Unpack[Sizes],
 ) -> Report:
     """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
 
-    `experiments` are their names (none: all), `sizes` the fields of `Sizes`. An experiment has no verdict where one of
-    them changes what is asked. Another seed does not, and neither do other trials, as long as there are at least as
-    many as `verify --quick` takes. Raises UsageError for values that make no sense, Interrupted with the experiments
-    that are finished.
+    `experiments` are their names (none: all), `more` the other options of `attnlens.requests.training`. An experiment
+    has no verdict where one of them changes what is asked. Another seed does not, and neither do other trials, as long
+    as there are at least as many as `verify --quick` takes. Raises UsageError for values that make no sense,
+    Interrupted with the experiments that are finished.
     """
-    for name in sizes:
-        checked_name("option", name, Sizes.__annotations__)
-    overrides = checked({NAMES.get(name, name): value for name, value in sizes.items()})
-    requests.whole("seed", seed, 0)
-    wanted = requests.words("experiments", experiments) or list(names())
-    chosen = [checked_name("experiment", name, names()) for name in dict.fromkeys(wanted)]
-    refuse_ignored(chosen, overrides)
+    asked = checked_synthetic({**more, "experiments": experiments})
+    chosen = asked.pop("experiments")
 
     def row(name: str) -> Callable[[], list[Experiment]]:
-        return lambda: run_experiments([name], quick=quick, seed=seed, overrides=overrides, progress=progress)
+        return lambda: run_experiments([name], quick=quick, overrides=asked, progress=progress)
 
-    return finished("converge", [row(name) for name in chosen], seed, sizes.get("d") or WIDTH)
+    return finished("converge", [row(name) for name in chosen], asked["seed"], asked.get("d") or WIDTH)
 
 
 def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:

@@ -140,6 +140,14 @@ def _next(ids: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([real[:, 1:], torch.full_like(real[:, :1], NOTHING)], 1)
 
 
+def _drawn(ids: Tensor, mask: Tensor | None, generator: torch.Generator) -> Float[Tensor, "batch tokens"]:
+    """Uniform in [0, 1) at real tokens, sequence by sequence, so that batches don't matter; 2 elsewhere."""
+    draws = torch.full(ids.shape, 2.0)
+    for row, length in zip(draws, [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist(), strict=True):
+        row[:length] = torch.rand(length, generator=generator)
+    return draws.to(ids.device)
+
+
 def _masked(loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generator) -> Fed:
     mask_id = getattr(loaded.tokenizer, "mask_token_id", None)
     if loaded.tokenizer is None or mask_id is None:
@@ -148,7 +156,7 @@ def _masked(loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generato
         )
     ids = inputs["input_ids"]
     special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
-    draws = torch.rand(ids.shape, generator=generator).to(ids.device).masked_fill(special, 2.0)
+    draws = _drawn(ids, inputs.get("attention_mask"), generator).masked_fill(special, 2.0)
     chosen = draws < MASKED_SHARE
     # A short line may draw none; then its smallest draw is taken, unless there are special tokens only.
     chosen |= (draws == draws.amin(1, keepdim=True)) & (draws < 1) & ~chosen.any(1, keepdim=True)
