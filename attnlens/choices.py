@@ -22,3 +22,7 @@ WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected":
 """The same in words; the queries and keys are those after rotation."""
 ETA = 0.1
 """η of the published code for language modelling; 0.01 for Long Range Arena."""
+KERNEL, BUDGETED = "rbf", "rank"
+"""The kernel that a swap takes where none is named, and the one whose ranks a budget chooses."""
+SHOWN = "selection"
+"""The analyzer whose findings can be shown head by head, and which a series of checkpoints runs too."""

@@ -1,4 +1,4 @@
-"""How fast, how exactly and in how much memory are the problems of Att-SVM solved, and its experiments run?
+"""Speed, accuracy and memory of the Att-SVM solvers, and of the experiments.
 
 python benchmarks/attsvm.py [--quick]
 

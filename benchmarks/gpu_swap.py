@@ -1,4 +1,4 @@
-"""How fast, how exactly and in how much memory is attention computed with each kernel on a GPU?
+"""Speed, accuracy and memory of attention with each kernel on a GPU.
 
 python benchmarks/gpu_swap.py [--quick]
 

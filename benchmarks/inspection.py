@@ -1,4 +1,4 @@
-"""How fast, and how exactly, does `inspect` measure tokens.* beside the model's plain forward?
+"""Speed and accuracy of `inspect` for tokens.* beside the model's plain forward.
 
 python benchmarks/inspection.py [--quick]
 

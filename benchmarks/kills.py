@@ -1,4 +1,4 @@
-"""Kills commands at random moments: does each leave the old output or the new one, and the next run no litter?
+"""Kills commands at random moments: each leaves the old output or the new one, and the next run no litter.
 
 python benchmarks/kills.py [--quick] [--moments N] [--seed N]
 """

@@ -1,4 +1,4 @@
-"""How fast is KSVD measured on real text, beside the plain spectrum?
+"""Speed of KSVD on real text, beside the plain spectrum.
 
 python benchmarks/ksvd.py [--quick]
 

@@ -1,4 +1,4 @@
-"""How fast and in how much memory is Primal-Attention computed, against canonical attention?
+"""Speed and memory of Primal-Attention against canonical attention.
 
 python benchmarks/primal.py [--quick] [--device cuda]
 

@@ -1,4 +1,4 @@
-"""How long does attnlens take from start to end, and how much memory, each time in a fresh process?
+"""Time and memory of whole commands, each in a fresh process.
 
 python benchmarks/processes.py [--quick]
 

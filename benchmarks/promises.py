@@ -1,4 +1,4 @@
-"""How often does the rise that `--budget` promises hold for the whole text?
+"""How often the rise that `--budget` promises holds for the whole text.
 
 python benchmarks/promises.py [TEXT ...] [--quick] [--json FILE]
 

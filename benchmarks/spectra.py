@@ -1,4 +1,4 @@
-"""How fast, and how exactly, does attnlens read spectra, symmetry and definiteness of attention heads?
+"""Speed and accuracy of spectra, symmetry and definiteness of attention heads.
 
 python benchmarks/spectra.py [--quick]
 

@@ -1,4 +1,4 @@
-"""Does asymmetry matter? The share of a head's kernel that is skew, or indefinite, against the harm of deleting it.
+"""The share of a head's kernel that is skew, or indefinite, against the harm of deleting it.
 
 python benchmarks/study_asymmetry.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 

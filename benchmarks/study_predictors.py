@@ -1,4 +1,4 @@
-"""What predicts a kernel's harm? Rank correlation over heads of each measure with what another kernel costs.
+"""Rank correlation over heads of each measure with what another kernel costs.
 
 python benchmarks/study_predictors.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 

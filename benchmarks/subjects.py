@@ -1,4 +1,4 @@
-"""On which machine, models and text do the benchmarks run?"""
+"""The machine, models and texts of the benchmarks."""
 
 from __future__ import annotations
 

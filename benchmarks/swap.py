@@ -1,4 +1,4 @@
-"""How fast, how exactly and in how much memory is attention computed with another kernel?
+"""Speed, accuracy and memory of attention computed with another kernel.
 
 python benchmarks/swap.py [--quick]
 

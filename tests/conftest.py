@@ -1,4 +1,4 @@
-"""How do the tests see wrong shapes? The maths rooms are imported with jaxtyping and beartype watching every call."""
+"""Watches shapes: the maths rooms are imported with jaxtyping and beartype checking every call."""
 
 import os
 import shutil

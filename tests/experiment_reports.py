@@ -1,4 +1,4 @@
-"""What would a report of `converge` or `verify` look like? Synthetic ones: experiments, a series of checkpoints."""
+"""Synthetic reports of `converge` and `verify`: experiments, a series of checkpoints."""
 
 from __future__ import annotations
 

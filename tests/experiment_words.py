@@ -1,4 +1,4 @@
-"""How are the figures, curves and pictures of the project's own experiments written?"""
+"""How the figures, curves and pictures of the project's own experiments are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the hub answer? A server on this machine that speaks as much of its language as a download takes."""
+"""A model hub on this machine that speaks as much of its language as a download takes."""
 
 from __future__ import annotations
 

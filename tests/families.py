@@ -1,4 +1,4 @@
-"""Which tiny random models stand for the families, with attention that is neither uniform nor one-hot?
+"""Tiny random models that stand for the families, with attention that is neither uniform nor one-hot.
 
 `build(name)` makes one, `inputs(name, model)` feeds it. Sizes are chosen so that nothing coincides by accident: six
 query heads on two key heads where the family groups them (head h // 3, never h % 2), head_dim 10 beside d_model 40 or

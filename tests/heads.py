@@ -1,4 +1,4 @@
-"""What do heads look like? QueryKeys built from plain tensors, and the dense matrices that they stand for."""
+"""QueryKeys built from plain tensors, and the dense matrices that they stand for."""
 
 from __future__ import annotations
 

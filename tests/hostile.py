@@ -1,4 +1,4 @@
-"""How do tests make files that nobody should have made, and what must become of them?"""
+"""Files that nobody should have made, and what must become of them."""
 
 from __future__ import annotations
 

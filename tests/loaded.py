@@ -1,4 +1,4 @@
-"""How do tests hand a tiny model to `swap_kernel`? As what `load` would return, with a tokenizer of single letters."""
+"""Tiny models as what `load` would return, with a tokenizer of single letters."""
 
 from __future__ import annotations
 

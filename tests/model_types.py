@@ -1,4 +1,4 @@
-"""How is any model type of transformers built tiny? From its own configuration, shrunk name by name.
+"""Any model type of transformers built tiny: from its own configuration, shrunk name by name.
 
 `build(name)` gives one with sharpened W_Q and W_K, shaken norms and no network; `TYPES()` names those there are. Sizes
 that a family ties to each other don't survive every shrinking, so that a few ways of it are tried (`WAYS`).

@@ -1,4 +1,4 @@
-"""What attention does a model itself compute? Every softmax of its own eager pass, against what attnlens captures."""
+"""Every softmax of a model's own eager pass, against what attnlens captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do tests run the finished program, and how does it refuse?"""
+"""Runs the finished program, and checks how it refuses."""
 
 import os
 import subprocess

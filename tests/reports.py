@@ -1,4 +1,4 @@
-"""What would a report look like? Synthetic reports of any shape, with the trends that real models show."""
+"""Synthetic reports of any shape, with the trends that real models show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would a report of `swap-kernel` look like? Synthetic ones: one kernel or several, swept, healed, diverged."""
+"""Synthetic reports of `swap-kernel`: one kernel or several, swept, healed, diverged."""
 
 from __future__ import annotations
 

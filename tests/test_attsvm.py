@@ -1,4 +1,4 @@
-"""Is the solved direction the max-margin one, and is every claim about it a proof?"""
+"""Tests that the solved direction is the max-margin one, and that every claim about it is a proof."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Do the builders pose the constraints that the theorems state, and refuse what can't be posed?"""
+"""Tests that builders pose the constraints that the theorems state, and refuse what can't be posed."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Are many equalities eliminated without a change of the answer, and are senseless arguments refused?"""
+"""Tests that equalities are eliminated without a change of the answer, and senseless arguments refused."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Do the benchmarks still run? Not how fast: no timing is asserted."""
+"""Tests that the benchmarks still run; no timing is asserted."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Does a budget find the ranks that it promises: nested, cheapest of their size, kept on text that chose nothing?"""
+"""Tests that a budget finds the ranks that it promises: nested, cheapest of their size, kept on other text."""
 
 import copy
 import itertools

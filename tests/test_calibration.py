@@ -1,4 +1,4 @@
-"""Is what a swap is measured on kept apart from what it was fitted on, however the two texts were cut?"""
+"""Tests that what a swap is measured on is kept apart from what it was fitted on, however texts are cut."""
 
 from itertools import chain
 

@@ -1,4 +1,4 @@
-"""Is every refusal true: what a model can't run on, what was not run, what is random, what was never tested?"""
+"""Tests that every refusal is true: what can't run, was not run, is random, was never tested."""
 
 import families
 import model_types

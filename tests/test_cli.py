@@ -1,4 +1,4 @@
-"""Does the program do what it says, through its real entry point: exit code, stdout, stderr, files?"""
+"""Tests the program through its real entry point: exit code, stdout, stderr, files."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Do `attnlens converge` and `attnlens verify` do what they say: exit code, stdout, stderr, files?"""
+"""Tests `attnlens converge` and `attnlens verify`: exit code, stdout, stderr, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do options come from files and the environment as they would from the command line, and are wrong ones named?"""
+"""Tests that options come from files and the environment as from the command line, and wrong ones are named."""
 
 import json
 

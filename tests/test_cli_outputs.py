@@ -1,4 +1,4 @@
-"""Does every output land where it was asked for, and is what can't land there found before the work?"""
+"""Tests that every output lands where it was asked for, and what can't land there is found before the work."""
 
 import os
 import pty

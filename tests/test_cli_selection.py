@@ -1,4 +1,4 @@
-"""Does `attnlens inspect` pose, show and draw a head's selection, and refuse what makes no sense?"""
+"""Tests that `attnlens inspect` poses, shows and draws a head's selection, and refuses what makes no sense."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Does a series read what each checkpoint reads alone, and do experiments run as they were asked for?"""
+"""Tests that a series reads what each checkpoint reads alone, and experiments run as they were asked for."""
 
 from __future__ import annotations
 

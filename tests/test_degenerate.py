@@ -1,4 +1,4 @@
-"""Does every verb give numbers of a degenerate model where they exist, a true reason where not, and never a bug?"""
+"""Tests degenerate models in every verb: numbers where they exist, a true reason where not, never a bug."""
 
 import math
 

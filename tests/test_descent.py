@@ -1,4 +1,4 @@
-"""Does gradient descent keep its digits, and does it end where the theory says?"""
+"""Tests that gradient descent keeps its digits, and ends where the theory says."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Does doctor prove each family, and does it find what is planted wrong?"""
+"""Tests that doctor proves each family, and finds what is planted wrong."""
 
 from dataclasses import replace
 

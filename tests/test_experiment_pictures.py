@@ -1,4 +1,4 @@
-"""Do the words, axes and rows of experiments say what the figures are, of what, and what is left out?"""
+"""Tests the words, axes and rows of experiments: what the figures are, of what, and what is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are experiments told truly in tables, pictures, pages and rows, whatever a stranger wrote into them?"""
+"""Tests experiments in tables, pictures, pages and rows, whatever a stranger wrote into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the synthetic experiments say what was published, and nothing where something else was asked?"""
+"""Tests that the synthetic experiments say what was published, and nothing where something else was asked."""
 
 import json
 import math

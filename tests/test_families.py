@@ -1,4 +1,4 @@
-"""Do the tiny models make attention on which a test can fail: far from uniform, far from one-hot, masked as meant?"""
+"""Tests that the tiny models make attention on which a test can fail: not uniform, not one-hot, masked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every hostile or mistaken word answered by its promised exit code, in two lines, and before the work?"""
+"""Tests that every hostile or mistaken word is answered by its exit code, in two lines, before the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a file written whole, where its name leads, and with the mode that it should have?"""
+"""Tests that a file is written whole, where its name leads, and with the mode that it should have."""
 
 import os
 import stat

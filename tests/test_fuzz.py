@@ -1,4 +1,4 @@
-"""Does any word or file, at random, end in an exception outside the family? Words, plans, reports, swaps, TOML.
+"""Tests that no word or file, at random, ends outside the family of errors: words, plans, reports, swaps, TOML.
 
 ATTNLENS_FUZZ multiplies how many cases are tried; a few hundred in CI.
 """

@@ -1,4 +1,4 @@
-"""Do fit and heal see only what they may, train only W_Q and W_K of swapped heads, and bring the model nearer?"""
+"""Tests that fit and heal see what they may, train W_Q and W_K of swapped heads alone, and bring the model nearer."""
 
 import copy
 import math

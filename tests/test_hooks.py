@@ -1,4 +1,4 @@
-"""Does the door change nothing by itself, miss nothing, and leave nothing behind?"""
+"""Tests that the door changes nothing by itself, misses nothing, and leaves nothing behind."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Is a model's folder read within bounds, and refused in two lines where it can't be used? No payload ever runs."""
+"""Tests that a model's folder is read within bounds, or refused in two lines; no payload ever runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do headers, indexes, configs, tokenizers, texts, plans and reports made by nobody end in an error of the family?"""
+"""Tests that headers, indexes, configs, tokenizers, texts, plans and reports made by nobody end in the family."""
 
 from __future__ import annotations
 

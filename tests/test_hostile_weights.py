@@ -1,4 +1,4 @@
-"""Are the numbers that are measured those of the files: no codes, no adapter left out, no tensor unseen?"""
+"""Tests that measured numbers are those of the files: no codes, no adapter left out, no tensor unseen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the page one file that shows the report, and are other people's strings nothing but text on it?"""
+"""Tests that the page is one file that shows the report, with other people's strings as nothing but text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the measures that are called identified read the attention alone? Gauges, hidden pairs, mirrored heads."""
+"""Tests that measures called identified read the attention alone: gauges, hidden pairs, mirrored heads."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Is nothing measured that rests on a weight which the checkpoint lacks, and everything else?"""
+"""Tests that nothing is measured that rests on a weight which the checkpoint lacks, and everything else is."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Are the numbers of a report those of the model, on real trained weights and against naive computations?"""
+"""Tests that a report's numbers are the model's, on trained weights and against naive computations."""
 
 import json
 import math

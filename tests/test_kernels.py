@@ -1,4 +1,4 @@
-"""Is every kernel what its formula says, does its freedom fit a head, and is its spelling read as it is meant?"""
+"""Tests that every kernel is what its formula says, that its freedom fits a head, and how it is spelled."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from attnlens import kernels, registry
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnlens"
 LAYERS = {
@@ -244,6 +246,57 @@ def test_a_planted_question_about_the_kind_is_found():
     assert kinds_asked((PACKAGE / "sections" / "kinds.py").read_text())
 
 
+OTHER_MEANINGS = {
+    "plots/experiments/steps.py": {"linear"},  # axes
+    "records/windows.py": {"window"},  # of text, as below
+    "sections/documents.py": {"window"},
+    "sections/swaps/told.py": {"window"},
+    "sentences/population.py": {"window"},
+    "sentences/followed.py": {"symmetry"},  # the end of a measure's name
+    "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
+    "run/swap/ranks/search.py": {"rank"},  # a parameter
+    "requests/kinds.py": {"selection"},  # what --show can say, which a type must spell out
+}
+"""Words that are the names of kernels and analyzers, and mean something else there."""
+NAMELESS = (
+    "attention",
+    "cli",
+    "export",
+    "hooks",
+    "plots",
+    "records",
+    "render",
+    "requests",
+    "run",
+    "sections",
+    "sentences",
+)
+
+
+def names_in(source: str) -> set[str]:
+    """Names of kernels, ties, filters and analyzers among the strings of a file."""
+    known = {found.name for found in registry.every_analyzer()} | {*kernels.kernels(), *kernels.TIES, *kernels.FILTERS}
+    return {
+        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value in known
+    }
+
+
+@pytest.mark.parametrize("room", NAMELESS)
+def test_no_room_but_their_own_names_a_kernel_or_an_analyzer(room):
+    named = {
+        name: found
+        for path, name in zip(FILES, NAMES, strict=True)
+        if room_of(path) == room
+        if (found := names_in(path.read_text()) - OTHER_MEANINGS.get(name, set()))
+    }
+    assert named == {}
+
+
+def test_a_planted_name_of_a_kernel_is_found():
+    assert names_in("if kernel.info.name == 'rbf': ...") == {"rbf"}
+    assert names_in("words = 'the RBF kernel'") == set()
+
+
 @each_file
 def test_files_and_functions_fit_on_their_screens(path):
     source = path.read_text()
@@ -253,7 +306,10 @@ def test_files_and_functions_fit_on_their_screens(path):
     assert len(source.splitlines()) <= LONGEST_FILE
 
 
-@each_file
+OTHERS = sorted(file for room in ("tests", "benchmarks", "training") for file in (ROOT / room).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*FILES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_says_in_its_first_line_what_it_does(path):
     first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
     assert len(first.split()) >= 4

@@ -1,4 +1,4 @@
-"""Is a mask a mask whatever number stands for it, and a position bias a bias however deep it reaches?"""
+"""Tests that a mask is a mask whatever number stands for it, and a position bias a bias however deep."""
 
 import math
 from dataclasses import replace

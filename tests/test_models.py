@@ -1,4 +1,4 @@
-"""Does every way of naming a model lead to the right one, and every broken model to two readable lines?"""
+"""Tests that every way of naming a model leads to the right one, and every broken model to two lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can a plan of ranks be made again from its file, on its own model and on another one of the same shape?"""
+"""Tests that a plan of ranks can be made again from its file, on its model and on one of the same shape."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Do the pictures show the report's numbers, where they belong, and the same way every time?"""
+"""Tests that pictures show the report's numbers, where they belong, and the same way every time."""
 
 from __future__ import annotations
 

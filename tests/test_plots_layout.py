@@ -1,4 +1,4 @@
-"""Can a picture be read: do its texts keep apart, and are its axes' numbers written out?"""
+"""Tests that pictures can be read: texts keep apart, and axes' numbers are written out."""
 
 from __future__ import annotations
 

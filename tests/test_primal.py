@@ -1,4 +1,4 @@
-"""Is the primal module the paper's attention, its J the paper's loss, and does a model that owns it train?"""
+"""Tests that the primal module is the paper's attention, its J the paper's loss, and that its models train."""
 
 import copy
 import gc

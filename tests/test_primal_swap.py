@@ -1,4 +1,4 @@
-"""Is `primal:s` the kernel SVD of a head's own tokens, its output the least squares, and its healing regularised?"""
+"""Tests that `primal:s` is the kernel SVD of a head's own tokens, its output the least squares."""
 
 import math
 

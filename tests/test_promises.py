@@ -1,4 +1,4 @@
-"""Does a promise cover? Simulated texts whose plans harm other windows each, searched by the budget's own search.
+"""Tests that promises cover: simulated texts whose plans harm other windows, by the budget's own search.
 
 A text is a population of windows with topics in blocks and heavy tails. What chose a plan was chosen for being small
 there: only windows that neither fitted nor chose, spread over the text, say what the plan costs on all of it.

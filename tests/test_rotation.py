@@ -1,4 +1,4 @@
-"""Is the rotation that a model's queries and keys tell the one that turns them, whatever gains and precision hide?"""
+"""Tests that the rotation told from queries and keys is the one that turns them, whatever gains hide."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Does a saved swap come back as it was, as a plain model folder, whole or not at all?"""
+"""Tests that a saved swap comes back as it was, as a plain model folder, whole or not at all."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Do the selection.* measures say what the theory promises: naive dense computations, planted heads, nulls?"""
+"""Tests the selection.* measures against naive dense computations, planted heads and nulls."""
 
 import math
 import statistics

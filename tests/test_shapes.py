@@ -1,4 +1,4 @@
-"""Are maps, shares and orders found in a report by their shape alone?"""
+"""Tests that maps, shares and orders are found in a report by their shape alone."""
 
 from __future__ import annotations
 

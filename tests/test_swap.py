@@ -1,4 +1,4 @@
-"""Are a swap's numbers those of a naive computation, and does each option do exactly what it says?"""
+"""Tests that a swap's numbers are those of a naive computation, and each option does what it says."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Does every family bear every kernel: own outputs under its own, no leak under another, and the same by every path?"""
+"""Tests every family under every kernel: own outputs under its own, no leak, the same by every path."""
 
 from dataclasses import replace
 

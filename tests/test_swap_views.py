@@ -1,4 +1,4 @@
-"""Is what a swap did told truly, in tables, pictures, pages and rows, and does the program refuse what it must?"""
+"""Tests that what a swap did is told truly in tables, pictures, pages and rows, and what is refused."""
 
 from __future__ import annotations
 

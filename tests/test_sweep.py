@@ -1,4 +1,4 @@
-"""Is each effect of a sweep that of a separate swap, for half the work, and ranked and marked as it should be?"""
+"""Tests that each effect of a sweep is that of a separate swap, for half the work, ranked and marked."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""An eighth of transformers' model types, each built tiny: is what is accepted right, and what is refused truly said?
+"""Tests an eighth of transformers' model types, each built tiny: what is accepted, and what is refused.
 
 benchmarks/sweep.py goes through all of them. Chosen are the quick ones of every kind, and all that were once read
 wrongly: with caches that slip in, norms without weights, rotations of a fixed length, functions that are eager alone.

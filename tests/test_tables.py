@@ -1,4 +1,4 @@
-"""Do the tables show the report's numbers on any page, and other people's strings as nothing but text?"""
+"""Tests that tables show the report's numbers on any page, with other people's strings as nothing but text."""
 
 from __future__ import annotations
 

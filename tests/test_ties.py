@@ -1,4 +1,4 @@
-"""Do skewless, negativeless, mercer and keyless delete their part of log k alone, and refuse where it is open?"""
+"""Tests that skewless, negativeless, mercer and keyless delete their part of log k alone, and refuse where open."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Does `verify` measure what it says of the kernel SVD, fail where an identity breaks, and judge nothing unfairly?"""
+"""Tests that `verify` measures what it says of the kernel SVD, and fails where an identity breaks."""
 
 import copy
 import importlib

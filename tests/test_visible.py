@@ -1,4 +1,4 @@
-"""Are the shares of visible scores those of a dense least-squares fit, whatever the mask?"""
+"""Tests that shares of visible scores are those of a dense least-squares fit, whatever the mask."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Are the factors that the Jacobian tells the weights that stand in the model, and is what is not bilinear refused?"""
+"""Tests that the Jacobian's factors are the model's weights, and that what is not bilinear is refused."""
 
 import families
 import pytest

@@ -1,4 +1,4 @@
-"""Are numbers written without false digits, and other people's strings without what steers a terminal?"""
+"""Tests that numbers have no false digits, and strings nothing that steers a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokenizers go with tiny models? One of each kind of wrapping, made of single letters."""
+"""Tokenizers for tiny models, one of each kind of wrapping, made of single letters."""
 
 from __future__ import annotations
 

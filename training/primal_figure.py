@@ -1,4 +1,4 @@
-"""Does a primal last layer decay faster than a canonical one where `demo`'s size is trained longer, on more text?
+"""Trains models of `demo`'s size with and without a primal last layer, longer and on more text, and reads their decay.
 
     python training/primal_figure.py [--steps 2000] [--seeds 3] [--eta 0.1] [--out primal_figure.json]
 

@@ -1,4 +1,4 @@
-"""How is the `demo` model made? A GPT-2 of 0.84 M parameters, trained on the King James Bible with one thread.
+"""Trains the `demo` model: a GPT-2 of 0.84 M parameters on the King James Bible, with one thread.
 
     python training/train_demo.py
 

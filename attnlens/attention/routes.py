@@ -95,8 +95,8 @@ def _of_any(call: Call, kernel: Kernel) -> str | None:
         return "the model has attention sinks, which need the full form"
     if kernel.part is not None:
         return f"{kernel.tie} needs log k of the whole sequence at once"
-    if kernel.tie == "symmetric":
-        return "symmetric needs log k and its transpose"
+    if kernel.mirrored:
+        return f"{kernel.tie} needs log k and its transpose"
     if kernel.info.hard:
         return f"{kernel.info.name} picks one key and is no sum"
     return None

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnlens.choices import KERNEL
 from attnlens.cli import options as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.inputs import Inputs
@@ -24,7 +25,7 @@ Kernels = Annotated[
         help="Which kernel, as in `rbf:gamma=1+window:64`; repeatable, to compare several. "
         "`attnlens list kernels` names them.",
         metavar="NAME",
-        show_default="rbf",
+        show_default=KERNEL,
     ),
 ]
 Plan = Annotated[
@@ -85,7 +86,7 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     from attnlens.requests.wish import Wish  # late, because it loads the kernels
 
-    kernels = given["kernel"] or ["rbf"]
+    kernels = given["kernel"] or [KERNEL]
     wish = Wish.of(kernels, found)
     wish.reach(found["layers"], found["heads"])
     return {**found, "kernels": kernels, "ranks": wish.ranks}  # a plan that comes through a pipe is read once

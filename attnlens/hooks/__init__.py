@@ -1,7 +1,6 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
-from attnlens.hooks.call import OWN
 from attnlens.hooks.door import (
     Door,
     Swap,
@@ -30,6 +29,7 @@ from attnlens.hooks.survey import (
     unreached,
     without_cache,
 )
+from attnlens.kernels import OWN
 
 __all__ = [
     "IDENTITY_TOLERANCE",

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.errors import ModelError
-from attnlens.kernels import Kernel, kernels
 from attnlens.records import Call
-
-OWN = Kernel(kernels()["exponential"])
-"""The models' own kernel."""
 
 GAP = -math.log(torch.finfo(torch.float64).eps)
 """A score that is lower than another by more has no weight beside it: e^−36 is float64's rounding."""

@@ -18,8 +18,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from attnlens.attention import Route, attend
 from attnlens.errors import ModelError
-from attnlens.hooks.call import OWN, read_call
-from attnlens.kernels import Kernel
+from attnlens.hooks.call import read_call
+from attnlens.kernels import OWN, Kernel
 from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"

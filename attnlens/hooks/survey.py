@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from attnlens.attention import attend
 from attnlens.choices import Part
-from attnlens.hooks.call import OWN
 from attnlens.hooks.door import configs_of, is_attention, opened, out_of_reach
+from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")

@@ -5,4 +5,7 @@ from attnlens.kernels.modifiers import FILTERS, TIES, Filter, Modifier
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed
 
-__all__ = ["FILTERS", "TIES", "Filter", "Kernel", "Modifier", "kernels", "parsed"]
+OWN = Kernel(kernels()["exponential"])
+"""The models' own kernel."""
+
+__all__ = ["FILTERS", "OWN", "TIES", "Filter", "Kernel", "Modifier", "kernels", "parsed"]

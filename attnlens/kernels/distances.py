@@ -88,6 +88,7 @@ def _rbf_dot(
     parameters=(Parameter("gamma", "the inverse width γ", float, default=0.5, above=0.0),),
     dot=_rbf_dot,
     fused="SDPA with one more head dimension, two in half precision",
+    equal_lengths="the exponential kernel with a scale of 2γs",
     fit=OriginFit,
     trainable=("origin",),
 )

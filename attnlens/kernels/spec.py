@@ -66,6 +66,11 @@ class Kernel:
         return None if self.tie is None else TIES[self.tie].part
 
     @property
+    def mirrored(self) -> bool:
+        """Whether its tie takes the mean of log k and its transpose."""
+        return self.tie == "symmetric"
+
+    @property
     def has_gradient(self) -> bool:
         """Whether attention has a gradient: eigenvalues of which many meet at 0 have none."""
         return not self.info.hard and self.tie not in ("mercer", "negativeless")
@@ -95,7 +100,7 @@ class Kernel:
         if self.part is not None:
             return self.part(self._log(query, key, scale, softcap))[..., rows, columns]
         forward = self._log(query[..., rows, :], key[..., columns, :], scale, softcap)
-        if self.tie != "symmetric":
+        if not self.mirrored:
             return forward
         return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
 

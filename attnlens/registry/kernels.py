@@ -76,6 +76,8 @@ class KernelInfo:
     """(**parameters) → what chooses its free parameters per head from calibration text; None: it has none."""
     trainable: tuple[str, ...] = ()
     """Fitted parameters that healing may train on."""
+    equal_lengths: str = ""
+    """What it becomes where all keys of a head have one length; empty where nothing else."""
     needs_fit: bool = False
     """Whether it is nothing without calibration text (rank)."""
 

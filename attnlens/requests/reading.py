@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnlens import registry
+from attnlens.choices import SHOWN
 from attnlens.errors import UsageError
 from attnlens.records import Settings
 from attnlens.registry import Analyzer, Gathering
@@ -26,17 +27,17 @@ def chosen(
     Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
     ignored, and where nothing can be shown.
     """
-    found = registry.analyzers(named or ["selection"] * (show is not None), asked.source)
+    found = registry.analyzers(named or [SHOWN] * (show is not None), asked.source)
     if not found:
         raise UsageError(
             f"{', '.join(named) or show} reads nothing from {asked.source}.",
             "Leave out --source, or name another analyzer.",
         )
     names = list(dict.fromkeys(analyzer.name for analyzer in found))
-    looked = "selection" in names
+    looked = SHOWN in names
     if not looked and (select != "argmax" or show is not None):
         word = f"--select {select}" if show is None else f"--show {show}"
-        raise UsageError(f"{word} needs the analyzer selection, which was not named.", "Add --analyzer selection.")
+        raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
     return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 

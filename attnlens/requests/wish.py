@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnlens import calls
-from attnlens.choices import ETA, Convention, Part, Route, Sweep
+from attnlens.choices import BUDGETED, ETA, Convention, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.kernels import Kernel, parsed
@@ -143,13 +143,13 @@ def _ranks(asked: Mapping[str, Any]) -> Plan | None:
 
 def _without_rank(kernels: list[str]) -> str:
     """The spelling that stands for `rank` until the ranks are chosen; raises UsageError for any other kernel."""
-    if kernels != ["rank"]:
+    if kernels != [BUDGETED]:
         raise UsageError(
-            f"A budget chooses the ranks of the kernel rank and of no other ({', '.join(kernels) or 'none is named'}), "
-            "and a plan names them.",
+            f"A budget chooses the ranks of the kernel {BUDGETED} and of no other "
+            f"({', '.join(kernels) or 'none is named'}), and a plan names them.",
             "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
         )
-    return f"rank:{MOST_DIRECTIONS}"
+    return f"{BUDGETED}:{MOST_DIRECTIONS}"
 
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:

@@ -10,6 +10,7 @@ from typing import Unpack
 
 from attnlens import models, texts
 from attnlens.calls import public
+from attnlens.choices import KERNEL
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
@@ -28,7 +29,7 @@ FITTING, HEALING = 32, 512
 @public
 def swap_kernel(
     model: str | PathLike[str] | models.Loaded = "demo",
-    kernels: Words = "rbf",
+    kernels: Words = KERNEL,
     *,
     progress: Progress = silent,
     **more: Unpack[SwapRequest],

@@ -64,10 +64,10 @@ class Local:
             notes.append(
                 f"The model has attention sinks at {self.sinking} of {total} sites; log k keeps all its terms."
             )
-        if self.constant and kernel.info.name == "rbf":
+        if self.constant and kernel.info.equal_lengths:
             notes.append(
                 f"All keys of a head have one length at {self.constant} of {total} sites (QK-norm of unit gain): there "
-                "the RBF kernel is the exponential kernel with a scale of 2γs."
+                f"{kernel.info.name} is {kernel.info.equal_lengths}."
             )
         if kernel.tie is not None and TIES[kernel.tie].caution:
             notes.append(TIES[kernel.tie].caution)

@@ -17,6 +17,7 @@ from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.calls import public
+from attnlens.choices import SHOWN as SELECTION
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.errors import UsageError
 from attnlens.experiments import options
@@ -114,7 +115,7 @@ def posed(
         selectors.append(Selector(place))
         return selectors[-1]
 
-    (selection,) = (found for found in analyzers(["selection"]) if isinstance(found, Gathering))
+    (selection,) = (found for found in analyzers([SELECTION]) if isinstance(found, Gathering))
     keeping = replace(selection, begin=begin)
     inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
     report = inspection.run(contents, cut)

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from attnlens import models, registry, requests, texts
 from attnlens.calls import public
-from attnlens.choices import Sources
+from attnlens.choices import SHOWN, Sources
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
@@ -77,7 +77,7 @@ def _one(head: tuple[int, int] | str | None, layers: object, heads: object) -> d
 
 def _usual(source: str) -> list[str]:
     """The analyzers that run where none is named, and selection, as far as they read that source."""
-    every = [found for found in registry.every_analyzer() if found.by_default or found.name == "selection"]
+    every = [found for found in registry.every_analyzer() if found.by_default or found.name == SHOWN]
     return list(dict.fromkeys(found.name for found in every if source in ("both", found.source)))
 
 
