@@ -1,3 +1,5 @@
+"""Tests that attention by every route is softmax(log k + mask) v as computed naively in float64."""
+
 import math
 from collections.abc import Callable
 from dataclasses import replace

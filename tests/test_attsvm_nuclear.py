@@ -1,3 +1,5 @@
+"""Tests the nuclear-norm solver against golden instances, certificates and a conic solver."""
+
 import json
 import math
 from dataclasses import replace

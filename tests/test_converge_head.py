@@ -1,3 +1,5 @@
+"""Tests descent on a head's own selection problem against its SVM, from zero and from the head."""
+
 import math
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""Tests that dual, primal, truncated and Nyström kernel SVDs are one, and their objective vanishes."""
+
 import doctest
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests the ksvd.* measures against dense computations, and their picture by depth."""
+
 import json
 from dataclasses import replace
 from functools import cache

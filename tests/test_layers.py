@@ -1,3 +1,5 @@
+"""Tests the house: imports descend, names and libraries stay in their rooms, files and functions stay short."""
+
 import ast
 import re
 import sys

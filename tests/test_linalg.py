@@ -1,3 +1,5 @@
+"""Tests the measures of factored matrices against those of the dense matrices that they stand for."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests the measures of attention and scores of tokens against dense computations."""
+
 import math
 
 import pytest

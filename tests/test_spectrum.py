@@ -1,3 +1,5 @@
+"""Tests the spectra of weights and attention on planted heads, with nulls and reasons."""
+
 import pytest
 import torch
 from heads import dense, query_key, random, rotary

@@ -1,3 +1,5 @@
+"""Tests that errors and intervals cover what they say, on samples of every design, with controls that fail."""
+
 import math
 from dataclasses import dataclass
 

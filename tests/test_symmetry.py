@@ -1,3 +1,5 @@
+"""Tests symmetry, definiteness and shares of scores on planted heads, with reasons where there are none."""
+
 import pytest
 import torch
 from heads import dense, query_key, random, rotary
