@@ -82,9 +82,9 @@ def test_reports_of_the_same_words_are_the_same_bytes():
     ("words", "told"),
     [
         (("--lr", "-0.1"), "lr"),
-        (("--d", "0"), "d=0"),
-        (("--t", "1"), "T=1"),
-        (("--n", "0"), "n=0"),
+        (("--d", "0"), "'--d'"),
+        (("--t", "1"), "'--t'"),
+        (("--n", "0"), "'--n'"),
         (("--experiment", "local-convergense"), "Did you mean 'local-convergence'"),
         (("--head", "3.x"), "LAYER.HEAD"),
         (("--head", "0.1", "--layers", "1"), "--layers belongs to checkpoints"),

@@ -286,7 +286,7 @@ def test_what_does_not_belong_together_is_refused():
         ({"lr": -1.0}, "lr"),
         ({"lr": float("nan")}, "lr"),
         ({"d": 0}, "d=0"),
-        ({"t": 1}, "T=1"),
+        ({"t": 1}, "t=1"),
         ({"n": 0}, "n=0"),
         ({"trials": 0}, "trials=0"),
         ({"loss": "hinge"}, "no loss 'hinge'"),

@@ -9,12 +9,12 @@ from experiment_words import assert_in_words
 
 from attnlens import attsvm
 from attnlens.errors import UsageError
-from attnlens.experiments import EXPERIMENTS, golden, names, refuse_ignored, run_experiments
-from attnlens.experiments.options import checked
+from attnlens.experiments import EXPERIMENTS, golden, run_experiments
 from attnlens.experiments.synthetic.data import draw, grid, starts
 from attnlens.experiments.synthetic.golden import instances
 from attnlens.experiments.synthetic.next_token import corpus
 from attnlens.records.experiments import Experiment
+from attnlens.requests.training import checked_synthetic
 from attnlens.sentences.labels import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}
@@ -70,7 +70,7 @@ def test_the_golden_problems_have_the_sizes_that_were_solved():
     assert sizes["prompt_d"] == 18
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_nothing_else(name):
     found = small(name)
     assert Experiment.model_validate_json(found.model_dump_json()) == Experiment.model_validate_json(
@@ -91,7 +91,7 @@ def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_noth
     assert found == small(name)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_progress_is_told_up_to_the_end(name):
     told = []
     wishes = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
@@ -215,7 +215,7 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
         {"lr": math.inf},
         {"lr": "fast"},
         {"d": 0},
-        {"T": 1},
+        {"t": 1},
         {"n": 0},
         {"m": 0},
         {"m": 3, "parameterisation": "W"},
@@ -224,7 +224,7 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
         {"trials": 2.5},
         {"seed": -1},
         {"loss": "hinge"},
-        {"head": "gelu"},
+        {"head_function": "gelu"},
         {"parameterisation": "QK"},
         {"attention": "sefl"},
         {"start": "ones"},
@@ -234,17 +234,17 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
 )
 def test_settings_that_make_no_sense_are_refused(wish):
     with pytest.raises(UsageError) as refused:
-        run_experiments(["local-convergence"], overrides=wish)
+        checked_synthetic({"experiments": "local-convergence", **wish})
     assert refused.value.remedy
 
 
-def test_names_are_checked_and_ignored_settings_can_be_refused():
+def test_names_are_checked_and_ignored_settings_are_refused():
     with pytest.raises(UsageError, match="Did you mean"):
-        run_experiments(["local-convergance"])
-    refuse_ignored(["rank", "local-convergence"], {"lr": 0.2})
-    with pytest.raises(UsageError, match="lr"):
-        refuse_ignored(["rank", "feasibility"], {"lr": 0.2})
-    assert checked({"lr": None, "d": 4}) == {"d": 4}
+        checked_synthetic({"experiments": "local-convergance"})
+    used = checked_synthetic({"experiments": ["rank", "local-convergence", "rank"], "lr": 0.2, "d": 4, "m": None})
+    assert used == {"experiments": ["rank", "local-convergence"], "lr": 0.2, "d": 4, "seed": 0}
+    with pytest.raises(UsageError, match=r"lr would be ignored by rank, feasibility\."):
+        checked_synthetic({"experiments": ["rank", "feasibility"], "lr": 0.2})
 
 
 def test_threads_are_given_back():
@@ -259,9 +259,9 @@ def test_the_grid_is_logarithmic_and_ends_at_the_last_iteration():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_published_figures_are_met(name):
-    (found,) = run_experiments([name], quick=True)
+    (found,) = run_experiments([name], quick=True, overrides={})
     if name == "local-convergence":
         assert worded(found, "W_to_frobenius_longer") == found.curves["W to frobenius, longer"].label
         assert worded(found, "W_to_frobenius_longer") == "W to Frobenius, longer"

@@ -25,7 +25,8 @@ from attnlens.errors import IdentityError, ModelError, OutputError, TextError, U
 from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
-from attnlens.run.swap import gates, measure, resources
+from attnlens.run.swap import gates, resources
+from attnlens.run.swap.comparison import compare as comparing
 from attnlens.run.swap.comparison.targets import NOTHING, feed, task_of
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.statistics import Design, paired_difference
@@ -599,7 +600,7 @@ def test_a_diverged_model_is_not_healed(demo, broken):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory: x")])
 def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
-    honest = measure.run
+    honest = comparing.run
 
     def greedy(model, fed, task):
         if len(fed.inputs["input_ids"]) > 3:
