@@ -18,6 +18,7 @@ from attnlens.statistics import (
     gaussian_null,
     median_error,
     null_of_median,
+    p_values,
     paired_difference,
     rank_correlation,
     robust_z,
@@ -25,6 +26,7 @@ from attnlens.statistics import (
     student_interval,
     z_scores,
 )
+from attnlens.statistics.discoveries import DRAWS
 
 NAN = math.nan
 
@@ -368,3 +370,18 @@ def test_false_discoveries_stay_below_the_rate_and_true_ones_are_made():
 def test_nothing_is_rejected_where_there_is_nothing():
     assert false_discovery(torch.ones(0)).shape == (0,)
     assert not false_discovery(torch.full((3,), NAN)).any()
+
+
+def test_the_error_of_one_head_s_median_is_the_standard_error_of_its_mean():
+    values = random(4, 1, seed=3)
+    error = float(values.std() / 2)
+    (found,) = median_error(values, Design.plain(4), [[0]], draws=20_000)
+    assert found == pytest.approx(error, rel=0.03)
+    assert error * (3 / 4) ** 0.5 < 0.9 * error, "the control: without √(n/(n − 1)) it would be 13 % too small"
+
+
+def test_no_p_value_is_smaller_than_its_draws_can_tell():
+    effects = 5 + 0.01 * random(2, 32, seed=4)
+    p = p_values(effects, Design.plain(32), torch.ones(32))
+    assert (p > 0).all()
+    assert p.tolist() == pytest.approx([1 / (1 + DRAWS)] * 2)

@@ -102,6 +102,13 @@ def test_factors_are_the_weights_that_stand_in_the_model(name):
             query, key = (part * model.model.rotary_emb.attention_scaling for part in (query, key))
         torch.testing.assert_close(factors.maps.query, query, rtol=2e-6, atol=2e-6 * float(query.abs().max()))
         torch.testing.assert_close(factors.maps.key, key, rtol=2e-6, atol=2e-6 * float(key.abs().max()))
+        group = len(query) // len(key)
+        paired = factors.query_key.paired_key
+        torch.testing.assert_close(paired, factors.maps.key.repeat_interleave(group, 0), rtol=0, atol=0)
+        if group > 1:
+            assert not torch.equal(paired, factors.maps.key.repeat(group, 1, 1)), (
+                "control: not h % key heads"
+            )
         swapped = (factors.maps.query - query.flip(0)).norm()
         assert swapped > 0.1 * query.norm(), "control: heads in another order would be seen"
 
