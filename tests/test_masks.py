@@ -9,6 +9,7 @@ import transformers as tf
 
 from attnlens import hooks, weights
 from attnlens.hooks.call import read_call
+from attnlens.records import Call, Site
 from attnlens.registry import analyzers
 
 LEAST = torch.finfo(torch.float32).min
@@ -178,3 +179,48 @@ def readings(query_key, changed):
     analyzer = next(one for one in analyzers(["symmetry"]) if one.source == "tokens")
     own, other = (analyzer.function(one) for one in (query_key, changed))
     return {name: float((own[name] - other[name]).abs().nan_to_num(0).max()) for name in own}
+
+
+def test_a_call_without_a_scale_has_one_over_the_root_of_the_head_s_width():
+    query = torch.ones(1, 2, 3, 16)
+    assert read_call(torch.nn.Identity(), query, query, query, None, {}).scale == 0.25
+    assert read_call(torch.nn.Identity(), query, query, query, None, {"scaling": 2.0}).scale == 2.0
+
+
+def test_a_position_bias_beside_a_mask_of_numbers_is_added_to_it():
+    query, beside = torch.zeros(4, 2, 6, 6), relative()
+    mask = torch.where(windows(), relative(heads=1), LEAST)
+    call = read_call(torch.nn.Identity(), query, query, query, mask, {"position_bias": beside})
+    seen = windows().expand(4, 2, 6, 6)
+    torch.testing.assert_close(
+        call.bias.expand(4, 2, 6, 6)[seen], (beside + relative(heads=1)).expand(4, 2, 6, 6)[seen]
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_factors_of_a_grouped_call_are_its_attention_head_by_head(softcap):
+    draws = torch.Generator().manual_seed(2)
+    query, key = (2 * torch.randn(1, heads, 5, 4, generator=draws) for heads in (6, 2))
+    bias, seen = torch.randn(1, 6, 5, 5, generator=draws), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    call = Call(query, key, key, 0.7, allowed=seen, bias=bias, softcap=softcap)
+    found = call.query_key(Site("layer", 0, 0, "decoder")).attention[0]
+
+    def naive(head, key_head):
+        scores = 0.7 * query[0, head].double() @ key[0, key_head].double().T
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        return (scores + bias[0, head]).masked_fill(~seen[0, 0], -math.inf).softmax(-1)
+
+    for head in range(6):
+        torch.testing.assert_close(found[head], naive(head, head // 3), rtol=1e-6, atol=1e-7)
+    assert (found[1] - naive(1, 1)).abs().max() > 0.05, "the control: query head 1 meets key head 0"
+
+
+def test_some_queries_and_keys_of_a_sequence_are_those_and_no_others():
+    draws = torch.Generator().manual_seed(3)
+    query, key = torch.randn(3, 2, 5, 4, generator=draws), torch.randn(3, 2, 7, 4, generator=draws)
+    bias = torch.randn(3, 2, 5, 7, generator=draws)
+    whole = Call(query, key, key, 0.5, bias=bias, cross=True).query_key(Site("layer", 0, 0, "cross"))
+    queries, keys = torch.tensor([0, 2, 3]), torch.tensor([1, 2, 5, 6])
+    some = whole.sequences([2], queries, keys)
+    torch.testing.assert_close(some.logits[0], whole.logits[2][:, queries][..., keys])
+    assert some.value.shape == (1, 2, 4, 4)

@@ -8,6 +8,8 @@ from heads import turns
 
 from attnlens import hooks, weights
 from attnlens.errors import NotBilinearError
+from attnlens.weights.norms import linear as linear_norms
+from attnlens.weights.norms import norms_inside
 
 
 def read(model, name=None, inputs=None):
@@ -102,13 +104,12 @@ def test_factors_are_the_weights_that_stand_in_the_model(name):
             query, key = (part * model.model.rotary_emb.attention_scaling for part in (query, key))
         torch.testing.assert_close(factors.maps.query, query, rtol=2e-6, atol=2e-6 * float(query.abs().max()))
         torch.testing.assert_close(factors.maps.key, key, rtol=2e-6, atol=2e-6 * float(key.abs().max()))
+        assert factors.query_key.scale == found.call.scale
         group = len(query) // len(key)
         paired = factors.query_key.paired_key
         torch.testing.assert_close(paired, factors.maps.key.repeat_interleave(group, 0), rtol=0, atol=0)
         if group > 1:
-            assert not torch.equal(paired, factors.maps.key.repeat(group, 1, 1)), (
-                "control: not h % key heads"
-            )
+            assert not torch.equal(paired, factors.maps.key.repeat(group, 1, 1)), "control: not h % key heads"
         swapped = (factors.maps.query - query.flip(0)).norm()
         assert swapped > 0.1 * query.norm(), "control: heads in another order would be seen"
 
@@ -202,3 +203,15 @@ def test_a_part_that_is_called_norm_and_is_none_is_passed_over():
     config = transformers.RobertaPreLayerNormConfig(**families.ENCODER)
     model, inputs = causal(config, transformers.RobertaPreLayerNormForMaskedLM)
     assert not any(factors.qk_norm for factors in read(model, inputs=inputs))
+
+
+def test_a_centred_norm_keeps_its_gain_and_its_centring():
+    holder = torch.nn.Module()
+    holder.q_norm = torch.nn.LayerNorm(8, bias=False)
+    torch.nn.init.uniform_(holder.q_norm.weight, 0.5, 2)
+    x = 3 + torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    with linear_norms(norms_inside(holder)):
+        found = holder.q_norm(x)
+    expected = holder.q_norm.weight * (x - x.mean(-1, keepdim=True))
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)  # but for the norm's eps
+    assert (found - holder.q_norm.weight * x).norm() > found.norm(), "the control: uncentred it is another one"
