@@ -8,12 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnlens import calls
+from attnlens import arguments
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import write_atomically
 from attnlens.records import Report
+from attnlens.render.csv_text import spreadsheet
 from attnlens.render.markdown import markdown
-from attnlens.render.spreadsheet import spreadsheet
 from attnlens.sections import documents
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def save(report: Report, path: str | Path) -> None:
     """Write the report: the ending of the path says as what. Raises OutputError for an ending that means nothing."""
     from attnlens.render.pictures import FORMATS, encoded_picture
 
-    target = Path(calls.path("path", path))
+    target = Path(arguments.path("path", path))
     suffix = target.suffix.lower()
     if suffix in FORMATS:
         write_atomically(target, encoded_picture(documents.overview(report), suffix))

@@ -25,7 +25,7 @@ import torch
 from scipy import stats
 
 from attnlens import hooks, models, texts
-from attnlens.calls import budget_share
+from attnlens.arguments import budget_share
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
 from attnlens.records import Rise, Site

@@ -16,7 +16,7 @@ from program import attnlens as program
 from program import refused
 
 import attnlens
-from attnlens import calls, hooks, texts
+from attnlens import arguments, hooks, texts
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
@@ -591,23 +591,23 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
 @pytest.mark.parametrize("words", ["1%", "loss:1", "loss:%", "loss:1.2.3%", "kl:1%", "", "loss:nan%", 0.01])
 def test_a_budget_that_is_none_is_refused(words):
     with pytest.raises(UsageError, match="can't be read"):
-        calls.budget_share(words)
+        arguments.budget_share(words)
 
 
 @pytest.mark.parametrize("words", ["loss:0%", "loss:-1%"])
 def test_a_budget_without_anything_to_spend_is_refused(words):
     with pytest.raises(UsageError, match="leaves nothing"):
-        calls.budget_share(words)
+        arguments.budget_share(words)
 
 
 def test_a_budget_without_a_limit_is_refused():
     with pytest.raises(UsageError, match="is no limit"):
-        calls.budget_share("loss:1e999%")
+        arguments.budget_share("loss:1e999%")
 
 
 def test_budgets_are_shares():
-    assert calls.budget_share("loss:1%") == 0.01
-    assert calls.budget_share("loss: 0.5 %") == 0.005
+    assert arguments.budget_share("loss:1%") == 0.01
+    assert arguments.budget_share("loss: 0.5 %") == 0.005
 
 
 @pytest.mark.parametrize("kernels", ["rbf", "rank:8", "rank+window:8", ["rank", "rbf"]])

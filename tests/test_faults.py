@@ -26,7 +26,7 @@ from swap_reports import planned
 
 import attnlens
 from attnlens.cli import show
-from attnlens.cli.door import exit_code
+from attnlens.cli.entry import exit_code
 from attnlens.cli.verdict import failure
 from attnlens.cli.work import NO_MODEL
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
@@ -107,7 +107,7 @@ WORDS = {
 def test_mistakes_of_words_are_answered_without_torch(here):
     """All in one process, which is a new one: in this one torch is there."""
     program = (
-        "import sys\nfrom attnlens.cli.door import exit_code\n"
+        "import sys\nfrom attnlens.cli.entry import exit_code\n"
         f"for words in {[*WORDS]!r}:\n"
         "    print(words, '##', file=sys.stderr, end=' ')\n"
         "    code = exit_code(words.split())\n"

@@ -15,7 +15,7 @@ from reports import synthetic_report
 from swap_reports import planned
 
 from attnlens import requests
-from attnlens.calls import budget_share, selection_share
+from attnlens.arguments import budget_share, selection_share
 from attnlens.cli import options
 from attnlens.cli.commands import app
 from attnlens.cli.defaults import defaults, kinds

@@ -19,6 +19,7 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
 from attnlens.run import Interrupted
+from attnlens.run.inspect.collector import scaled_null
 from attnlens.run.inspect.extremes import extremes
 from attnlens.sentences import reports
 from attnlens.sentences.population import population
@@ -590,3 +591,10 @@ def test_a_report_with_a_negative_number_is_refused(field, demo_report, tmp_path
     path.write_text(json.dumps(content))
     with pytest.raises(UsageError, match=rf"heads\.3\.{field}"):
         read_report(path)
+
+
+def test_the_null_of_what_grows_with_the_factors_grows_with_them():
+    growing, fixed = (MeasureInfo("weights.x", "", "", grows_with_factors=grows) for grows in (True, False))
+    norms = torch.tensor([2.0, 0.5])
+    assert [(null.mean, null.sd) for null in scaled_null((0.3, 0.1), growing, norms)] == [(0.6, 0.2), (0.15, 0.05)]
+    assert [(null.mean, null.sd) for null in scaled_null((0.3, 0.1), fixed, norms)] == [(0.3, 0.1)] * 2

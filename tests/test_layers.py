@@ -24,7 +24,7 @@ LAYERS = {
     "attsvm": 0,
     "ksvd": 0,
     "registry": 1,
-    "calls": 1,
+    "arguments": 1,
     "requests": 2,
     "analyzers": 2,
     "kernels": 2,
@@ -252,12 +252,12 @@ OTHER_MEANINGS = {
     "plots/experiments/steps.py": {"linear"},  # axes
     "records/windows.py": {"window"},  # of text, as below
     "sections/documents.py": {"window"},
-    "sections/swaps/told.py": {"window"},
+    "sections/swaps/summary.py": {"window"},
     "sentences/population.py": {"window"},
     "sentences/followed.py": {"symmetry"},  # the end of a measure's name
     "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
     "run/swap/ranks/search.py": {"rank"},  # a parameter
-    "requests/kinds.py": {"selection"},  # what --show can say, which a type must spell out
+    "requests/options.py": {"selection"},  # what --show can say, which a type must spell out
 }
 """Words that are the names of kernels and analyzers, and mean something else there."""
 NAMELESS = (

@@ -385,3 +385,11 @@ def test_no_p_value_is_smaller_than_its_draws_can_tell():
     p = p_values(effects, Design.plain(32), torch.ones(32))
     assert (p > 0).all()
     assert p.tolist() == pytest.approx([1 / (1 + DRAWS)] * 2)
+
+
+def test_an_interval_reaches_farther_where_the_tail_of_the_windows_is_long():
+    skewed = torch.distributions.Exponential(1.0).icdf((torch.arange(40) + 0.5) / 40)
+    found = paired_difference(torch.zeros(40), skewed)
+    assert found.high - found.value > 1.2 * (found.value - found.low)
+    mirrored = paired_difference(torch.zeros(40), -skewed)
+    assert mirrored.value - mirrored.low > 1.2 * (mirrored.high - mirrored.value), "the control"

@@ -13,7 +13,7 @@ def main() -> None:
     """Run the program, and end it with the exit code that the contract says."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller has it ignored
         signal.signal(signal.SIGINT, leave)
-    from attnlens.cli.door import run
+    from attnlens.cli.entry import run
 
     run()
 

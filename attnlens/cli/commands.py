@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import attnlens
-from attnlens.cli import options as opt
+from attnlens.cli import parameters as opt
 from attnlens.cli.converge import converge, verify
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver

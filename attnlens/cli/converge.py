@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from attnlens import requests
-from attnlens.cli import options as opt
+from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from attnlens.choices import KERNEL
-from attnlens.cli import options as opt
+from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
@@ -84,9 +84,9 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("--text and --calibration both read stdin.", "Give one of them a file.")
     if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
-    from attnlens.requests.wish import Wish  # late, because it loads the kernels
+    from attnlens.requests.swap import SwapOptions  # late, because it loads the kernels
 
     kernels = given["kernel"] or [KERNEL]
-    wish = Wish.of(kernels, found)
-    wish.reach(found["layers"], found["heads"])
-    return {**found, "kernels": kernels, "ranks": wish.ranks}  # a plan that comes through a pipe is read once
+    options = SwapOptions.of(kernels, found)
+    options.reach(found["layers"], found["heads"])
+    return {**found, "kernels": kernels, "ranks": options.ranks}  # a plan that comes through a pipe is read once

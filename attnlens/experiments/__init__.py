@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnlens.experiments.options import Progress, Study, setting_of, silent
+from attnlens.experiments.settings import Progress, Study, setting_of, silent
 from attnlens.experiments.synthetic import (
     feasibility,
     global_selection,
@@ -41,9 +41,9 @@ def run_experiments(
     `overrides` are options of requests.SyntheticRequest, the seed among them. An experiment takes those that it uses,
     names them, and is compared with nothing where one of them changes what is asked.
     """
-    wishes = {setting_of(name): value for name, value in overrides.items()}
+    overrides = {setting_of(name): value for name, value in overrides.items()}
     with one_thread():
-        return [EXPERIMENTS[name].run(wishes, quick, progress) for name in chosen]
+        return [EXPERIMENTS[name].run(overrides, quick, progress) for name in chosen]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.experiments.figures import Figure, averaged, columns, curve
-from attnlens.experiments.options import Progress, silent
+from attnlens.experiments.settings import Progress, silent
 from attnlens.experiments.trained import DEMO, SHARE, TEXT, attention_curve, calls, cosine_curve, demo, sample
 from attnlens.records.experiments import Curve, Experiment
 

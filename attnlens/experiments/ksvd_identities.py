@@ -10,7 +10,7 @@ import torch
 
 from attnlens import ksvd
 from attnlens.experiments.figures import Figure, columns
-from attnlens.experiments.options import Progress, silent
+from attnlens.experiments.settings import Progress, silent
 from attnlens.experiments.trained import DEMO, TEXT, calls, demo, sample
 from attnlens.records.experiments import Experiment
 

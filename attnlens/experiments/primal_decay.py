@@ -13,7 +13,7 @@ import torch
 from attnlens import linalg, primal
 from attnlens.experiments.equal_training import CANONICAL, PRIMAL, WAYS, Training, fit, nats, pair
 from attnlens.experiments.figures import Figure, averaged, columns, curve
-from attnlens.experiments.options import Progress, silent
+from attnlens.experiments.settings import Progress, silent
 from attnlens.experiments.trained import DEMO, SHARE, TEXT, attention_curve, calls, cosine_curve, demo, sample
 from attnlens.records.experiments import Curve, Experiment
 

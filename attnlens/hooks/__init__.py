@@ -1,7 +1,8 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
-from attnlens.hooks.door import (
+from attnlens.hooks.inputs import inputs_of
+from attnlens.hooks.interface import (
     Door,
     Swap,
     implementation,
@@ -13,7 +14,6 @@ from attnlens.hooks.door import (
     swapped,
     watch,
 )
-from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.survey import (
     IDENTITY_TOLERANCE,
     Reached,

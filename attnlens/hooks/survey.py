@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attnlens.attention import attend
 from attnlens.choices import Part
-from attnlens.hooks.door import configs_of, is_attention, opened, out_of_reach
+from attnlens.hooks.interface import configs_of, is_attention, opened, out_of_reach
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 

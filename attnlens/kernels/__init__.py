@@ -1,6 +1,6 @@
 """Attention kernels, defined in the files of this room; a Kernel is one with its parameters."""
 
-from attnlens.kernels.catalogue import kernels
+from attnlens.kernels.loading import kernels
 from attnlens.kernels.modifiers import FILTERS, TIES, Filter, Modifier
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from attnlens.errors import UsageError
-from attnlens.kernels.catalogue import kernels
+from attnlens.kernels.loading import kernels
 from attnlens.kernels.modifiers import FILTERS, TIES, Filter
 from attnlens.kernels.spec import Kernel
 from attnlens.registry import Parameter, checked_name

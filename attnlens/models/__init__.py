@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnlens import calls
+from attnlens import arguments
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
 from attnlens.models.bounds import bounded
@@ -55,7 +55,7 @@ class Loaded:
     """Tensors of the checkpoint that the model has no place for."""
 
 
-@calls.public
+@arguments.public
 def load(
     name: str | os.PathLike[str],
     *,
@@ -129,11 +129,11 @@ def _refuse_swapped(place: Place) -> None:
 def _written(name: object) -> str:
     """The model's name as a string; a path is written so that it can't be mistaken for a hub id or `demo`."""
     if isinstance(name, os.PathLike):
-        calls.path("name", name)
+        arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
         raise UsageError(f"A {type(name).__name__} names no model.", "Give a hub id, a path, or what load returned.")
-    return calls.word("model", name)
+    return arguments.word("model", name)
 
 
 def _info(place: Place, model: PreTrainedModel, unused: tuple[str, ...]) -> ModelInfo:

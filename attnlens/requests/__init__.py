@@ -3,7 +3,8 @@
 Nothing heavy is imported here, so that a mistake is answered at once.
 """
 
-from attnlens.requests.kinds import (
+from attnlens.requests.fields import Option, alternatives, checked, options, value_of
+from attnlens.requests.options import (
     OUTPUT,
     Feeding,
     InspectRequest,
@@ -11,7 +12,6 @@ from attnlens.requests.kinds import (
     ModelRequest,
     SwapRequest,
 )
-from attnlens.requests.option import Option, alternatives, checked, options, value_of
 from attnlens.requests.values import Numbers, Words, head, numbers, whole, words
 
 __all__ = [

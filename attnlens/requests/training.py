@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
-from attnlens.calls import LARGEST, shown
+from attnlens.arguments import LARGEST, shown
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
-from attnlens.requests.option import Option, checked
+from attnlens.requests.fields import Option, checked
 from attnlens.requests.values import Words, words
 
 PANEL = "Synthetic experiments"

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from operator import index
 from typing import Any, cast
 
-from attnlens import calls, registry
-from attnlens.calls import LARGEST, path, several, shown, word
+from attnlens import arguments, registry
+from attnlens.arguments import LARGEST, path, several, shown, word
 from attnlens.errors import UsageError
 
 Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -105,7 +105,7 @@ def file(name: str, given: Any) -> Any:
 
 def rule(_name: str, given: Any) -> Any:
     """What counts as selected, argmax or top-p:0.9; UsageError for anything else."""
-    calls.selection_share(given)
+    arguments.selection_share(given)
     return given
 
 
@@ -118,5 +118,5 @@ def device(name: str, given: Any) -> Any:
 
 def budget(_name: str, given: Any) -> Any:
     """A budget, as in loss:1%; UsageError for anything else."""
-    calls.budget_share(given)
+    arguments.budget_share(given)
     return given

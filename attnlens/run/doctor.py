@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models, requests, texts, weights
-from attnlens.calls import public
+from attnlens.arguments import public
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models
-from attnlens.calls import shown
+from attnlens.arguments import shown
 from attnlens.errors import UsageError
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo

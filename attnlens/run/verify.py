@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from attnlens import requests
-from attnlens.calls import public, switch
+from attnlens.arguments import public, switch
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.depth_decay import depth_decay
 from attnlens.experiments.ksvd_identities import ksvd_identities

@@ -8,7 +8,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import Figure, columns, share_of
-from attnlens.experiments.options import Progress, Settings, Study, uses
+from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import draw
 from attnlens.records.experiments import Curve, Experiment
 

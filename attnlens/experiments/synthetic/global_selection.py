@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attnlens.attsvm.descent import descend
 from attnlens.experiments.figures import columns, share_of
-from attnlens.experiments.options import Progress, Settings, Study, uses
+from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 

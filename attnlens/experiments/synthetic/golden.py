@@ -11,7 +11,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import NORMS, Figure, columns
-from attnlens.experiments.options import Progress, silent
+from attnlens.experiments.settings import Progress, silent
 from attnlens.experiments.synthetic.data import draw
 from attnlens.records.experiments import Experiment
 

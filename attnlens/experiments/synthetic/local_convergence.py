@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attnlens import attsvm
 from attnlens.attsvm.descent import Descent, Instances, descend, longest
 from attnlens.experiments.figures import CORRELATION, NORMS, Figure, Published, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study, uses
+from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw, grid, starts
 from attnlens.records.experiments import Curve, Experiment
 

@@ -12,7 +12,7 @@ from attnlens import attsvm
 from attnlens.attsvm.descent import Descent, Instances, descend
 from attnlens.errors import UnposedError
 from attnlens.experiments.figures import Figure, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study, uses
+from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 

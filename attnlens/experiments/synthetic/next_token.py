@@ -12,7 +12,7 @@ from attnlens import attsvm
 from attnlens.attsvm.descent import Instances, Scores, gradient, unit
 from attnlens.errors import UnposedError, UsageError
 from attnlens.experiments.figures import CORRELATION, Published, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study, uses
+from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import grid
 from attnlens.records.experiments import Experiment
 

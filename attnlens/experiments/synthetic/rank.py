@@ -11,7 +11,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import NORMS, Figure, Published, averaged, columns, curve
-from attnlens.experiments.options import Progress, Settings, Study, uses
+from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw
 from attnlens.records.experiments import Experiment
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnlens import hooks
-from attnlens.calls import public, shown
+from attnlens.arguments import public, shown
 from attnlens.errors import UsageError
 from attnlens.records import QueryKey
 from attnlens.run import checks

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Unpack
 
 from attnlens import models, requests, texts
-from attnlens.calls import public
+from attnlens.arguments import public
 from attnlens.records import Report
 from attnlens.requests import InspectRequest, reading
 from attnlens.run import feeding

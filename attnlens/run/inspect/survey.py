@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
-from attnlens.calls import selection_share
+from attnlens.arguments import selection_share
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlens import hooks, texts
 from attnlens.kernels import Kernel
 from attnlens.records import Healing, ModelInfo, Pair, Site, Stage, Swap
-from attnlens.requests.wish import Wish
+from attnlens.requests.swap import SwapOptions
 from attnlens.run.swap.comparison.compare import Comparison
 from attnlens.run.swap.ranks.from_plan import origin
 from attnlens.run.swap.ranks.search import Choice
@@ -71,14 +71,14 @@ class Candidate:
         )
 
 
-def swap_notes(wish: Wish, model: ModelInfo, shared: float, kernel: Kernel) -> list[str]:
+def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, kernel: Kernel) -> list[str]:
     """What a reader must know of the options, a sentence each; `shared`: share of tokens that calibrated as well."""
-    notes = [] if wish.ranks is None else origin(wish.ranks, model)
+    notes = [] if options.ranks is None else origin(options.ranks, model)
     if shared:
         share = f"{100 * shared:.2g} % of the evaluated tokens"
         notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
-    if wish.fit and kernel.info.needs_fit:
+    if options.fit and kernel.info.needs_fit:
         notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
-    if wish.sweep and wish.heal:
+    if options.sweep and options.heal:
         notes.append("The sweep shows the heads and layers as they are before healing.")
     return notes

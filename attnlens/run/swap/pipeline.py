@@ -9,12 +9,12 @@ from os import PathLike
 from typing import Unpack
 
 from attnlens import models, texts
-from attnlens.calls import public
+from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
-from attnlens.requests.wish import Wish
+from attnlens.requests.swap import SwapOptions
 from attnlens.run import feeding
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.comparison.targets import check_input, feed, task_of
@@ -41,18 +41,18 @@ def swap_kernel(
     """
     start = time.perf_counter()
     given = checked(SwapRequest, more)
-    wish = Wish.of(kernels, given)
-    given["layers"], given["heads"] = wish.reach(given["layers"], given["heads"])
+    options = SwapOptions.of(kernels, given)
+    given["layers"], given["heads"] = options.reach(given["layers"], given["heads"])
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(given["text"])
-    others = texts.read_each(wish.calibration)
+    others = texts.read_each(options.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    feeding.refuse_text(loaded, [*given["text"], *wish.calibration], asked.tokens)
+    feeding.refuse_text(loaded, [*given["text"], *options.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)
     cut = feeding.cut_of(asked, given)
-    work = _prepared(loaded, wish, asked, contents, others, cut, progress)
+    work = _prepared(loaded, options, asked, contents, others, cut, progress)
     return _reported(work, start)
 
 
@@ -84,7 +84,7 @@ def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Conte
 
 def _prepared(
     loaded: models.Loaded,
-    wish: Wish,
+    options: SwapOptions,
     asked: Settings,
     contents: Sequence[texts.Content],
     others: Sequence[texts.Content],
@@ -97,12 +97,12 @@ def _prepared(
     calibrated: texts.Batches | None = None
     samples: tuple[calibration.Sample, ...] = ()
     shared = 0.0
-    if wish.limit is not None:
+    if options.limit is not None:
         search.check_task(task)
         check_input(loaded)
-    if wish.calibrates:
+    if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
-        calibrated, samples = _calibrated(loaded, wish, asked, others or contents, more, evaluated)
+        calibrated, samples = _calibrated(loaded, options, asked, others or contents, more, evaluated)
         read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
         shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = calibration.joined(read)
@@ -113,12 +113,12 @@ def _prepared(
     fed = feed(loaded, evaluated, task, asked.seed)
     design = feeding.design_of(asked, evaluated)
     settings = feeding.fed(asked, evaluated, loaded)
-    return Swapping(loaded, wish, settings, task, fed, design, calibrated, samples, progress, shared)
+    return Swapping(loaded, options, settings, task, fed, design, calibrated, samples, progress, shared)
 
 
 def _calibrated(
     loaded: models.Loaded,
-    wish: Wish,
+    options: SwapOptions,
     asked: Settings,
     contents: Sequence[texts.Content],
     cut: texts.Cut,
@@ -127,12 +127,12 @@ def _calibrated(
     """What kernels are fitted on or weights healed, if any are; and the parts that a budget, or ranks given, read."""
     found: texts.Batches | None = None
     samples: tuple[calibration.Sample, ...] = ()
-    if wish.heal or wish.limit is None:
-        some = replace(cut, sequences=HEALING if wish.heal else FITTING)
+    if options.heal or options.limit is None:
+        some = replace(cut, sequences=HEALING if options.heal else FITTING)
         found = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=evaluated.sequences)
-    if wish.limit is not None:
+    if options.limit is not None:
         some = replace(cut, sequences=calibration.wanted(contents))
-        count = calibration.PARTS if wish.ranks is None else 1
+        count = calibration.PARTS if options.ranks is None else 1
         samples = calibration.samples(loaded, contents, some, evaluated, asked.intervals, count)
     return found, samples
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, requests, texts
-from attnlens.calls import public, switch, word
+from attnlens.arguments import public, switch, word
 from attnlens.choices import Part
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel, parsed

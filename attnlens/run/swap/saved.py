@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from attnlens import calls, hooks, texts
+from attnlens import arguments, hooks, texts
 from attnlens.choices import Part
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
@@ -174,14 +174,14 @@ def _dequantised(model: Any) -> Iterator[None]:
             config.quantization_config = kept
 
 
-@calls.public
+@arguments.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     """The model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
 
     Raises ModelError where the folder holds no such model, or one of its files is not the one that was written with
     the others.
     """
-    place = Path(calls.path("folder", folder))
+    place = Path(arguments.path("folder", folder))
     checked(Loading, loading)
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)

@@ -16,7 +16,7 @@ from attnlens import hooks, models, texts
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipped, Summary, Swap, Task
-from attnlens.requests.wish import Wish
+from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
@@ -49,7 +49,7 @@ class Swapping:
     """One run of `swap_kernel`."""
 
     loaded: models.Loaded
-    wish: Wish
+    options: SwapOptions
     settings: Settings
     task: Task
     fed: list[Fed]
@@ -97,24 +97,24 @@ class Swapping:
         gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
         with self._timed("compare"):
             self._compare(candidates)
-        if self.wish.heal and self.calibrated is not None:
+        if self.options.heal and self.calibrated is not None:
             with self._timed("heal"):
                 self._heal(candidates[0], self.calibrated)
-        if (choice := candidates[0].choice) is not None and self.wish.limit is not None:
+        if (choice := candidates[0].choice) is not None and self.options.limit is not None:
             with self._timed("plan"):
-                work = self.loaded, choice, self.wish.limit, self.settings, self.fed[0].inputs
+                work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
         with self._timed("sites"):
             one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
-            local = [locally(self.loaded, self.sites, c.last, one, self.wish.path) for c in candidates]
+            local = [locally(self.loaded, self.sites, c.last, one, self.options.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
-        if self.wish.sweep and not self.interrupted:
+        if self.options.sweep and not self.interrupted:
             with self._timed("sweep"):
                 swaps = self._all_swept(swaps, candidates)
-        if self.wish.save is not None:
+        if self.options.save is not None:
             with changed_weights(self.loaded.model, candidates[0].weights):
                 try:
-                    save_swapped(self.wish.save, self.loaded, self.sites, candidates[0].last)
+                    save_swapped(self.options.save, self.loaded, self.sites, candidates[0].last)
                 except OutputError as error:  # raised when the report is made
                     self.unsaved = error
         return swaps
@@ -127,16 +127,16 @@ class Swapping:
         refuse_initialised(self.loaded, probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
-        if self.wish.ranks is not None:
-            check_fits(self.wish.ranks, reached)
-        self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.wish.part)
+        if self.options.ranks is not None:
+            check_fits(self.options.ranks, reached)
+        self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
         self.idle = idle_sites(self.loaded.model, probe, reached, self.settings.layers)
 
     def _kernels(self) -> list[Kernel]:
         """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
-        for kernel in self.wish.kernels:
+        for kernel in self.options.kernels:
             refuse_crossing(kernel, list(self.chosen))
-        return self.wish.kernels
+        return self.options.kernels
 
     def _swaps(self, kernel: Kernel) -> Swaps:
         return {site: hooks.Swap(kernel, heads) for site, heads in self.chosen.items()}
@@ -146,7 +146,7 @@ class Swapping:
         def changed() -> Iterator[None]:
             with ExitStack() as stack:
                 stack.enter_context(changed_weights(self.loaded.model, weights or {}))
-                stack.enter_context(hooks.replace(self.loaded.model, self.sites, swaps, self.wish.path))
+                stack.enter_context(hooks.replace(self.loaded.model, self.sites, swaps, self.options.path))
                 yield
 
         return changed
@@ -154,11 +154,11 @@ class Swapping:
     def _fit(self, candidate: Candidate) -> None:
         """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
         info = candidate.kernel.info
-        if self.wish.limit is not None:
-            candidate.choice = self._chosen(candidate.last, self.wish.limit)
+        if self.options.limit is not None:
+            candidate.choice = self._chosen(candidate.last, self.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.wish.fit):
+        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.options.fit):
             return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
@@ -169,11 +169,11 @@ class Swapping:
 
         def search(stage: str, work: int) -> Budgeting:
             tell = self._teller(stage, work)
-            return Budgeting(self.loaded, self.sites, swaps, self.task, self.wish.path, self.settings.seed, tell)
+            return Budgeting(self.loaded, self.sites, swaps, self.task, self.options.path, self.settings.seed, tell)
 
-        if self.wish.ranks is not None:
+        if self.options.ranks is not None:
             (fitting,) = self.samples
-            return given(search("fit rank", fitting.batches.sequences), fitting, self.wish.ranks)
+            return given(search("fit rank", fitting.batches.sequences), fitting, self.options.ranks)
         fitting, choosing, promising = self.samples
         work = budget_work(fitting, choosing, promising)
         return search("budget", work).choose(fitting, choosing, promising, limit)
@@ -203,12 +203,18 @@ class Swapping:
     def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
         model = self.loaded.model
         healer = Healer(
-            self.loaded, self.sites, candidate.last, self.task, self.wish.path, self.wish.eta, self.wish.convention
+            self.loaded,
+            self.sites,
+            candidate.last,
+            self.task,
+            self.options.path,
+            self.options.eta,
+            self.options.convention,
         )
-        tell = self._teller("heal", self.wish.heal)
+        tell = self._teller("heal", self.options.heal)
         evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
         with enough_memory(model, calibrated.batches[0].inputs, None):
-            candidate.healing = heal(healer, calibrated, self.wish.heal, self.settings.seed, evaluate, tell)
+            candidate.healing = heal(healer, calibrated, self.options.heal, self.settings.seed, evaluate, tell)
         self.interrupted = healer.interrupted
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
         variant = {"healed": self._variant(candidate.last, candidate.weights)}
@@ -221,7 +227,7 @@ class Swapping:
         self.found |= {(candidate.kernel.spelling, stage): found for stage, found in candidate.found.items()}
         with self._variant(candidate.last, candidate.weights)():
             peak = peak_of(self.loaded.model, self._pass)
-        notes = swap_notes(self.wish, self.loaded.info, self.shared, candidate.kernel)
+        notes = swap_notes(self.options, self.loaded.info, self.shared, candidate.kernel)
         return candidate.record(
             outcomes,
             local,
@@ -248,10 +254,10 @@ class Swapping:
     def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
         """The same record with the effect of each head or layer alone, of the stage before healing."""
         stages = [swaps for stage, swaps in candidate.stages.items() if stage != "healed"]
-        chosen = units(stages[-1], str(self.wish.sweep), self.heads_of)
+        chosen = units(stages[-1], str(self.options.sweep), self.heads_of)
         tell = self._teller(f"sweep {swap.kernel}", len(chosen) * len(self.fed))
         work = (self.loaded, self.sites, stages[-1], chosen, self.fed, self.task, self.design)
-        return swap.model_copy(update={"sweep": sweep(*work, self.settings.seed, self.wish.path, tell)})
+        return swap.model_copy(update={"sweep": sweep(*work, self.settings.seed, self.options.path, tell)})
 
     def report(self, swaps: list[Swap]) -> Report:
         """The report of `swap-kernel`."""

@@ -13,15 +13,15 @@ from pydantic import JsonValue
 
 from attnlens import attsvm, models, requests, texts
 from attnlens.analyzers.selection import Selector
+from attnlens.arguments import public
 from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.nearness import Nearness, span
-from attnlens.calls import public
 from attnlens.choices import SHOWN as SELECTION
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.errors import UsageError
-from attnlens.experiments import options
 from attnlens.experiments.figures import CORRELATION
+from attnlens.experiments.settings import Settings as Sizes
 from attnlens.records import Curve, Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
 from attnlens.requests import reading
@@ -72,14 +72,14 @@ def converge_head(
     that make no sense and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
-    wishes = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    descent = requests.checked(DescentRequest, wishes)
+    asked_for = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = requests.checked(DescentRequest, asked_for)
     layer, number = one = requests.head(head)
     given = requests.checked(
         requests.InspectRequest, {**more, "source": "tokens", "layers": [layer], "heads": [number]}
     )
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
-    wanted = options.Settings(trials=1, seed=asked.seed, **descent)
+    wanted = Sizes(trials=1, seed=asked.seed, **descent)
     named = texts.read_each(given["text"])
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     feeding.refuse_text(loaded, given["text"], asked.tokens)
@@ -126,7 +126,7 @@ def posed(
     return report, selectors[0], found
 
 
-def trained(found: Nearness, head: tuple[int, int], s: options.Settings, progress: Progress = silent) -> Experiment:
+def trained(found: Nearness, head: tuple[int, int], s: Sizes, progress: Progress = silent) -> Experiment:
     """Descent from zero (K, Q: from small random factors) and from the head's own M, against the SVM of its selection.
 
     `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).

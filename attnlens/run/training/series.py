@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from attnlens import models, registry, requests, texts
-from attnlens.calls import public
+from attnlens.arguments import public
 from attnlens.choices import SHOWN, Sources
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from attnlens import requests
-from attnlens.calls import public
+from attnlens.arguments import public
 from attnlens.experiments import run_experiments
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.requests.training import Sizes, checked_synthetic

@@ -68,15 +68,15 @@ class Study:
     uses: frozenset[str]
     """Names of the settings that it uses."""
 
-    def run(self, wishes: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
-        """With those wishes that it uses; what was published is compared only where no wish changes what is asked.
+    def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
+        """With those overrides that it uses; compared with what was published where none changes what is asked.
 
         Trials and seed say how surely it is answered and not what is asked: the published are compared from as many
         trials as the quick run takes, for all sizes.
         """
         standard = self.quick if quick else self.full
         used: dict[str, Any] = {
-            name: (value,) if name == "d" else value for name, value in wishes.items() if name in self.uses
+            name: (value,) if name == "d" else value for name, value in overrides.items() if name in self.uses
         }
         settings = replace(standard, **used)
         published = settings.same_but_for_trials(replace(standard, trials=self.quick.trials))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnlens import calls
+from attnlens import arguments
 from attnlens.choices import BUDGETED, ETA, Convention, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
@@ -22,7 +22,7 @@ BOTH = "A plan says which layers and heads have which rank.", "Leave out --layer
 
 
 @dataclass(frozen=True)
-class Wish:
+class SwapOptions:
     """What one run was asked for, checked."""
 
     kernels: list[Kernel]
@@ -43,7 +43,7 @@ class Wish:
     convention: Convention
 
     @classmethod
-    def of(cls, kernels: Words, asked: Mapping[str, Any]) -> Wish:
+    def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
         """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
@@ -51,7 +51,7 @@ class Wish:
             spellings = dict.fromkeys([_without_rank(list(spellings))])
         each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
-        wish = cls(
+        options = cls(
             kernels=kernels_asked,
             part=asked["part"] if ranks is None else ranks.part,
             path=asked["path"],
@@ -60,13 +60,13 @@ class Wish:
             heal=asked["heal"],
             calibration=asked["calibration"],
             save=None if asked["save"] is None else Path(asked["save"]),
-            budget=None if asked["budget"] is None else calls.budget_share(asked["budget"]),
+            budget=None if asked["budget"] is None else arguments.budget_share(asked["budget"]),
             ranks=ranks,
             eta=_eta(asked, kernels_asked),
             convention=asked["ksvd_convention"],
         )
-        wish._check()
-        return wish
+        options._check()
+        return options
 
     def _check(self) -> None:
         if not self.kernels:
@@ -136,9 +136,9 @@ def _ranks(asked: Mapping[str, Any]) -> Plan | None:
         raise UsageError(*BOTH)
     if not isinstance(ranks, Plan | str | os.PathLike):
         raise UsageError(
-            f"ranks={calls.shown(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan."
+            f"ranks={arguments.shown(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan."
         )
-    return ranks if isinstance(ranks, Plan) else read_plan(calls.path("ranks", ranks))
+    return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
 
 
 def _without_rank(kernels: list[str]) -> str:
@@ -165,6 +165,8 @@ def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
         return None
     if eta is None:
         return ETA
-    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= calls.LARGEST:
-        raise UsageError(f"eta must be 0 or more, not {calls.shown(eta)}.", f"The published code has 0.01 to {ETA:g}.")
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= arguments.LARGEST:
+        raise UsageError(
+            f"eta must be 0 or more, not {arguments.shown(eta)}.", f"The published code has 0.01 to {ETA:g}."
+        )
     return float(eta)

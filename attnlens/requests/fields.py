@@ -8,7 +8,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from attnlens.calls import LARGEST, switch
+from attnlens.arguments import LARGEST, switch
 from attnlens.registry import checked_name
 from attnlens.requests.values import Numbers, Words, numbers, whole, words
 

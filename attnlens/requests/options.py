@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from attnlens.calls import LARGEST, word
+from attnlens.arguments import LARGEST, word
 from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.requests import values
-from attnlens.requests.option import Option
+from attnlens.requests.fields import Option
 from attnlens.requests.values import Numbers, Words
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
