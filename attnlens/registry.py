@@ -13,14 +13,17 @@ from attnlens.choices import Sources
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
     from attnlens.records import Call, Measure, QueryKey, Selection, Site, Source
 
-NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
+    Readings = dict[str, Float[Tensor, "*batch heads"]]
+    """By qualified name, NaN where there is no value; a curve has a last axis more, its steps."""
+else:
+    Readings = dict  # others import the name, and importing the registry is to load no torch
 
-Readings = dict[str, "Tensor"]
-"""Qualified name → (*batch, heads) for a measure, (*batch, heads, steps) for a curve; NaN where there is no value."""
+NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
 
 
 @dataclass(frozen=True)
