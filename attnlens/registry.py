@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from attnlens.records import Call, Measure, QueryKey, Selection, Site, Source
 
-    Readings = dict[str, Float[Tensor, "*batch heads"]]
-    """By qualified name, NaN where there is no value; a curve has a last axis more, its steps."""
+    Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
+    """The measures and curves by qualified name; NaN where there is no value."""
 else:
     Readings = dict  # others import the name, and importing the registry is to load no torch
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    Tokens = Float[Tensor, "batch heads tokens head_dim"]
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Value = Float[Tensor, "batch heads keys value_dim"]
@@ -50,7 +51,7 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
     # a last column of ones sums the denominators along with the values
     value = pad(call.paired_value.to(exact), (0, 1), value=1.0)
 
-    def side(x: Query, which: str, rows: slice) -> Float[Tensor, "batch heads rows features"]:
+    def side(x: Tokens, which: str, rows: slice) -> Float[Tensor, "batch heads rows features"]:
         phi = phi_of(x[..., rows, :], call.scale, which, **kernel.parameters, **kernel.fitted)
         if which == "query" or found.kept is None:
             return phi
