@@ -1,4 +1,4 @@
-"""How do the tests see wrong shapes? The maths rooms are imported with jaxtyping and beartype watching every call."""
+"""What all tests share: the maths rooms watched for wrong shapes, a saved model, and a hub on this machine."""
 
 import os
 import shutil
@@ -19,6 +19,12 @@ os.environ.pop("HF_HUB_OFFLINE", None)
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _watched() -> None:
+    """Each test checks its own calls."""
+    watch.seen.clear()
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,17 @@
 
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
+from unittest.mock import patch
 
 import jaxtyping
+import numpy
 import torch
 from beartype import BeartypeConf, beartype
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, jaxtyped
 
 import attnlens.records
 from attnlens.records.rotation import Rotation
@@ -28,6 +31,42 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 """As mypy does, it takes a whole number where a float is asked for."""
 
 
+seen: set[tuple] = set()
+"""What was checked in the test that runs: functions, each with its tensors' shapes and types and its other arguments.
+
+Checking every step of a solver's loop again would double the time of its tests.
+"""
+
+
+def once(*, typechecker: Callable) -> Callable:
+    """In the place of `jaxtyped`, by which the hook decorates: a call like one before it in a test is not checked."""
+
+    def decorated(function: Callable) -> Callable:
+        slow = jaxtyped(function, typechecker=typechecker)
+        if isinstance(function, type):
+            return slow
+
+        @wraps(function)
+        def fast(*args: object, **options: object) -> object:
+            key = (function, *map(_kind, args), *options, *map(_kind, options.values()))
+            if jaxtyping.config.jaxtyping_disable or key in seen:
+                return function(*args, **options)
+            found = slow(*args, **options)
+            seen.add(key)
+            return found
+
+        return fast
+
+    return decorated
+
+
+def _kind(given: object) -> object:
+    """What of an argument the checks see: of another object than a tensor or number, which it is."""
+    if isinstance(given, torch.Tensor | numpy.ndarray):
+        return given.shape, given.dtype
+    return type(given) if isinstance(given, int | float) else id(given)
+
+
 def import_rooms() -> None:
     """Import the rooms with every function and dataclass checked; nothing else may have imported them before."""
     for name in OTHERS:
@@ -36,11 +75,12 @@ def import_rooms() -> None:
         getattr(attnlens.records, name)  # each file is imported by its first use
     for noun in NOUNS:
         vars(sys.modules[noun.__module__]).update(NAMES)
-        jaxtyping.jaxtyped(noun, typechecker=checked)
+        jaxtyped(noun, typechecker=checked)
     rooms = [f"attnlens.{room}" for room in ROOMS]
     typing.TYPE_CHECKING = True  # annotations are strings whose names the rooms import for type checkers only
     try:
-        with jaxtyping.install_import_hook(rooms, "watch.checked"):
+        hook = jaxtyping.install_import_hook(rooms, "watch.checked")
+        with hook, patch.object(jaxtyping, "jaxtyped", once):
             for room in rooms:
                 import_module(room)
     finally:
