@@ -1,20 +1,18 @@
-"""Watches shapes: the maths rooms are imported with jaxtyping and beartype checking every call."""
+"""What all tests share: the maths rooms watched for wrong shapes, a saved model, and a hub on this machine."""
 
 import os
 import shutil
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-import beartype.door  # noqa: F401  # before the switch below, which is meant for the maths rooms alone
 import pytest
 import torch
-from jaxtyping import install_import_hook
+import watch
 
-import attnlens.records
+watch.import_rooms()  # before any other import of attnlens
 
-for name in attnlens.records.__all__:
-    getattr(attnlens.records, name)  # each file is imported by its first use: before the switch, as above
+import fake_hub  # noqa: E402
+import hostile  # noqa: E402
 
 # The tests say themselves when they are offline; huggingface_hub reads this once, when it is first imported.
 os.environ.pop("HF_HUB_OFFLINE", None)
@@ -22,17 +20,11 @@ os.environ.pop("HF_HUB_OFFLINE", None)
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)
 
-# Annotations are strings whose names the package imports for type checkers only; here they must exist.
-typing.TYPE_CHECKING = True
-KERNELS = [f"attnlens.kernels.{room}" for room in ("products", "distances", "features", "fitting", "lowrank")]
-with install_import_hook(["attnlens.linalg", "attnlens.statistics", *KERNELS], "beartype.beartype"):
-    import attnlens.kernels
-    import attnlens.linalg
-    import attnlens.statistics
-typing.TYPE_CHECKING = False
 
-import fake_hub  # noqa: E402
-import hostile  # noqa: E402  # both import attnlens, which the hook above must see first
+@pytest.fixture(autouse=True)
+def _watched() -> None:
+    """Each test checks its own calls."""
+    watch.seen.clear()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from watch import unwatched
 
 from attnlens.attsvm import (
     Problem,
@@ -207,6 +208,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@unwatched()
 def test_nonsense_is_refused_by_name(case: str) -> None:
     call, word = REFUSED[case]
     with pytest.raises(UsageError) as refusal:

@@ -9,6 +9,7 @@ import torch
 from scipy.linalg import null_space
 from scipy.optimize import linprog
 from test_attsvm import dense, oracle
+from watch import unwatched
 
 from attnlens.attsvm import (
     Problem,
@@ -194,12 +195,14 @@ TOKENS, QUERIES, CHOSEN = torch.randn(2, 3, 4).double(), torch.randn(2, 4).doubl
         (TOKENS, QUERIES, [0, 1]),
     ],
 )
+@unwatched()
 def test_other_than_real_tensors_are_refused(tokens: object, queries: object, chosen: object) -> None:
     with pytest.raises(UsageError):
         selection(tokens, queries, chosen)
     assert len(selection(TOKENS, QUERIES, CHOSEN.int()).margins) == 4
 
 
+@unwatched()
 def test_every_builder_refuses_numpy_tokens() -> None:
     with pytest.raises(UsageError, match="ndarray"):
         prompt(TOKENS.numpy(), CHOSEN)

@@ -6,6 +6,7 @@ from importlib.resources import files
 
 import pytest
 import torch
+from watch import unwatched
 
 from attnlens import attsvm
 from attnlens.attsvm import Instances, Linear, Relu, Scores, descend
@@ -277,6 +278,7 @@ def test_the_same_seed_is_the_same_to_the_last_bit_and_trials_do_not_see_each_ot
     torch.testing.assert_close(trained(4, 5)[1:], trained(3, 6), rtol=1e-9, atol=1e-9)
 
 
+@unwatched()
 def test_what_makes_no_sense_is_refused():
     drawn = draw(2, 3, 4, 2, 0)
     W, (K, Q) = starts(drawn, 4, "random")

@@ -8,6 +8,7 @@ import torch
 from heads import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from watch import unwatched
 
 from attnlens import ksvd
 from attnlens.errors import UsageError
@@ -309,6 +310,7 @@ def test_the_two_conventions_are_the_written_out_sums_and_means():
 
 
 @pytest.mark.parametrize("convention", ["x", "papr", "Code", None])
+@unwatched()
 def test_another_convention_is_refused_with_both_names(convention):
     e, r, weight, multipliers = random(7, 3), random(5, 3), random(4, 3), random(3)
     for refused in (

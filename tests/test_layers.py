@@ -257,7 +257,7 @@ OTHER_MEANINGS = {
     "sentences/followed.py": {"symmetry"},  # the end of a measure's name
     "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
     "run/swap/ranks/search.py": {"rank"},  # a parameter
-    "requests/options.py": {"selection"},  # what --show can say, which a type must spell out
+    "requests/run_options.py": {"selection"},  # what --show can say, which a type must spell out
 }
 """Words that are the names of kernels and analyzers, and mean something else there."""
 NAMELESS = (

@@ -14,6 +14,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_model
 from torch.utils.checkpoint import checkpoint
+from watch import unwatched
 
 import attnlens
 from attnlens import ksvd, primal
@@ -363,6 +364,7 @@ def test_in_eval_mode_the_scores_stay_without_their_graph_and_are_not_trained_th
         primal.regulariser(heads)
 
 
+@unwatched()
 @torch.no_grad()
 def test_an_unknown_convention_is_refused_by_name():
     heads = heads_of()

@@ -154,7 +154,9 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     return {"ksvd.centred_rank90": rank, "ksvd.value_alignment": share}
 
 
-def _asymmetry(query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch heads"]) -> Tensor:
+def _asymmetry(
+    query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch heads"]
+) -> Float[Tensor, "*batch heads"]:
     """The mean angle between K's leading singular spaces; NaN where they are not of the same tokens."""
     from attnlens import ksvd
 
@@ -163,7 +165,11 @@ def _asymmetry(query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch 
     return ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
 
 
-def _objective(solution: Dual, queries: Tensor, keys: Tensor) -> Float[Tensor, "*batch heads"]:
+def _objective(
+    solution: Dual,
+    queries: Float[Tensor, "*batch heads queries head_dim"],
+    keys: Float[Tensor, "*batch heads keys head_dim"],
+) -> Float[Tensor, "*batch heads"]:
     """|J|/Σσ at the primal solution."""
     from attnlens import ksvd
 

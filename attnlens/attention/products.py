@@ -11,7 +11,7 @@ from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Shaped
     from torch import Tensor
 
 
@@ -39,7 +39,7 @@ def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads querie
     return found[..., : value.shape[-1]]
 
 
-def _mask(call: Call) -> Tensor | None:
+def _mask(call: Call) -> Shaped[Tensor, "#batch #heads queries keys"] | None:
     """What SDPA takes as a mask: booleans, or the bias with −∞ where nothing is seen."""
     if call.bias is None:
         return call.allowed

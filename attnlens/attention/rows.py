@@ -46,7 +46,7 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     where = positions(call, kernel.filter) if kernel.filter is not None else None
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
 
-    def output(rows: slice) -> Tensor:
+    def output(rows: slice) -> Float[Tensor, "batch heads rows value_dim"]:
         columns = _columns(call, where, reach, rows)
         found = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
         return dropout(found, call.dropout) @ value[..., columns, :]
@@ -101,7 +101,12 @@ def _seen(
 
 
 def _weights(
-    call: Call, kernel: Kernel, key: Tensor, where: Positions | None, rows: slice, columns: slice
+    call: Call,
+    kernel: Kernel,
+    key: Float[Tensor, "batch heads keys head_dim"],
+    where: Positions | None,
+    rows: slice,
+    columns: slice,
 ) -> Float[Tensor, "batch heads rows columns"]:
     log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
@@ -119,7 +124,13 @@ def _weights(
     return _normalised(log_k, sign, call.sinks, hard=kernel.info.hard)
 
 
-def _normalised(log_k: Tensor, sign: Tensor | None, sinks: Tensor | None, *, hard: bool) -> Tensor:
+def _normalised(
+    log_k: Float[Tensor, "batch heads rows columns"],
+    sign: Float[Tensor, "batch heads rows columns"] | None,
+    sinks: Float[Tensor, " heads"] | None,
+    *,
+    hard: bool,
+) -> Float[Tensor, "batch heads rows columns"]:
     """The weights of the keys from log|k|, masked with −∞, and the sign of k."""
     if sign is not None:
         mass = (log_k - log_k.detach().amax(-1, keepdim=True)).exp() * sign

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    Tokens = Float[Tensor, "batch heads tokens head_dim"]
+    Query = Float[Tensor, "batch heads queries head_dim"]
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Value = Float[Tensor, "batch heads keys value_dim"]
+    Sums = Float[Tensor, "batch heads queries value_dim"]
+
 CHUNK = 64
 """Tokens that meet each other one by one before they enter the sum."""
 
@@ -45,7 +51,7 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
     # a last column of ones sums the denominators along with the values
     value = pad(call.paired_value.to(exact), (0, 1), value=1.0)
 
-    def side(x: Tensor, which: str, rows: slice) -> Tensor:
+    def side(x: Tokens, which: str, rows: slice) -> Float[Tensor, "batch heads rows features"]:
         phi = phi_of(x[..., rows, :], call.scale, which, **kernel.parameters, **kernel.fitted)
         if which == "query" or found.kept is None:
             return phi
@@ -59,7 +65,9 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-def _even(value: Tensor, found: Reach) -> Tensor:
+def _even(
+    value: Float[Tensor, "batch heads keys value_dim"], found: Reach
+) -> Float[Tensor, "batch heads rows value_dim"]:
     """Row i: Σ_j v_j over the keys allowed; one row for all where all see the same."""
     if found.kept is not None:
         value = value.masked_fill(~found.kept[..., None], 0.0)
@@ -70,7 +78,7 @@ Side = Callable[["Tensor", str, slice], "Tensor"]
 """(vectors, "query" or "key", rows) → φ of those rows, zero for padding."""
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, side: Side) -> Tensor:
+def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Row i: φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ; within a chunk by products, before it by the sum."""
     total, found = None, []
     for start in range(0, query.shape[-2], CHUNK):
@@ -82,7 +90,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, side: Side) -> Tensor:
     return torch.cat(found, dim=-2)
 
 
-def _everything(query: Tensor, key: Tensor, value: Tensor, side: Side) -> Tensor:
+def _everything(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Row i: φ(q_i) Σ_j φ(k_j) v_jᵀ, from the side on which fewer numbers are needed."""
     queries = [slice(start, start + CHUNK) for start in range(0, query.shape[-2], CHUNK)]
     keys = [slice(start, start + CHUNK) for start in range(0, key.shape[-2], CHUNK)]

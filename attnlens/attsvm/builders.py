@@ -11,7 +11,7 @@ from attnlens.attsvm.validation import indices, real
 from attnlens.errors import UnposedError, UsageError
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
 
 
@@ -138,7 +138,7 @@ def posed(
     return Problem(differences, queries, query_of, margins, free)
 
 
-def finite(name: str, numbers: Tensor, axes: int) -> Tensor:
+def finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
     """The numbers in float64; raises UsageError for other than real tensors, other axes, no width, or NaN and ∞."""
     numbers = real(name, numbers)
     if numbers.ndim != axes:

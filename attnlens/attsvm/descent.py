@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -40,6 +40,7 @@ class Anchored:
     """Whether t is allowed and u_t is not 0: α itself and its duplicates pull nowhere."""
 
 
+@runtime_checkable
 class Head(Protocol):
     """A differentiable h behind the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
 

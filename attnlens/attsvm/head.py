@@ -159,7 +159,7 @@ def choose(scenes: Sequence[Scene], form: Form, softmax: Softmax, most: int = 64
         sets += list(chosen[found])
     every = torch.cat(odds)
     order = _solvable(every.argsort(descending=True, stable=True)[:most], sets)
-    kept = torch.tensor(places).reshape(-1, 2)[order]
+    kept = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
     whole = tuple(sets[index] for index in order.tolist())
     return Chosen(kept[:, 0], kept[:, 1], whole, every[order], tied, mean_share(shares))
 
@@ -226,13 +226,13 @@ def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_q
     return basis
 
 
-def _solvable(order: Int[Tensor, " queries"], sets: Sequence[Tensor]) -> Int[Tensor, " fewer"]:
+def _solvable(order: Int[Tensor, " queries"], sets: Sequence[Bool[Tensor, " keys"]]) -> Int[Tensor, " fewer"]:
     """The first queries whose sets O_i pose at most MOST_EQUALITIES together, |O_i| − 1 each; at least one query."""
     equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
     return order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
 
 
-def _turned(factor: Tensor, generator: torch.Generator) -> Tensor:
+def _turned(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Float[Tensor, "d rank"]:
     """The factor with its orthonormal frame replaced by a Haar-random one."""
     frame, core = torch.linalg.qr(factor)
     drawn, upper = torch.linalg.qr(torch.randn(frame.shape, generator=generator, dtype=torch.float64))
@@ -240,13 +240,15 @@ def _turned(factor: Tensor, generator: torch.Generator) -> Tensor:
     return turned
 
 
-def _largest(masked: Tensor) -> Tensor:
+def _largest(masked: Float[Tensor, "queries keys"]) -> Bool[Tensor, "queries keys"]:
     """The visible token of the largest score; nothing where none is visible."""
     best = masked.argmax(-1, keepdim=True)
     return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
 
 
-def _heaviest(masked: Tensor, log_weights: Tensor, softmax: Softmax, top_p: float) -> Tensor:
+def _heaviest(
+    masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax, top_p: float
+) -> Bool[Tensor, "queries keys"]:
     """The fewest tokens that hold `top_p` of a query's weight."""
     total = log_weights.logsumexp(-1, keepdim=True)
     if softmax.sink is not None:

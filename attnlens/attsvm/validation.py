@@ -9,6 +9,7 @@ import torch
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
+    from jaxtyping import Integer, Shaped
     from torch import Tensor
 
     from attnlens.attsvm.problem import Problem
@@ -17,7 +18,7 @@ LEAST, MOST = 1e-50, 1e50
 """Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
 
 
-def real(name: str, given: object) -> Tensor:
+def real(name: str, given: object) -> Shaped[Tensor, "*shape"]:
     """A tensor of real numbers; raises UsageError for anything else."""
     if not isinstance(given, torch.Tensor):
         raise UsageError(
@@ -28,7 +29,7 @@ def real(name: str, given: object) -> Tensor:
     return given
 
 
-def indices(name: str, given: object) -> Tensor:
+def indices(name: str, given: object) -> Integer[Tensor, "*shape"]:
     """A tensor of whole numbers; raises UsageError for anything else."""
     numbers = real(name, given)
     if numbers.is_floating_point() or numbers.dtype == torch.bool:

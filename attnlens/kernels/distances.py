@@ -46,8 +46,8 @@ class OriginFit:
         self.scatter = self.scatter + scatter
         self.target = self.target + (key * by_key).sum((0, 2)) - (mean * by_query).sum((0, 2))
 
-    def solve(self) -> dict[str, Tensor]:
-        """`origin`, (heads, head_dim)."""
+    def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
+        """`origin`."""
         import torch
 
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
@@ -64,7 +64,7 @@ def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float
 
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
-) -> tuple[Tensor, Tensor, float]:
+) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
     """2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; in half precision the last entry is two, high + low."""
     import torch
 
@@ -180,8 +180,8 @@ class BetaFit:
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
-    def solve(self) -> dict[str, Tensor]:
-        """`beta_of_head`, (heads,)."""
+    def solve(self) -> dict[str, Float[Tensor, " heads"]]:
+        """`beta_of_head`."""
         import torch
 
         tiny = torch.finfo(self.square.dtype).tiny
@@ -197,7 +197,7 @@ def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "bat
 
 def _cosine_dot(
     query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
-) -> tuple[Tensor, Tensor, float]:
+) -> tuple[Query, Key, float]:
     if beta_of_head is None:
         return _unit(query).to(query), _unit(key).to(key), beta
     unit = _unit(query)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Map = Float[Tensor, "heads head_dim rank"]
+    Low = tuple[Float[Tensor, "batch heads queries rank"], Float[Tensor, "batch heads keys rank"], float]
+    Gram = Float[Tensor, "heads size size"]
 
 
 class MapsFit:
@@ -46,8 +48,8 @@ class MapsFit:
         self.queries = self.queries + ((query * chooses).mT @ query).sum(0)
         self.keys = self.keys + ((key * weight.sum(-2)[..., None]).mT @ key - mean.mT @ mean).sum(0)
 
-    def solve(self) -> dict[str, Tensor]:
-        """`query_map` and `key_map`, (heads, head_dim, min(rank, head_dim)); the identity where nothing is cut."""
+    def solve(self) -> dict[str, Map]:
+        """`query_map` and `key_map`, the rank at most head_dim; the identity where nothing is cut."""
         import torch
 
         if self.rank >= self.queries.shape[-1]:
@@ -73,7 +75,7 @@ def directions(
     return query_inverse @ left * half, key_inverse @ right.mT * half
 
 
-def roots(gram: Float[Tensor, "heads size size"]) -> tuple[Tensor, Tensor]:
+def roots(gram: Gram) -> tuple[Gram, Gram]:
     """C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as zero."""
     import torch
 
@@ -86,7 +88,7 @@ def roots(gram: Float[Tensor, "heads size size"]) -> tuple[Tensor, Tensor]:
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
-def _low(query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map) -> tuple[Tensor, Tensor, float]:
+def _low(query: Query, key: Key, scale: float, rank: int, query_map: Map, key_map: Map) -> Low:
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
 

@@ -10,8 +10,10 @@ from attnlens.kernels.parts import keyless, mercer, negativeless, skewless
 from attnlens.registry import Parameter
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    Pairs = Float[Tensor, "*batch n n"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class Modifier:
     """The paper."""
     parameters: tuple[Parameter, ...] = ()
     """What it takes."""
-    keeps: Callable[..., Tensor] | None = None
+    keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
     """Filters: (query positions, key positions, **parameters) → which keys are kept, by broadcasting."""
     reach: Callable[..., int | None] | None = None
     """Filters: how far |i − j| a kept key may be from its query; None: any distance."""
     from_start: bool = False
     """Filters: whether places count from the start of the text, and not from each other alone."""
-    part: Callable[[Tensor], Tensor] | None = None
-    """Ties of whole sequences: log k of all pairs of tokens, (…, n, n) → what it leaves, up to query-only terms."""
+    part: Callable[[Pairs], Pairs] | None = None
+    """Ties of whole sequences: log k of all pairs of tokens → what it leaves, up to query-only terms."""
     caution: str = ""
     """What a reader of its numbers must know, in a sentence."""
 

@@ -46,7 +46,7 @@ def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     return found
 
 
-def _identified(log_k: Tensor) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch 1 n"]]:
+def _identified(log_k: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch 1 n"]]:
     """JLJ and c; JLJ + 1cᵀ = LJ is what softmax sees of L (maths of `linalg.anatomy`)."""
     seen = log_k - log_k.mean(-1, keepdim=True)
     key = seen.mean(-2, keepdim=True)

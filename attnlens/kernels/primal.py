@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     Side = Float[Tensor, "batch heads tokens features"]
     Map = Float[Tensor, "heads features scores"]
+    OutputMap = Float[Tensor, "heads both value_dim"]
+    Offset = Float[Tensor, "heads value_dim"]
 
 HELD_OUT = 4
 """One sequence in so many is kept back from the least squares, to choose how strong its ridge is."""
@@ -89,7 +91,7 @@ class PrimalFit:
                 before = self.parts[part]
                 self.parts[part] = found if before is None else before + found
 
-    def solve(self) -> dict[str, Tensor]:
+    def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
         """`query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
         value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence.
 
@@ -153,7 +155,7 @@ def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size column
     return maps
 
 
-def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Tensor, Tensor]:
+def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[OutputMap, Offset]:
     """W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
     import torch
 
@@ -173,7 +175,7 @@ def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Ten
     return output_map, (own - mean.mT @ output_map)[:, 0]
 
 
-def lost(moments: Moments, output_map: Tensor, offset: Tensor) -> Float[Tensor, " heads"]:
+def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
     """Σ‖y − W_cᵀz − b‖² of every head."""
     import torch
 
@@ -207,8 +209,8 @@ def primal(
     query_map: Map,
     key_map: Map,
     log_multipliers: Float[Tensor, "heads scores"],
-    output_map: Float[Tensor, "heads both value_dim"],
-    offset: Float[Tensor, "heads value_dim"],
+    output_map: OutputMap,
+    offset: Offset,
     tokens: Float[Tensor, " heads"],
 ) -> Float[Tensor, "batch heads tokens value_dim"]:
     """Primal-Attention from KSVD scores, which reads no values and no other token (but running means where causal)."""

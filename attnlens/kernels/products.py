@@ -68,8 +68,8 @@ class OffsetFit:
         ]
         self.errors = self.errors + torch.stack(batch)
 
-    def solve(self) -> dict[str, Tensor]:
-        """`offset_of_head`, (heads,)."""
+    def solve(self) -> dict[str, Float[Tensor, " heads"]]:
+        """`offset_of_head`."""
         import torch
 
         errors = self.errors
@@ -89,7 +89,7 @@ def _shifted(score: Score, offset: float, offset_of_head: Float[Tensor, " heads"
     return score + (offset if offset_of_head is None else offset_of_head.to(score)[:, None, None])
 
 
-def _odd_sign(value: Tensor) -> Tensor:
+def _odd_sign(value: Score) -> Score:
     """The sign, + at 0, where the magnitude is bounded from below: a row of zeros stays uniform."""
     return 1.0 - 2.0 * (value < 0).to(value)
 

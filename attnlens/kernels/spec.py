@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor, dtype
 
+    Query = Float[Tensor, "batch heads queries head_dim"]
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Log = Float[Tensor, "batch heads queries keys"]
+    Pairs = Float[Tensor, "*batch n n"]
+
 ALL = slice(None)
 
 
@@ -30,8 +35,8 @@ class Kernel:
     """A name among TIES."""
     filter: Filter | None = None
     """Which keys a query keeps, beside the model's own mask."""
-    fitted: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters chosen per head, (heads, …) each."""
+    fitted: Mapping[str, Float[Tensor, "heads ..."]] = field(default_factory=dict)
+    """Parameters chosen per head."""
 
     @cached_property
     def spelling(self) -> str:
@@ -61,7 +66,7 @@ class Kernel:
         return odd or not self.info.positive
 
     @property
-    def part(self) -> Callable[[Tensor], Tensor] | None:
+    def part(self) -> Callable[[Pairs], Pairs] | None:
         """What its tie leaves of a whole sequence's log k, up to query-only terms; None for ties of single pairs."""
         return None if self.tie is None else TIES[self.tie].part
 
@@ -75,14 +80,14 @@ class Kernel:
         """Whether attention has a gradient: eigenvalues of which many meet at 0 have none."""
         return not self.info.hard and self.tie not in ("mercer", "negativeless")
 
-    def with_fitted(self, fitted: Mapping[str, Tensor]) -> Kernel:
+    def with_fitted(self, fitted: Mapping[str, Float[Tensor, "heads ..."]]) -> Kernel:
         """The same kernel with parameters chosen per head."""
         return replace(self, fitted=dict(fitted))
 
     def log(
         self,
-        query: Float[Tensor, "batch heads queries head_dim"],
-        key: Float[Tensor, "batch heads keys head_dim"],
+        query: Query,
+        key: Key,
         scale: float,
         *,
         softcap: float | None = None,
@@ -106,8 +111,8 @@ class Kernel:
 
     def sign(
         self,
-        query: Float[Tensor, "batch heads queries head_dim"],
-        key: Float[Tensor, "batch heads keys head_dim"],
+        query: Query,
+        key: Key,
         scale: float,
         *,
         softcap: float | None = None,
@@ -120,7 +125,9 @@ class Kernel:
         found = score(query[..., rows, :], key[..., columns, :], scale, softcap)
         return self.info.sign(found, **self.parameters, **self.fitted)
 
-    def tied(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def tied(
+        self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
+    ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
         """Queries and keys after the tie; raises UsageError where it needs them of the same tokens and they are not."""
         if self.tie is None:
             return query, key
@@ -132,7 +139,7 @@ class Kernel:
             )
         return {"tied-query": (query, query), "tied-key": (key, key)}.get(self.tie, (query, key))
 
-    def _log(self, query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def _log(self, query: Query, key: Key, scale: float, softcap: float | None) -> Log:
         numbers = {**self.parameters, **self.fitted}
         if self.info.form == "output":
             raise UsageError(
@@ -154,18 +161,18 @@ class Kernel:
         return log_magnitude(product + least(product.dtype))
 
 
-def score(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+def score(query: Query, key: Key, scale: float, softcap: float | None) -> Log:
     """s⟨q, k⟩, bounded by the model's softcap where it has one."""
     product = query @ key.mT * scale
     return product if softcap is None else (product / softcap).tanh() * softcap
 
 
-def wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """In float32 at least: half precision has too few digits for the logarithm of a kernel."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def log_magnitude(value: Tensor) -> Tensor:
+def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """log|x|, in float32 at least, no lower than that of the smallest normal number: a row of zeros stays uniform."""
     import torch
 

@@ -108,7 +108,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     return _truncated(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
 
 
-def all_finite(name: str, given: Tensor) -> None:
+def all_finite(name: str, given: Float[Tensor, "*shape"]) -> None:
     """Raise UsageError for NaN and Inf, which no singular vector survives."""
     if not bool(given.isfinite().all()):
         verb = "have" if name.endswith("s") else "has"
@@ -146,7 +146,9 @@ def _residual(
 
 
 def _factors(
-    query_features: Tensor, key_features: Tensor, projection: Tensor | None
+    query_features: Float[Tensor, "*batch n features"],
+    key_features: Float[Tensor, "*batch m features"],
+    projection: Float[Tensor, "*batch sampled features"] | None,
 ) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
     """A and B with K = A Bᵀ; of an F with more rows than columns only its root R, RᵀR = FᵀF, counts."""
     left, right = query_features.double(), key_features.double()
@@ -158,7 +160,9 @@ def _factors(
     return left @ projection.mT, right @ projection.mT
 
 
-def _packed_svd(left: Tensor, right: Tensor) -> Float[Tensor, "some rows core"]:
+def _packed_svd(
+    left: Float[Tensor, "some n inner"], right: Float[Tensor, "some m inner"]
+) -> Float[Tensor, "some n+m+2 core"]:
     """H_e over H_r over σ over the border of zero, in one tensor, as a pool over heads returns."""
     (left_basis, left_core), (right_basis, right_core) = torch.linalg.qr(left), torch.linalg.qr(right)
     u, values, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
@@ -167,12 +171,18 @@ def _packed_svd(left: Tensor, right: Tensor) -> Float[Tensor, "some rows core"]:
     return torch.cat([left_basis @ u, right_basis @ vh.mT, values[:, None], border], 1)
 
 
-def _packed_matrix_svd(matrix: Tensor) -> Float[Tensor, "some rows least"]:
+def _packed_matrix_svd(matrix: Float[Tensor, "some n m"]) -> Float[Tensor, "some n+m+1 least"]:
     u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
     return torch.cat([u, vh.mT, values[:, None]], 1)
 
 
-def _truncated(left: Tensor, right: Tensor, values: Tensor, border: Tensor, s: int) -> Dual:
+def _truncated(
+    left: Float[Tensor, "*batch n least"],
+    right: Float[Tensor, "*batch m least"],
+    values: Float[Tensor, "*batch least"],
+    border: Float[Tensor, "*batch 1"],
+    s: int,
+) -> Dual:
     """The first s components, those at or below the border as zeros."""
     # Strict: a zero matrix has border 0 and keeps nothing.
     kept = (values > border)[..., :s]

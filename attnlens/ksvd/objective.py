@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def objective(
     e: Float[Tensor, "*batch n s"],
     r: Float[Tensor, "*batch m s"],
-    query_weight: Float[Tensor, "*batch sampled s"],
-    key_weight: Float[Tensor, "*batch sampled s"],
-    multipliers: Float[Tensor, "*batch s"],
+    query_weight: Float[Tensor, "*#batch sampled s"],
+    key_weight: Float[Tensor, "*#batch sampled s"],
+    multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> Float[Tensor, "*batch"]:
     """paper: J = ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r) (Eq. 6). code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(…).

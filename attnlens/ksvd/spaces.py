@@ -10,7 +10,7 @@ from attnlens.ksvd.features import centred
 from attnlens.linalg import singular_values
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Real
     from torch import Tensor
 
 
@@ -32,7 +32,7 @@ def principal_angles(
 
 
 def mean_angle(
-    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"], sizes: Int[Tensor, "*batch"]
+    left: Float[Tensor, "*batch n s"], right: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """Mean principal angle in radians between the spaces of the first `sizes` columns; NaN where that is none.
 
@@ -45,7 +45,7 @@ def mean_angle(
 
 
 def share_inside(
-    values: Float[Tensor, "*batch n value_dim"], basis: Float[Tensor, "*batch n s"], sizes: Int[Tensor, "*batch"]
+    values: Float[Tensor, "*batch n value_dim"], basis: Float[Tensor, "*batch n s"], sizes: Real[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 

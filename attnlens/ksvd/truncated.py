@@ -13,6 +13,7 @@ from attnlens.ksvd.features import at_least_one
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from numpy import ndarray
     from torch import Tensor
 
 Solver = Literal["arpack", "propack"]
@@ -42,7 +43,9 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: Solver = "arp
     return Dual(left, values, right, asked=s)
 
 
-def _one(matrix: np.ndarray, s: int, solver: Solver) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _one(
+    matrix: Float[ndarray, "n m"], s: int, solver: Solver
+) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
     n, m = matrix.shape
     if not matrix.any():
         return np.zeros((n, s)), np.zeros(s), np.zeros((m, s))

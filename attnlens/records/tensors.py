@@ -44,13 +44,14 @@ class Site:
 class QueryKey:
     """The factored matrix `scale · Q Kᵀ` of every head at one site.
 
-    From weights, a row is an input dimension (Q = W_Q, K = W_K); from tokens, a row is a token of one sequence. Leading
-    batch axes are allowed before `heads` and are kept by every analyzer.
+    From weights, a row is an input dimension (Q = W_Q, K = W_K); from tokens, a row is a token of one sequence; the
+    keys have other rows than the queries in cross-attention alone. Leading batch axes are allowed before `heads` and
+    are kept by every analyzer.
     """
 
     query: Float[Tensor, "*batch heads n head_dim"]
     """Queries as the model uses them (after bias, QK-norm and rotation), or W_Q."""
-    key: Float[Tensor, "*batch kv_heads n head_dim"]
+    key: Float[Tensor, "*batch kv_heads m head_dim"]
     """Keys, one for each *key* head: under GQA several query heads share one."""
     scale: float
     """The factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)."""
@@ -64,33 +65,33 @@ class QueryKey:
     """For each query head, the index of its key head in `key`."""
     rotation: Rotation | None = None
     """Weights under RoPE: the query of x at position i is x W_Q R(i), its key x W_K R(i)."""
-    allowed: Bool[Tensor, "*batch #heads n n"] | None = None
+    allowed: Bool[Tensor, "*batch #heads n m"] | None = None
     """Tokens: which keys (last axis) a query may see; None means all."""
-    bias: Float[Tensor, "*batch #heads n n"] | None = None
+    bias: Float[Tensor, "*batch #heads n m"] | None = None
     """Tokens: what the model adds to the scores before the mask (T5's position bias)."""
     softcap: float | None = None
     """Tokens: scores are bounded by softcap · tanh(score / softcap) (Gemma 2)."""
     sinks: Float[Tensor, " heads"] | None = None
     """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
-    value: Float[Tensor, "*batch kv_heads n value_dim"] | None = None
+    value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
     """Tokens: what the attention sums up, one for each *key* head; None where only queries and keys are known."""
     inputs: Float[Tensor, "*batch n d_model"] | None = None
     """Tokens: what the attention module was called with, for those that declare the need (self-attention only)."""
 
     @cached_property
-    def paired_key(self) -> Float[Tensor, "*batch heads n head_dim"]:
+    def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:
         """The keys, repeated so that head h meets its own key head (h // group, never h mod kv_heads)."""
         if self.key_of == tuple(range(self.key.shape[-3])):
             return self.key
         return self.key[..., list(self.key_of), :, :]
 
     @property
-    def paired_value(self) -> Float[Tensor, "*batch heads n value_dim"] | None:
+    def paired_value(self) -> Float[Tensor, "*batch heads m value_dim"] | None:
         """The values, repeated in the same way."""
         return None if self.value is None else self.value[..., list(self.key_of), :, :]
 
     @cached_property
-    def logits(self) -> Float[Tensor, "*batch heads n n"]:
+    def logits(self) -> Float[Tensor, "*batch heads n m"]:
         """Scores before the mask, in float64: softcap(scale · q kᵀ) + bias."""
         scores = self.query.double() @ self.paired_key.double().mT * self.scale
         if self.softcap is not None:
@@ -98,7 +99,7 @@ class QueryKey:
         return scores if self.bias is None else scores + self.bias.double()
 
     @cached_property
-    def attention(self) -> Float[Tensor, "*batch heads n n"]:
+    def attention(self) -> Float[Tensor, "*batch heads n m"]:
         """The attention matrix softmax(logits + mask), in float64; a query that may see nothing has a row of zeros."""
         masked = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, -math.inf)
         if self.sinks is None:

@@ -13,12 +13,15 @@ from attnlens.registry.measures import MeasureInfo
 from attnlens.registry.names import checked_name
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
     from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
-Readings = dict[str, "Tensor"]
-"""Qualified name → (*batch, heads) for a measure, (*batch, heads, steps) for a curve; NaN where there is no value."""
+    Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
+    """The measures and curves by qualified name; NaN where there is no value."""
+else:
+    Readings = dict  # others import the name, and importing the registry is to load no torch
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Nothing heavy is imported here, so that a mistake is answered at once.
 """
 
 from attnlens.requests.fields import Option, alternatives, checked, options, value_of
-from attnlens.requests.options import (
+from attnlens.requests.run_options import (
     OUTPUT,
     Feeding,
     InspectRequest,

@@ -16,7 +16,7 @@ DRAWS = 1000
 """Bootstrap samples behind the standard error of a median."""
 
 
-def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, ...]:
+def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """The standard error of each entry's mean over windows, entries that are NaN left out.
 
     sd/√n for windows of one text; see Design for several. NaN where there is only one draw to judge by.

@@ -25,6 +25,7 @@ from attnlens.registry import Answer, Place
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from attnlens.attsvm.head import Chosen, Form, Scene, Softmax
@@ -43,11 +44,11 @@ class Kept:
 
     sequence: int
     """Its number among those fed."""
-    query: Tensor
-    """(heads, n, head_dim), or the module's inputs with a 1 behind, (1, n, d_model + 1)."""
-    key: Tensor
-    """(kv_heads, n, head_dim), or the same inputs."""
-    copies: tuple[Tensor, ...]
+    query: Float[Tensor, "heads queries head_dim"]
+    """Or the module's inputs with a 1 behind, (1, n, d_model + 1)."""
+    key: Float[Tensor, "kv_heads keys head_dim"]
+    """Or the same inputs."""
+    copies: tuple[Int[Tensor, "queries keys"], ...]
     """What first_copies says, one for every mask and key head."""
     place_of: dict[int, tuple[int, int, int]]
     """Head → where its queries, keys and copies are."""
@@ -147,7 +148,7 @@ class Selector:
         }
         return Kept(sequence, query, key, copies, places)
 
-    def _known(self, copies: Tensor, at: int) -> Tensor:
+    def _known(self, copies: Int[Tensor, "queries keys"], at: int) -> Int[Tensor, "queries keys"]:
         """The same matrix of the last sequence, where that is equal: most sequences share one."""
         if self.kept and at < len(self.kept[-1].copies) and self.kept[-1].copies[at].equal(copies):
             return self.kept[-1].copies[at]
@@ -232,7 +233,7 @@ class Selector:
         )
 
 
-def _small(tensor: Tensor) -> Tensor:
+def _small(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """In main memory and at most float32, which is what models compute in; float64 stays."""
     import torch
 
@@ -240,7 +241,7 @@ def _small(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _decided(query_key: QueryKey, copies: Tensor, sink: float | None) -> float:
+def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
     """The share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
     import torch
 

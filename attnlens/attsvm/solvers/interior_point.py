@@ -14,12 +14,14 @@ import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
 if TYPE_CHECKING:
-    from typing import Any, TypeAlias
+    from jaxtyping import Bool, Float
+    from numpy import ndarray
 
-    from numpy import bool_, floating
-    from numpy.typing import NDArray
-
-    Array: TypeAlias = NDArray[floating[Any]]
+    Each = Float[ndarray, " constraints"]
+    Block = Float[ndarray, "order order"]
+    """Of order d + d_query."""
+    Form = Float[ndarray, "d d_query"]
+    Gram = Float[ndarray, "constraints constraints"]
 
 EPS = float(np.finfo(np.float64).eps)
 PATIENCE = 8
@@ -34,17 +36,17 @@ INSIDE = 0.95
 class Constraints:
     """u_cᵀ W z_c ≥ b_c, = b_c where `equal`: one row a constraint, all of about unit size."""
 
-    u: Array
-    z: Array
-    b: Array
-    equal: NDArray[bool_]
+    u: Float[ndarray, "constraints d"]
+    z: Float[ndarray, "constraints d_query"]
+    b: Each
+    equal: Bool[ndarray, " constraints"]
 
-    def form(self, multipliers: Array) -> Array:
+    def form(self, multipliers: Each) -> Form:
         """M = Σ_c λ_c u_c z_cᵀ."""
-        form: Array = (self.u * multipliers[:, None]).T @ self.z
+        form: Form = (self.u * multipliers[:, None]).T @ self.z
         return form
 
-    def block(self, multipliers: Array) -> Array:
+    def block(self, multipliers: Each) -> Block:
         """[[0, M], [Mᵀ, 0]]."""
         rows, columns = self.u.shape[1], self.z.shape[1]
         block = np.zeros((rows + columns, rows + columns))
@@ -52,16 +54,16 @@ class Constraints:
         block[rows:, :rows] = self.corner(block).T
         return block
 
-    def scores(self, block: Array) -> Array:
+    def scores(self, block: Block) -> Each:
         """2 u_cᵀ W z_c, W being the corner of a symmetric block matrix."""
-        scores: Array = 2 * ((self.u @ self.corner(block)) * self.z).sum(1)
+        scores: Each = 2 * ((self.u @ self.corner(block)) * self.z).sum(1)
         return scores
 
-    def corner(self, block: Array) -> Array:
+    def corner(self, block: Block) -> Form:
         """W of [[P, W], [Wᵀ, Q]]."""
         return block[: self.u.shape[1], self.u.shape[1] :]
 
-    def grams(self, block: Array) -> tuple[Array, Array, Array]:
+    def grams(self, block: Block) -> tuple[Gram, Gram, Gram]:
         """U P Uᵀ, U W Zᵀ, Z Q Zᵀ of [[P, W], [Wᵀ, Q]]."""
         rows = self.u.shape[1]
         P, Q = block[:rows, :rows], block[rows:, rows:]
@@ -72,28 +74,28 @@ class Constraints:
 class Point:
     """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); s is 0 at equalities, where λ is free."""
 
-    X: Array
-    s: Array
-    multipliers: Array
-    S: Array
+    X: Block
+    s: Each
+    multipliers: Each
+    S: Block
 
 
 @dataclass(frozen=True)
 class Direction:
     """By how much a Newton step changes the Point."""
 
-    X: Array
-    s: Array
-    multipliers: Array
-    S: Array
+    X: Block
+    s: Each
+    multipliers: Each
+    S: Block
 
 
 @dataclass(frozen=True)
 class Found:
     """Where the method stopped."""
 
-    W: Array
-    multipliers: Array
+    W: Form
+    multipliers: Each
     iterations: int
 
 
@@ -202,19 +204,19 @@ class Newton:
         return Point(point.X + primal * direction.X, point.s + primal * direction.s, multipliers, S)
 
 
-def symmetric(matrix: Array) -> Array:
+def symmetric(matrix: Block) -> Block:
     """(A + Aᵀ) / 2."""
-    half: Array = (matrix + matrix.T) / 2
+    half: Block = (matrix + matrix.T) / 2
     return half
 
 
-def to_border(whitener: Array, change: Array, share: float) -> float:
+def to_border(whitener: Block, change: Block, share: float) -> float:
     """Longest step ≤ 1 that keeps L Lᵀ + step · change positive definite, times `share` where it would not be."""
     least = np.linalg.eigvalsh(symmetric(whitener @ change @ whitener.T))[0]
     return 1.0 if least >= -share else float(-share / least)
 
 
-def to_zero(values: Array, change: Array, share: float) -> float:
+def to_zero(values: Each, change: Each, share: float) -> float:
     """Longest step ≤ 1 that keeps values + step · change positive, times `share` where they would not be."""
     falling = change < 0
     return float(min(1.0, share * (values[falling] / -change[falling]).min(initial=np.inf)))

@@ -1,0 +1,79 @@
+"""Which calls are checked for shapes and types while tests run: all in the maths rooms, by annotations that resolve."""
+
+import inspect
+import sys
+import typing
+from pathlib import Path
+from types import ModuleType
+
+import jaxtyping
+import pytest
+import torch
+from torch import ones, zeros
+from watch import ROOMS, unwatched
+
+from attnlens import attsvm, kernels, ksvd, linalg, statistics
+from attnlens.analyzers.ksvd import _cumulated
+from attnlens.analyzers.selection.gatherer import Kept
+from attnlens.attention import attend
+from attnlens.attention.primal_scores import running
+from attnlens.attsvm.solvers.interior_point import Found
+from attnlens.records import Call, QueryKey, Site
+
+NAMES = {name.split(".")[0] for name in ROOMS}
+MODULES = [
+    module
+    for name, module in sorted(sys.modules.items())
+    if name.startswith("attnlens.") and name.split(".")[1] in NAMES and name != "attnlens.attention.scores"
+]
+SITE = Site(path="attn", ordinal=0, layer=0, part="encoder")
+NONE = torch.tensor([0, 0])
+WRONG = {
+    "analyzers": lambda: _cumulated("attention", zeros(())),
+    "analyzers.selection": lambda: Kept(0, zeros(2, 5, 4), zeros(5, 4), (), {}),
+    "attention": lambda: running(zeros(1, 2, 5, 4), ones(1, 2, 6).bool()),
+    "attention, laid out": lambda: attend(call(value=zeros(1, 2, 6, 4)), kernels.parsed("rbf")),
+    "attsvm": lambda: attsvm.selection(zeros(2, 3, 4), zeros(3, 4), NONE),
+    "attsvm.solvers": lambda: attsvm.nuclear_rank(zeros(3)),
+    "attsvm.solvers, numpy": lambda: Found(zeros(3, 2).numpy(), zeros(3, 2).numpy(), 1),
+    "kernels": lambda: kernels.parsed("rbf").log(zeros(1, 2, 5, 4), zeros(1, 3, 5, 4), 1.0),
+    "ksvd": lambda: ksvd.dual(zeros(5, 3), zeros(7, 4), s=1),
+    "linalg": lambda: linalg.definite(zeros(2, 5, 4)),
+    "records": lambda: QueryKey(zeros(2, 5, 4), zeros(1, 5, 3), 1.0, "tokens", SITE, (0, 1), (0, 0)),
+    "statistics": lambda: statistics.paired_difference(zeros(4), zeros(5)),
+}
+
+
+def call(**other: torch.Tensor) -> Call:
+    return Call(**{"query": zeros(1, 2, 5, 4), "key": zeros(1, 2, 5, 4), "value": zeros(1, 2, 5, 4)} | other, scale=1.0)
+
+
+@pytest.mark.parametrize("room", WRONG)
+def test_a_wrong_shape_raises_in_every_room(room):
+    with pytest.raises(jaxtyping.TypeCheckError):
+        WRONG[room]()
+
+
+def test_unwatched_calls_are_a_users_own():
+    with unwatched(), pytest.raises(RuntimeError):
+        WRONG["ksvd"]()
+
+
+def test_every_file_of_the_rooms_is_watched_but_that_of_flex_attention():
+    package = Path(sys.modules["attnlens"].__file__).parent
+    files = {file for name in NAMES for file in (package / name).rglob("*.py") if file.parent != package / "attention"}
+    files |= {file for file in (package / "attention").glob("*.py") if file.stem not in ("__init__", "scores")}
+    watched = {Path(module.__file__) for module in MODULES if "Jaxtyping" in type(module.__spec__.loader).__name__}
+    assert files == watched
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_annotation_resolves(module: ModuleType):
+    """What doesn't resolve is silently not checked."""
+    for found in vars(module).values():
+        if getattr(found, "__module__", None) != module.__name__:
+            continue
+        for each in (found, *(vars(found).values() if inspect.isclass(found) else ())):
+            function = getattr(each, "fget", None) or getattr(each, "func", None) or each
+            if inspect.isclass(function) or inspect.isfunction(function):
+                typing.get_type_hints(inspect.unwrap(function))

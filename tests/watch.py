@@ -1,0 +1,97 @@
+"""Checks the shapes and types of every call in the maths rooms by their annotations, while tests run."""
+
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from unittest.mock import patch
+
+import jaxtyping
+import numpy
+import torch
+from beartype import BeartypeConf, beartype
+from jaxtyping import Bool, Float, Int, jaxtyped
+
+import attnlens.records
+from attnlens.records.rotation import Rotation
+
+FILES = ("positions", "primal_scores", "products", "routes", "rows", "sums", "whole")
+"""Those of attnlens.attention but `scores`: FlexAttention counts the parameters of its functions, which checks hide."""
+ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kernels", "ksvd", "linalg", "statistics")
+OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
+"""What the rooms and their checks import of other packages, which are not to see the switch below."""
+NOUNS = (Rotation, attnlens.records.QueryKey, attnlens.records.Call)
+"""What the rooms are called with; the other records hold no tensors."""
+NAMES = {"Bool": Bool, "Float": Float, "Int": Int, "Rotation": Rotation, "Tensor": torch.Tensor, "nn": torch.nn}
+"""Names in their annotations, which they import for type checkers only."""
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+"""As mypy does, it takes a whole number where a float is asked for."""
+
+
+seen: set[tuple] = set()
+"""What was checked in the test that runs: functions, each with its tensors' shapes and types and its other arguments.
+
+Checking every step of a solver's loop again would double the time of its tests.
+"""
+
+
+def once(*, typechecker: Callable) -> Callable:
+    """In the place of `jaxtyped`, by which the hook decorates: a call like one before it in a test is not checked."""
+
+    def decorated(function: Callable) -> Callable:
+        slow = jaxtyped(function, typechecker=typechecker)
+        if isinstance(function, type):
+            return slow
+
+        @wraps(function)
+        def fast(*args: object, **options: object) -> object:
+            key = (function, *map(_kind, args), *options, *map(_kind, options.values()))
+            if jaxtyping.config.jaxtyping_disable or key in seen:
+                return function(*args, **options)
+            found = slow(*args, **options)
+            seen.add(key)
+            return found
+
+        return fast
+
+    return decorated
+
+
+def _kind(given: object) -> object:
+    """What of an argument the checks see: of another object than a tensor or number, which it is."""
+    if isinstance(given, torch.Tensor | numpy.ndarray):
+        return given.shape, given.dtype
+    return type(given) if isinstance(given, int | float) else id(given)
+
+
+def import_rooms() -> None:
+    """Import the rooms with every function and dataclass checked; nothing else may have imported them before."""
+    for name in OTHERS:
+        import_module(name)
+    for name in attnlens.records.__all__:
+        getattr(attnlens.records, name)  # each file is imported by its first use
+    for noun in NOUNS:
+        vars(sys.modules[noun.__module__]).update(NAMES)
+        jaxtyped(noun, typechecker=checked)
+    rooms = [f"attnlens.{room}" for room in ROOMS]
+    typing.TYPE_CHECKING = True  # annotations are strings whose names the rooms import for type checkers only
+    try:
+        hook = jaxtyping.install_import_hook(rooms, "watch.checked")
+        with hook, patch.object(jaxtyping, "jaxtyped", once):
+            for room in rooms:
+                import_module(room)
+    finally:
+        typing.TYPE_CHECKING = False
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Without the checks, as in a user's program: for what attnlens itself says of wrong input."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
