@@ -93,7 +93,7 @@ def _trained(
         progress=partial(progress, f"local convergence, {name}"),
     )
     at = descent.steps.index(s.iterations) + 1
-    short = replace(descent, steps=descent.steps[:at], W=descent.W[:at], chosen=descent.chosen[:at])
+    short = replace(descent, **{name: getattr(descent, name)[:at] for name in ("steps", "W", "chosen", "largest")})
     rows, curves = dict[str, Figure](), dict[str, Curve]()
     for svm in SVMS:
         read, words = _correlations(instances, short, name, svm, progress), f"{name} to {NORMS[svm]}"
