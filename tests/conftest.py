@@ -9,13 +9,13 @@ import pytest
 import torch
 import watch
 
+# The tests say themselves when they are offline; huggingface_hub reads this once, when it is first imported.
+os.environ.pop("HF_HUB_OFFLINE", None)
+
 watch.import_rooms()  # before any other import of attnlens
 
 import fake_hub  # noqa: E402
 import hostile  # noqa: E402
-
-# The tests say themselves when they are offline; huggingface_hub reads this once, when it is first imported.
-os.environ.pop("HF_HUB_OFFLINE", None)
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)

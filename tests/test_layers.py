@@ -56,7 +56,7 @@ OWNERS = {"matplotlib": {"plots"}, "rich.table": {"render"}, "jinja2": {"render"
 """Rooms of those levels that a library belongs to; others name it for its types alone."""
 KINDS = {"swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""
-LONGEST_FUNCTION, LONGEST_FILE = 40, 400
+LONGEST_FUNCTION, LONGEST_FILE = 40, 300
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]

@@ -28,8 +28,9 @@ constraint's slack.
 
 from attnlens.attsvm.builders import causal, finite_part, prompt, selection, selection_sets
 from attnlens.attsvm.certificates import certified
-from attnlens.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
+from attnlens.attsvm.descent import Descent, Loss, Normaliser, descend
 from attnlens.attsvm.graph import next_token
+from attnlens.attsvm.instances import Instances, Linear, Relu, Scores
 from attnlens.attsvm.problem import Problem
 from attnlens.attsvm.separable import Separability, separable
 from attnlens.attsvm.solution import Solution, Status

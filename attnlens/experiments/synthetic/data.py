@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Head, Instances, Linear, Relu
+from attnlens.attsvm.instances import Head, Instances, Linear, Relu
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Descent, Instances, descend, longest
+from attnlens.attsvm.descent import Descent, descend, longest
+from attnlens.attsvm.instances import Instances
 from attnlens.experiments.figures import CORRELATION, NORMS, Figure, Published, averaged, columns, curve
 from attnlens.experiments.settings import Progress, Settings, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw, grid, starts

@@ -9,7 +9,8 @@ import torch
 from pydantic import JsonValue
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Descent, Instances, descend
+from attnlens.attsvm.descent import Descent, descend
+from attnlens.attsvm.instances import Instances
 from attnlens.errors import UnposedError
 from attnlens.experiments.figures import Figure, averaged, columns, curve
 from attnlens.experiments.settings import Progress, Settings, Study, uses

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Instances, Scores, gradient, unit
+from attnlens.attsvm.descent import gradient, unit
+from attnlens.attsvm.instances import Instances, Scores
 from attnlens.errors import UnposedError, UsageError
 from attnlens.experiments.figures import CORRELATION, Published, averaged, columns, curve
 from attnlens.experiments.settings import Progress, Settings, Study, uses

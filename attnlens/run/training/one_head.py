@@ -14,8 +14,8 @@ from pydantic import JsonValue
 from attnlens import attsvm, models, requests, texts
 from attnlens.analyzers.selection import Selector
 from attnlens.arguments import public
-from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Softmax, log_odds
+from attnlens.attsvm.instances import Instances, Scores
 from attnlens.attsvm.nearness import Nearness, span
 from attnlens.choices import SHOWN as SELECTION
 from attnlens.choices import WHERE_POSED, Space
