@@ -526,3 +526,11 @@ def test_no_number_depends_on_what_the_caller_has_set_in_torch(demo: Any, surrou
         default = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
         assert numbers() == plain
         assert default == (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"))
+
+
+def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
+    wrapped = torch.nn.Sequential(demo.model)
+    with pytest.raises(UsageError, match="A Sequential names no model"):
+        attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
+    with pytest.raises(UsageError, match="loaded with its own"):
+        attnlens.inspect("demo", tokenizer=demo.tokenizer)
