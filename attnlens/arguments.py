@@ -6,8 +6,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import islice
@@ -50,16 +50,34 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
         if not callable(given.get("progress", print)):
             raise UsageError("progress is no function.", "Give one that takes (stage, steps done, steps in all).")
-        with _ONE_AT_A_TIME, _with_derivatives():
+        with _ONE_AT_A_TIME, _plain_torch():
             return function(*args, **given)
 
     return call
 
 
-def _with_derivatives() -> AbstractContextManager[Any]:
-    """Outside a caller's inference mode, in which torch computes no derivatives."""
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Inside, torch is as it starts, so that no number depends on what a caller has set.
+
+    That is: outside inference mode, in which there are no derivatives; without autocast; and with float32 on the CPU,
+    where neither a type nor a device is named.
+    """
     torch = sys.modules.get("torch")
-    return nullcontext() if torch is None else torch.inference_mode(mode=False)
+    if torch is None:  # of which nothing can have been set
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(mode=False))
+        for kind in ("cpu", "cuda", "mps"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if (usual := torch.get_default_dtype()) != torch.float32:
+            stack.callback(torch.set_default_dtype, usual)
+            torch.set_default_dtype(torch.float32)
+        yield
 
 
 def word(what: str, given: Any) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -490,3 +492,45 @@ def test_autocast_of_the_caller_changes_no_number():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attnlens.inspect("demo", **settings).heads == plain.heads
         assert model(torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16, "the control"
+
+
+@contextlib.contextmanager
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, new tensors are of that type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
+        lambda: by_default(torch.bfloat16),
+    ],
+    ids=["autocast", "device", "dtype"],
+)
+def test_no_number_depends_on_what_the_caller_has_set_in_torch(demo: Any, surroundings: Any):
+    def numbers() -> object:
+        short = {"layers": [1], "sequences": 4, "tokens": 16, "batch_size": 2}
+        primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
+        healed = attnlens.swap_kernel(demo, "rbf", heal=2, **short).swap
+        return primal.loss, primal.perplexity, healed.loss, healed.healing
+
+    plain = numbers()
+    with surroundings():
+        default = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
+        assert numbers() == plain
+        assert default == (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"))
+
+
+def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
+    wrapped = torch.nn.Sequential(demo.model)
+    with pytest.raises(UsageError, match="A Sequential names no model"):
+        attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
+    with pytest.raises(UsageError, match="loaded with its own"):
+        attnlens.inspect("demo", tokenizer=demo.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any
     if isinstance(model, models.Loaded):
         _refuse_answered(model.model)
     if not isinstance(model, PreTrainedModel):
-        if tokenizer is not None:
+        if tokenizer is not None and isinstance(model, models.Loaded | str | os.PathLike):
             raise UsageError(
                 "A tokenizer is given beside a model that is loaded with its own.",
                 "Leave it out, or give a transformers model that is in memory.",
