@@ -485,15 +485,6 @@ def test_each_job_of_converge_takes_its_own_options_alone(job, foreign):
         getattr(attnlens, job)(**{"head": (0, 0)} if job == "converge_head" else {}, **{foreign: 3})
 
 
-def test_autocast_of_the_caller_changes_no_number():
-    settings = {"analyzers": ["spectrum"], "source": "tokens", "layers": [0], "sequences": 2, "tokens": 16}
-    model = load("demo").model
-    plain = attnlens.inspect("demo", **settings)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attnlens.inspect("demo", **settings).heads == plain.heads
-        assert model(torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16, "the control"
-
-
 @contextlib.contextmanager
 def by_default(dtype: torch.dtype) -> Iterator[None]:
     """Inside, new tensors are of that type."""

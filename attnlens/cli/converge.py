@@ -14,7 +14,7 @@ from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import NO_MODEL, working
+from attnlens.cli.work import NO_MODEL, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import InspectRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
@@ -157,7 +157,7 @@ def refuse_other(kind: str, given: list[str]) -> None:
 def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the function for that kind of run, checked; UsageError where words make no sense."""
     names = KINDS[kind]
-    models = [_named(model) for model in given["models"] or []]
+    models = [checked_model(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
         return checked_synthetic(opt.keywords(SyntheticRequest, given))
     shared = opt.keywords(InspectRequest, given)
@@ -170,12 +170,6 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return {**kept, **own, "model": models[0] if models else "demo", "head": head}
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
     return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}
-
-
-def _named(model: str) -> str:
-    if not model.strip() or "\0" in model:
-        raise UsageError("A model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
-    return model
 
 
 def _revisions(words: str | None) -> list[str]:

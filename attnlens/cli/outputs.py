@@ -113,6 +113,8 @@ def _check_name(option: str, name: str | None) -> None:
         return
     if not name.strip() or "\0" in name or (option != "png" and name.endswith(("/", os.sep))):
         raise UsageError(f"{typed(option)} names no file.", f"Give a path after {typed(option)}, or leave it out.")
+    if name.startswith("--"):
+        raise UsageError(f"{typed(option)} is followed by {name}, an option.", f"Give a path after {typed(option)}.")
     if name == STDOUT:
         raise UsageError(f"{typed(option)} does not write to stdout; --json does.", "Give a path, as /dev/stdout is.")
 

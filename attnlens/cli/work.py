@@ -13,12 +13,19 @@ NO_MODEL = "No model named: using demo, the small model that ships with attnlens
 
 
 def named_model(name: str | None, *, quiet: bool) -> str:
-    """The model asked for, or demo, which is said. Raises UsageError for an empty name."""
+    """The model asked for, or demo, which is said. Raises UsageError for what can be no name."""
     if name is None and not quiet:
         say(NO_MODEL)
-    if name is not None and (not name.strip() or "\0" in name):
-        raise UsageError("The model's name is empty.", "Name a model, or none for demo.")
-    return "demo" if name is None else name
+    return "demo" if name is None else checked_model(name)
+
+
+def checked_model(name: str) -> str:
+    """The name; UsageError where it is empty, or stands for stdin."""
+    if not name.strip() or "\0" in name:
+        raise UsageError("The model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
+    if name == "-":
+        raise UsageError("A model can't be read from stdin.", "Name a folder, a file, a hub id, or `demo`.")
+    return name
 
 
 @contextmanager

@@ -121,10 +121,9 @@ def _running(model: PreTrainedModel, inputs: Mapping[str, Tensor], modules: Coll
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
     """The model's outputs without a cache, so that every query meets every key in one call.
 
-    A model that draws random numbers (ViTMAE's masks) draws the same ones in every pass. It computes in its own number
-    type, whatever autocast says outside.
+    A model that draws random numbers (ViTMAE's masks) draws the same ones in every pass.
     """
-    with _uncached(model), _same_draws(model), torch.autocast(model.device.type, enabled=False):
+    with _uncached(model), _same_draws(model):
         return model(**inputs, **without_cache(model), **more)
 
 
