@@ -4,7 +4,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kerne
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
 """What the rooms and their checks import of other packages, which are not to see the switch below."""
 NOUNS = (Rotation, attnlens.records.QueryKey, attnlens.records.Call)
-"""What the rooms are called with; the other records hold no tensors."""
+"""What the rooms are called with, beside tensors."""
 NAMES = {"Bool": Bool, "Float": Float, "Int": Int, "Rotation": Rotation, "Tensor": torch.Tensor, "nn": torch.nn}
 """Names in their annotations, which they import for type checkers only."""
 
@@ -42,16 +42,16 @@ def once(*, typechecker: Callable) -> Callable:
     """In the place of `jaxtyped`, by which the hook decorates: a call like one before it in a test is not checked."""
 
     def decorated(function: Callable) -> Callable:
-        slow = jaxtyped(function, typechecker=typechecker)
         if isinstance(function, type):
-            return slow
+            return jaxtyped(function, typechecker=typechecker)
+        slow = cache(lambda: jaxtyped(function, typechecker=typechecker))  # made when it is first called
 
         @wraps(function)
         def fast(*args: object, **options: object) -> object:
             key = (function, *map(_kind, args), *options, *map(_kind, options.values()))
             if jaxtyping.config.jaxtyping_disable or key in seen:
                 return function(*args, **options)
-            found = slow(*args, **options)
+            found = slow()(*args, **options)
             seen.add(key)
             return found
 
