@@ -48,7 +48,7 @@ def once(*, typechecker: Callable) -> Callable:
 
         @wraps(function)
         def fast(*args: object, **options: object) -> object:
-            key = (function, *map(_kind, args), *options, *map(_kind, options.values()))
+            key = (id(function.__code__), *map(_kind, args), *options, *map(_kind, options.values()))
             if jaxtyping.config.jaxtyping_disable or key in seen:
                 return function(*args, **options)
             found = slow()(*args, **options)
@@ -61,10 +61,10 @@ def once(*, typechecker: Callable) -> Callable:
 
 
 def _kind(given: object) -> object:
-    """What of an argument the checks see: of another object than a tensor or number, which it is."""
+    """What of an argument the checks see: of another object than a tensor, number or slice, which it is."""
     if isinstance(given, torch.Tensor | numpy.ndarray):
         return given.shape, given.dtype
-    return type(given) if isinstance(given, int | float) else id(given)
+    return type(given) if isinstance(given, int | float | slice) else id(given)
 
 
 def import_rooms() -> None:
