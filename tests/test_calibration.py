@@ -88,6 +88,13 @@ def test_windows_that_follow_each_other_are_one_passage_and_lines_are_not(demo):
     assert lines.passages == lines.ids
 
 
+def test_the_beginning_of_a_text_may_be_cut_otherwise_than_its_repetitions():
+    held = [list(range(100, 200))]
+    assert overlap.share_in_runs([[7, *range(120, 151)]], held) == 31 / 32
+    assert overlap.share_in_runs([[7, *range(120, 135)]], held) == 15 / 16
+    assert overlap.share_in_runs([[7, 8, *range(120, 150)]], held) == 0, "the control: two other tokens"
+
+
 def test_nothing_is_no_share():
     assert overlap.shared_share(None, [], []) == 0
     assert overlap.share_in_runs([[]], [[1] * 40]) == 0

@@ -45,12 +45,13 @@ def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequenc
 
 def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
     """The same of passages of ids, across whose ends no run goes; where all of `calibrated` are shorter than RUN, the
-    longest of them is as long as a run.
+    longest of them is as long as a run. Of a passage no longer than that all but one token is asked for: the beginning
+    of a text is cut otherwise than its repetitions.
     """
     longest = min(RUN, max(map(len, calibrated), default=0))
     alike: dict[int, list[list[bytes]]] = {}
     for passage in evaluated:
-        length = min(longest, len(passage))
+        length = min(longest, len(passage) - (2 * LEAST <= len(passage) <= RUN))
         if length >= LEAST:
             alike.setdefault(length, []).append(_runs(passage, length))
     total = sum(map(len, evaluated))
