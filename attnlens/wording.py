@@ -23,7 +23,12 @@ def clean(text: str) -> str:
 
     Reports come from strangers: an escape sequence in a model's name must not reach the screen.
     """
-    return "".join(character if character.isprintable() else "�" for character in " ".join(text.split()))
+    return visible(" ".join(text.split()))
+
+
+def visible(text: str) -> str:
+    """`text` with its blanks and line ends, and every other character that steers a terminal made visible as �."""
+    return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
 def shortened(line: str, most: int) -> str:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import subjects
 import torch
@@ -26,6 +27,7 @@ from scipy import stats
 
 from attnlens import hooks, models, texts
 from attnlens.arguments import budget_share
+from attnlens.choices import Placement
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
 from attnlens.records import Rise, Site
@@ -96,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="any causal or masked language model (default: demo)")
     parser.add_argument("--budget", default="loss:1%", help="largest rise of the loss (default: loss:1%%)")
     parser.add_argument("--placements", type=int, default=20, help="seeds for each text (default: 20)")
-    parser.add_argument("--windows", choices=texts.PLACEMENTS, default="random", help="(default: random)")
+    parser.add_argument("--windows", choices=get_args(Placement), default="random", help="(default: random)")
     parser.add_argument("--tokens", type=int, default=32, help="of a window (default: 32)")
     parser.add_argument("--sequences", type=int, default=48, help="windows of all three parts (default: 48)")
     parser.add_argument("--parts", type=int, default=3, help="texts that a TEXT is cut into (default: 3)")

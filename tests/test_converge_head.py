@@ -189,3 +189,11 @@ def test_the_report_carries_the_head_and_both_experiments() -> None:
     cosine = head.measures["selection.svm_cosine"]
     assert cosine.value == pytest.approx(report.experiments[0].final["correlation of the head"], abs=1e-8)
     assert cosine.null is not None
+
+
+@pytest.mark.parametrize(
+    "ignored", [{"layers": [99]}, {"source": "weights"}, {"show": "selection"}, {"select": "top-p:0.5"}]
+)
+def test_options_of_inspect_that_a_head_s_descent_has_no_use_for_are_refused(ignored: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"There is no option '{next(iter(ignored))}'"):
+        converge_head("demo", head="1.3", **ignored)

@@ -54,7 +54,7 @@ HEAVY = {"torch", "transformers", "matplotlib"}
 KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "jinja2": {5}, "typer": {6}}
 OWNERS = {"matplotlib": {"plots"}, "rich.table": {"render"}, "jinja2": {"render"}}
 """Rooms of those levels that a library belongs to; others name it for its types alone."""
-KINDS = {"swap", "experiments", "trajectories", "doctor"}
+KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""
 LONGEST_FUNCTION, LONGEST_FILE = 40, 300
 

@@ -19,7 +19,7 @@ from attnlens.cli.outputs import Outputs, product
 from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
 from attnlens.cli.swap import swap_kernel
 from attnlens.cli.verdict import PARTLY, end_strictly, failure
-from attnlens.cli.work import named_model, working
+from attnlens.cli.work import check_reading, named_model, working
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 from attnlens.requests import InspectRequest, ModelRequest
@@ -81,7 +81,9 @@ def inspect(
 def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
     outputs = Outputs.of(given)
     settings = opt.keywords(InspectRequest, given) | opt.chosen(given)
-    _check_reading(settings, windows=outputs.windows_csv is not None)
+    check_reading(settings)
+    if outputs.windows_csv is not None and settings["source"] == "weights":
+        raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
     with interruptible_at_once():
@@ -98,16 +100,6 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
     deliver(outputs, report, interrupted=stopped)
     if given["strict"]:
         end_strictly(report)
-
-
-def _check_reading(settings: Mapping[str, Any], *, windows: bool) -> None:
-    """Raise UsageError for what the source that was asked for does not give."""
-    from attnlens.requests import reading  # late, because it loads the records
-
-    reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
-    reading.refuse_unread(settings["text"], settings["source"])
-    if windows and settings["source"] == "weights":
-        raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
 
 
 app.command(name="swap-kernel")(swap_kernel)

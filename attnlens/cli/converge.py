@@ -14,7 +14,7 @@ from attnlens.cli.inputs import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import NO_MODEL, checked_model, working
+from attnlens.cli.work import NO_MODEL, check_reading, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import InspectRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
@@ -168,6 +168,7 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
         own = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
         return {**kept, **own, "model": models[0] if models else "demo", "head": head}
+    check_reading({"select": "argmax", "show": None, **shared})
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
     return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}
 

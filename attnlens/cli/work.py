@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, progress, say
@@ -26,6 +27,14 @@ def checked_model(name: str) -> str:
     if name == "-":
         raise UsageError("A model can't be read from stdin.", "Name a folder, a file, a hub id, or `demo`.")
     return name
+
+
+def check_reading(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for what the source that was asked for does not give."""
+    from attnlens.requests import reading  # late, because it loads the records
+
+    reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
+    reading.refuse_unread(settings["text"], settings["source"])
 
 
 @contextmanager

@@ -207,10 +207,6 @@ class Report(Record):
         """Names of the scalar measures of any head, in the order of first appearance."""
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
-    def curve_names(self) -> list[str]:
-        """Names of the curves of any head, in the order of first appearance."""
-        return list(dict.fromkeys(name for head in self.heads for name in head.curves))
-
     def write_json(self, path: str | Path) -> None:
         """Write the report to `path` through a temporary file and a rename.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from attnlens.sections.section import Document, Head, Section, Table
+from attnlens.sections.section import Document, Heading, Section, Table
 from attnlens.wording import clean
 
 SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
@@ -27,7 +27,7 @@ def escaped(text: str) -> str:
     return re.sub("www[.]", "www&#46;", coded, flags=re.IGNORECASE).replace("&#64;", "&#64;&#8203;")
 
 
-def _head(head: Head) -> Iterator[str]:
+def _head(head: Heading) -> Iterator[str]:
     yield from (f"## attnlens {escaped(head.command)}: {escaped(head.title)}", "", escaped(head.facts), "")
     yield from (f"- {escaped(line)}" for line in (*head.asides, *head.notes))
     yield from ("", f"**{escaped(head.standing)}**", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from rich import box
@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.sections.section import Column, Document, Head, Passage, Section, Table, grouped
-from attnlens.wording import clean
+from attnlens.sections.section import Column, Document, Heading, Passage, Section, Table, grouped
+from attnlens.wording import clean, visible
 
 GAP = 2
 """Blanks between columns."""
@@ -32,11 +32,11 @@ def document(told: Document) -> Group:
     return Group(*lines)
 
 
-def _head(head: Head) -> Iterator[RenderableType]:
-    yield Text.assemble((head.title, "bold"), " · ", head.facts)
+def _head(head: Heading) -> Iterator[RenderableType]:
+    yield Text.assemble((clean(head.title), "bold"), " · ", clean(head.facts))
     yield from (Text(clean(line), style="dim") for line in head.asides)
     yield from (Text(clean(note), style="yellow") for note in head.notes)
-    yield Text(head.standing, style="bold blue" if head.sound else "bold yellow")
+    yield Text(clean(head.standing), style="bold blue" if head.sound else "bold yellow")
 
 
 def _printed(section: Section) -> Iterator[RenderableType]:
@@ -62,14 +62,14 @@ def _items(items: Sequence[str | tuple[str, str]]) -> Iterator[RenderableType]:
         grid.add_column(overflow="fold")
         for name, what in pairs:
             grid.add_row(Text(clean(name)), Text(clean(what)))
-        yield Padding(grid, (0, 0, 0, 2))
+        yield grid
 
 
 def _passage(passage: Passage) -> Iterator[RenderableType]:
     caption, pieces = passage
     text = Text(overflow="fold")
     for piece, kinds in pieces:
-        text.append(piece, style=" ".join(MARKS[kind] for kind in kinds))
+        text.append(visible(piece), style=" ".join(MARKS[kind] for kind in kinds))
     yield Text(clean(caption), style="dim")
     yield Padding(text, (0, 0, 0, 2))
 
@@ -104,7 +104,7 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Choose the columns for the page at hand and print them."""
-        names, columns = self.table.names, self.table.columns
+        names, columns = (tuple(map(_cleaned, part)) for part in (self.table.names, self.table.columns))
         rest = list(columns)
         while rest:
             chosen = _fitting(names, rest, options.max_width)
@@ -116,6 +116,12 @@ class FittedTable:
                 yield ""
         if rest:
             yield Text(HIDDEN.format(shown=len(columns) - len(rest), all=len(columns)), style="dim")
+
+
+def _cleaned(column: Column) -> Column:
+    """The column without what steers a terminal, in any of its texts."""
+    cells, foot = (tuple(map(clean, texts)) for texts in (column.cells, column.foot))
+    return replace(column, group=clean(column.group), title=clean(column.title), cells=cells, foot=foot)
 
 
 def _width(column: Column) -> int:

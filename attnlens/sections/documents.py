@@ -9,7 +9,7 @@ from attnlens.records import Report
 from attnlens.sections.details import details, glossary, provenance
 from attnlens.sections.every_head import head_tables
 from attnlens.sections.kinds import kind_of
-from attnlens.sections.section import Document, Head, Picture, Section, Sheet, sheet
+from attnlens.sections.section import Document, Heading, Picture, Section, Sheet, sheet
 from attnlens.sections.selections import selections
 from attnlens.sentences import reports
 from attnlens.shapes import Shapes
@@ -70,10 +70,10 @@ def windows(report: Report) -> Sheet:
     return Sheet(["text", "window", *units, *found.values], list(found.rows()))
 
 
-def _head(report: Report, whole: bool) -> Head:
+def _head(report: Report, whole: bool) -> Heading:
     asides = (reports.ran_on(report), reports.conventions(report), reports.identity(report))
     standing, sound = kind_of(report).standing(report)
-    return Head(
+    return Heading(
         title=reports.title(report),
         command=report.command,
         facts=reports.header(report),

@@ -9,7 +9,6 @@ import numpy as np
 from attnlens.records import Report
 from attnlens.sections.section import Column, Section, Table
 from attnlens.sentences.population import no_errors, population
-from attnlens.sentences.reports import without_value
 from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
 
@@ -17,15 +16,12 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error,
 def head_tables(report: Report) -> Iterator[Section]:
     """Every head with every scalar measure: a table per source.
 
-    `value±se` where a standard error exists; `–` where there is no value, with the reasons below the tables.
+    `value±se` where a standard error exists; `–` where there is no value, for which the summary says why.
     """
     shapes = Shapes(report)
     for source in dict.fromkeys(source_of(name) for name in shapes.readings):
         columns = [_column(shapes, reading) for name, reading in shapes.readings.items() if source_of(name) == source]
         yield Section(table=Table(_names(shapes), tuple(columns)))
-    reasons = tuple(f"{NO_VALUE}  {line}" for line in without_value(shapes))
-    if reasons:
-        yield Section(notes=reasons)
 
 
 def head_table(shapes: Shapes) -> Section:

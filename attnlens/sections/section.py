@@ -84,11 +84,11 @@ class Section:
     notes: tuple[str, ...] = ()
     """What one must know to read the table."""
     passages: tuple[Passage, ...] = ()
-    """Texts with marked tokens."""
+    """Texts with marked tokens, which a terminal alone draws."""
 
 
 @dataclass(frozen=True)
-class Head:
+class Heading:
     """What stands above all sections."""
 
     title: str
@@ -111,7 +111,7 @@ class Head:
 class Document:
     """A report from top to bottom."""
 
-    head: Head | None
+    head: Heading | None
     """None where the sections say it all."""
     sections: tuple[Section, ...]
 

@@ -11,10 +11,11 @@ def no_errors(report: Report) -> str:
     return f"one {_unit(report)} has no spread: no errors" if report.settings.sequences == 1 else ""
 
 
-def population(report: Report) -> str:
+def population(report: Report, counted: str = "") -> str:
     """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed.
 
-    Windows in a row from the beginning stand for no others of their text. Several texts are weighted by their windows.
+    Windows in a row from the beginning stand for no others of their text. Several texts are weighted by their windows,
+    or by what is `counted` instead.
     """
     settings = report.settings
     texts, what = settings.texts, f"{_unit(report)}s"
@@ -22,8 +23,11 @@ def population(report: Report) -> str:
         return ""
     first, names = settings.windows == "first", listed([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
-    once = "token" if report.command == "swap-kernel" else _unit(report)
-    weights = f"; every {once} counts once, and the texts gave {listed(counts)} {what}" if len(texts) > 1 else ""
+    weights = (
+        f"; every {counted or _unit(report)} counts once, and the texts gave {listed(counts)} {what}"
+        if len(texts) > 1
+        else ""
+    )
     if settings.intervals == "texts":
         return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
     if first:

@@ -19,8 +19,6 @@ from attnlens.run.progress import Progress, silent
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BLIND = "its mask hides every token from every other and from itself"
-
 
 @public
 def inspect(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from attnlens.run.padding import hiding_padding
 from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress
 from attnlens.statistics import gaussian_null
-
-if TYPE_CHECKING:
-    pass
 
 BLIND = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64

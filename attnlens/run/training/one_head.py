@@ -75,9 +75,8 @@ def converge_head(
     asked_for = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
     descent = requests.checked(DescentRequest, asked_for)
     layer, number = one = requests.head(head)
-    given = requests.checked(
-        requests.InspectRequest, {**more, "source": "tokens", "layers": [layer], "heads": [number]}
-    )
+    fed = requests.checked(requests.Feeding, more)
+    given = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
     wanted = Sizes(trials=1, seed=asked.seed, **descent)
     named = texts.read_each(given["text"])

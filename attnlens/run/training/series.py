@@ -51,7 +51,7 @@ def converge_checkpoints(
     """
     where = _one(head, layers, heads) or {"layers": layers, "heads": heads}
     own = {"source": source, "analyzers": analyzers, "select": select, **where}
-    given = requests.checked(requests.InspectRequest, {**more, **own})
+    given = requests.checked(requests.InspectRequest, {**requests.checked(requests.Feeding, more), **own})
     loading = feeding.loading_of(more, None)
     wanted = given["analyzers"] or _usual(source)
     chosen, asked = reading.chosen(reading.settings(given), wanted, select, None)

@@ -103,7 +103,7 @@ def _calibration(report: Report) -> str:
 
 
 def _reading_help(swap: Swap, report: Report) -> str:
-    about, none = population(report), no_errors(report)
+    about, none = population(report, "token"), no_errors(report)
     ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({about})" if about else "")
     states = "CKA compares the last hidden states too; 1 is the original's own"
     if swap.judged_by == "hidden":
