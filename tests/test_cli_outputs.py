@@ -16,7 +16,7 @@ from swap_reports import swap_report
 from attnlens import plots
 from attnlens.cli import delivery
 from attnlens.cli.delivery import deliver
-from attnlens.cli.inputs import Inputs
+from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import read_report

@@ -14,7 +14,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.converge import converge, verify
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
-from attnlens.cli.inputs import Inputs, check_place
+from attnlens.cli.input_files import Inputs, check_place
 from attnlens.cli.outputs import Outputs, product
 from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
 from attnlens.cli.swap import swap_kernel

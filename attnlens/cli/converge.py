@@ -10,7 +10,7 @@ import typer
 from attnlens import requests
 from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
-from attnlens.cli.inputs import Inputs
+from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly

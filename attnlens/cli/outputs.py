@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from attnlens.cli.inputs import Inputs
+from attnlens.cli.input_files import Inputs
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, identity
 

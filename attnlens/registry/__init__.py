@@ -15,7 +15,7 @@ from attnlens.registry.analysis import (
     measure_sources,
 )
 from attnlens.registry.kernels import KERNELS, Fit, KernelInfo, OutputFit, Parameter, kernel
-from attnlens.registry.measures import NOT_IDENTIFIED, MeasureInfo
+from attnlens.registry.measure_info import NOT_IDENTIFIED, MeasureInfo
 from attnlens.registry.names import checked_name
 
 __all__ = [

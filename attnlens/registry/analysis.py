@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnlens.choices import Sources
-from attnlens.registry.measures import MeasureInfo
+from attnlens.registry.measure_info import MeasureInfo
 from attnlens.registry.names import checked_name
 
 if TYPE_CHECKING:

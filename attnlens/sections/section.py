@@ -1,4 +1,4 @@
-"""What a page consists of: columns, tables, sections, pictures, and rows of a sheet; finished text without any form."""
+"""The types that renderers draw: columns, tables, sections, pictures, documents, and rows of a sheet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of experiments: curves with quartiles, ours against the published, trajectories of heads."""
+"""Pictures of experiments: their curves with quartiles, and ours against the published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measure is called, what it means, and when it does not exist."""
+"""The facts about a measure that tables, pictures and nulls need."""
 
 from __future__ import annotations
 
