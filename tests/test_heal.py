@@ -59,8 +59,10 @@ def watched(monkeypatch):
     return cut
 
 
-@pytest.mark.parametrize("other", [False, True])
-@pytest.mark.parametrize(("name", "input_name"), [("vit", "pixel_values"), ("whisper", "input_features")])
+@pytest.mark.parametrize(
+    ("name", "input_name", "other"),
+    [("vit", "pixel_values", False), ("whisper", "input_features", False), ("whisper", "input_features", True)],
+)
 def test_calibration_noise_is_never_the_evaluated_noise(name, input_name, other, tmp_path, monkeypatch):
     text = tmp_path / "other.txt"
     text.write_text("And it came to pass in those days, that there went out a decree. " * 40)
