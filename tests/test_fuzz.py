@@ -16,7 +16,7 @@ from swap_reports import planned
 
 from attnlens import requests
 from attnlens.arguments import budget_share, selection_share
-from attnlens.cli import options
+from attnlens.cli import parameters
 from attnlens.cli.commands import app
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.errors import AttnlensError
@@ -89,8 +89,8 @@ def test_kernels_are_spelled_or_refused(words, signed):
 @fuzzed
 @given(NUMBERS)
 def test_lists_of_layers_and_heads_are_read_or_refused(words):
-    family(lambda: options.numbers("layers", words))
-    family(lambda: options.head(words))
+    family(lambda: parameters.numbers("layers", words))
+    family(lambda: parameters.head(words))
     family(lambda: requests.head(words))
     family(lambda: selection_share(words))
     family(lambda: budget_share(words))
