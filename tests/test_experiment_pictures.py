@@ -18,7 +18,7 @@ from attnlens.plots.experiments.curves import experiment_panels, groups
 from attnlens.plots.experiments.trajectories import draw_trajectories
 from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps import panel_figure
-from attnlens.records import Experiment, Report
+from attnlens.records import Curve, Experiment, Report
 from attnlens.render import terminal
 from attnlens.render.console import console
 from attnlens.sections import documents
@@ -197,3 +197,14 @@ def test_no_line_that_is_piped_ends_in_blanks(capsys: pytest.CaptureFixture[str]
     assert len(lines) > 10
     assert [line for line in lines if line != line.rstrip()] == []
     assert re.search(" $", views.summary(experiment_report(converging())), re.MULTILINE)  # the control
+
+
+def test_curves_without_any_value_say_so_and_have_no_numbers_at_their_side() -> None:
+    with house_style():
+        empty, some = (
+            panel_axes(experiment_report(converging(curves={"x": Curve(steps=[1, 2], median=median)})))
+            for median in ([None, None], [None, 0.5])
+        )
+    assert [text.get_text() for text in empty.texts if text.get_text() == "no value"] == ["no value"]
+    assert list(empty.get_yticks()) == []
+    assert "no value" not in [text.get_text() for text in some.texts], "the control"

@@ -218,6 +218,12 @@ def test_each_library_has_one_room(library):
     assert users == OWNERS[library]
 
 
+def test_one_file_draws_maps_of_layers_by_heads():
+    assert [name for path, name in zip(FILES, NAMES, strict=True) if ".imshow(" in path.read_text()] == [
+        "plots/heatmap.py"
+    ]
+
+
 def kinds_asked(source: str) -> set[str]:
     """The fields of a report that conditions read to tell which kind it is."""
     found = set()

@@ -15,6 +15,7 @@ from attnlens.render.pictures import is_file
 from attnlens.sections import documents
 from attnlens.sections.every_head import head_tables
 from attnlens.sections.section import Document, Section
+from attnlens.shapes import Shapes
 
 
 def printed(told: Document, width: int = 100) -> str:
@@ -34,7 +35,7 @@ def summary(report: Report, width: int = 100) -> str:
 
 
 def all_heads(report: Report, width: int = 100) -> str:
-    return printed(alone(*head_tables(report)), width)
+    return printed(alone(*head_tables(Shapes(report))), width)
 
 
 def details(report: Report, width: int = 100) -> str:

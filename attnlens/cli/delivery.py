@@ -26,7 +26,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     What fails is told when the rest is done: raised as an AttnlensError, or as Exit where the reader of stdout left.
     `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption.
     """
-    from attnlens import export  # late, because it loads matplotlib
+    from attnlens import export  # late, because it loads the records
 
     failures = Failures()
     written: list[str] = []

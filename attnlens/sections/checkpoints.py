@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from attnlens.records import Curve, Experiment, Report
 from attnlens.sections.section import Cell, Column, Section, Table
@@ -44,18 +44,10 @@ def series_sections(report: Report) -> Iterator[Section]:
 
 def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
     """A row a measure: its median over heads, a column a checkpoint (about eight of many), last quartiles, null."""
-    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
-    steps = curves[0][0].steps if curves else []
-    columns = [
-        Column(
-            clean(experiment.axis),
-            written(steps[at], decimals_for(steps)),
-            tuple(written(curve.median[at], decimals) for curve, decimals in curves),
-        )
-        for at in _spread(len(steps))
-    ]
+    columns = _by_step(experiment, measures, lambda curve, at, decimals: written(curve.median[at], decimals))
     if heads_of(experiment) > 1:
-        quartiles = tuple(_quartiles(curve, -1, decimals) for curve, decimals in curves)
+        curves = [experiment.curves[name] for name in measures]
+        quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
         columns.append(Column("last", "quartiles", quartiles))
     nulls = [experiment.curves.get(name + NULL) for name in measures]
     if any(nulls):
@@ -66,17 +58,22 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
 def quartile_rows(experiment: Experiment) -> Table:
     """The first and third quartile over heads of every measure, a column a checkpoint."""
     measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
+    names = (Column("", "measure", tuple(map(clean, measures)), words=True),)
+    return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
+
+
+def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
+    """A column a checkpoint (about eight of many), a cell a measure: (curve, which checkpoint, decimals) → text."""
     curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
     steps = curves[0][0].steps if curves else []
-    columns = [
+    return [
         Column(
             clean(experiment.axis),
             written(steps[at], decimals_for(steps)),
-            tuple(_quartiles(curve, at, decimals) for curve, decimals in curves),
+            tuple(tell(curve, at, decimals) for curve, decimals in curves),
         )
         for at in _spread(len(steps))
     ]
-    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
 
 
 def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:

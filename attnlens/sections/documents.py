@@ -20,12 +20,12 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
     `whole`: every measure and note; `all_heads`: every head; `verbose`: how the report was made.
     """
-    kind = kind_of(report)
-    told = [*kind.summary(report, whole), *_missing(report)]
+    kind, shapes = kind_of(report), Shapes(report)
+    told = [*kind.summary(shapes, whole), *_missing(shapes)]
     if not whole:
         told += selections(report)
     if all_heads:
-        told += head_tables(report)
+        told += head_tables(shapes)
     if verbose and kind.headed:
         told += [*kind.more(report), details(report)]
     return Document(_head(report, whole) if kind.headed else None, tuple(told))
@@ -33,20 +33,21 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
 def page(report: Report) -> Document:
     """The report on one page of any length. Raises UsageError where it has nothing to draw."""
-    kind = kind_of(report)
-    measures = glossary(Shapes(report).info(name) for name in kind.measured(report))
-    told = (Section(picture=overview(report)), *kind.page(report), *_missing(report), *measures, provenance(report))
+    kind, shapes = kind_of(report), Shapes(report)
+    measures = glossary(map(shapes.info, kind.measured(shapes)))
+    first = Section(picture=kind.overview(shapes))
+    told = (first, *kind.page(shapes), *_missing(shapes), *measures, provenance(report))
     return Document(_head(report, whole=True), told)
 
 
 def pictures(report: Report) -> list[Picture]:
     """All pictures of the report, its overview first. Raises UsageError where it has nothing to draw."""
-    return kind_of(report).pictures(report)
+    return kind_of(report).pictures(Shapes(report))
 
 
 def overview(report: Report) -> Picture:
     """The one picture that stands for the report. Raises UsageError where it has nothing to draw."""
-    return kind_of(report).overview(report)
+    return kind_of(report).overview(Shapes(report))
 
 
 def rows(report: Report) -> Sheet:
@@ -84,6 +85,7 @@ def _head(report: Report, whole: bool) -> Heading:
     )
 
 
-def _missing(report: Report) -> Iterator[Section]:
-    lists = {"Skipped": reports.skipped(report.coverage.skipped), "No value": reports.without_value(Shapes(report))}
+def _missing(shapes: Shapes) -> Iterator[Section]:
+    skipped = reports.skipped(shapes.report.coverage.skipped)
+    lists = {"Skipped": skipped, "No value": reports.without_value(shapes)}
     yield from (Section(title, items=tuple(lines)) for title, lines in lists.items() if lines)

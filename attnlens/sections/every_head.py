@@ -6,19 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attnlens.records import Report
 from attnlens.sections.section import Column, Section, Table
 from attnlens.sentences.population import no_errors, population
 from attnlens.shapes import Reading, Shapes, group_of
 from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
 
 
-def head_tables(report: Report) -> Iterator[Section]:
+def head_tables(shapes: Shapes) -> Iterator[Section]:
     """Every head with every scalar measure: a table per source.
 
     `value±se` where a standard error exists; `–` where there is no value, for which the summary says why.
     """
-    shapes = Shapes(report)
     for source in dict.fromkeys(source_of(name) for name in shapes.readings):
         columns = [_column(shapes, reading) for name, reading in shapes.readings.items() if source_of(name) == source]
         yield Section(table=Table(_names(shapes), tuple(columns)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,36 +24,40 @@ from attnlens.sentences.verdicts import outcome
 from attnlens.shapes import Shapes
 from attnlens.wording import clean
 
+if TYPE_CHECKING:
+    from attnlens.plots.swaps.panels import Panel
+
 FURTHEST = 1e300
 """The largest number, either side of 0, that an axis reaches: float64 ends at 1.8e308, and differences are drawn."""
 
 
-def _nothing(_report: Report) -> tuple[Section, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Kind:
-    """What is told of one kind of report."""
+    """What is told of one kind of report, whose shapes are found once for all of it."""
 
-    summary: Callable[[Report, bool], Iterable[Section]]
+    summary: Callable[[Shapes, bool], Iterable[Section]]
     """Below the model and its coverage; True: whole."""
-    page: Callable[[Report], Iterable[Section]]
+    page: Callable[[Shapes], Iterable[Section]]
     """Where there is room for everything."""
     rows: Callable[[Report], Sequence[Row]]
     """For a spreadsheet."""
-    overview: Callable[[Report], Picture]
-    """The picture that stands for the report."""
-    pictures: Callable[[Report], list[Picture]]
-    """All of them."""
-    measured: Callable[[Report], list[str]]
+    pictures: Callable[[Shapes], list[Picture]]
+    """All of them, the overview first. Raises UsageError where there is nothing to draw."""
+    alone: Callable[[Shapes], Picture | None] = lambda _shapes: None
+    """What stands for the report in the place of its overview."""
+    measured: Callable[[Shapes], list[str]] = lambda _shapes: []
     """The measures and curves whose meaning a page explains."""
     standing: Callable[[Report], tuple[str, bool]] = reports.standing
     """How much was read, or how the experiments ended; whether that is all, or as published."""
-    more: Callable[[Report], Iterable[Section]] = _nothing
+    more: Callable[[Report], Iterable[Section]] = lambda _report: ()
     """What else --verbose shows."""
     headed: bool = True
     """Whether the model and its coverage stand above."""
+
+    def overview(self, shapes: Shapes) -> Picture:
+        """The picture that stands for the report. Raises UsageError where there is nothing to draw."""
+        first, *_ = self.pictures(shapes)
+        return self.alone(shapes) or first
 
 
 def kind_of(report: Report) -> Kind:
@@ -64,15 +69,15 @@ def kind_of(report: Report) -> Kind:
     return CHECKS if report.command == "doctor" else HEADS
 
 
-def _head_summary(report: Report, whole: bool) -> Iterator[Section]:
-    yield from layer_sections(Shapes(report), whole=whole)
-    yield from _extremes(report)
+def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
+    yield from layer_sections(shapes, whole=whole)
+    yield from _extremes(shapes.report)
 
 
-def _head_page(report: Report) -> Iterator[Section]:
-    yield from _extremes(report)
-    if report.heads:
-        yield head_table(Shapes(report))
+def _head_page(shapes: Shapes) -> Iterator[Section]:
+    yield from _extremes(shapes.report)
+    if shapes.report.heads:
+        yield head_table(shapes)
 
 
 def _extremes(report: Report) -> Iterator[Section]:
@@ -93,30 +98,33 @@ def _head_row(head: Head) -> dict[str, Cell]:
     return row
 
 
-def _head_overview(report: Report) -> Picture:
+def _head_pictures(shapes: Shapes) -> list[Picture]:
     from attnlens import plots  # late here and below: it loads matplotlib
 
-    shapes, shown = _drawable(report), report.selections
-    one = partial(plots.margins_figure, report, shown[0]) if len(shown) == 1 else partial(plots.overview_figure, shapes)
-    return Picture("overview", one, "maps of layers by heads, shares and curves")
-
-
-def _head_pictures(report: Report) -> list[Picture]:
-    from attnlens import plots
-
-    shapes = _drawable(report)
-    found = [Picture("overview", partial(plots.overview_figure, shapes))]
+    _refuse_undrawable(shapes)
+    shows = "maps of layers by heads, shares and curves"
+    found = [Picture("overview", partial(plots.overview_figure, shapes), shows)]
     found += [Picture(name, partial(plots.map_figure, shapes, name)) for name in shapes.readings]
     found += [Picture(name, partial(plots.fan_figure, shapes, name)) for name in shapes.curves]
-    return found + [
-        Picture(f"selection-{one.layer}.{one.head}", partial(plots.margins_figure, report, one))
-        for one in report.selections
+    return [*found, *_margins(shapes)]
+
+
+def _margins(shapes: Shapes) -> list[Picture]:
+    """The selections that are shown."""
+    from attnlens import plots
+
+    return [
+        Picture(f"selection-{one.layer}.{one.head}", partial(plots.margins_figure, shapes.report, one), "its margins")
+        for one in shapes.report.selections
     ]
 
 
-def _drawable(report: Report) -> Shapes:
-    """Its shapes. Raises UsageError where there is nothing to draw, or numbers whose differences no axis can hold."""
-    shapes = Shapes(report)
+def _lone_margins(shapes: Shapes) -> Picture | None:
+    return _margins(shapes)[0] if len(shapes.report.selections) == 1 else None
+
+
+def _refuse_undrawable(shapes: Shapes) -> None:
+    """Raise UsageError where there is nothing to draw, or numbers whose differences no axis can hold."""
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
     curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
@@ -125,46 +133,46 @@ def _drawable(report: Report) -> Shapes:
             raise UsageError(
                 f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
             )
-    return shapes
 
 
-def _head_measures(report: Report) -> list[str]:
-    shapes = Shapes(report)
+def _head_measures(shapes: Shapes) -> list[str]:
     return [*shapes.readings, *shapes.curves]
 
 
-def _swap_summary(report: Report, _whole: bool) -> Iterator[Section]:
+def _swap_summary(shapes: Shapes, _whole: bool) -> Iterator[Section]:
+    report = shapes.report
     assert report.swap is not None  # noqa: S101
     return swap_sections(report, report.swap)
 
 
-def _swap_page(report: Report) -> Iterator[Section]:
-    yield from _swap_summary(report, True)
-    yield from site_sections(report)
+def _swap_page(shapes: Shapes) -> Iterator[Section]:
+    yield from _swap_summary(shapes, True)
+    yield from site_sections(shapes.report)
 
 
-def _swap_overview(report: Report) -> Picture:
+def _swap_pictures(shapes: Shapes) -> list[Picture]:
     from attnlens import plots
 
-    return Picture("overview", partial(plots.swap_overview, report), "what the kernel does")
+    report = shapes.report
+    overview = Picture("overview", partial(plots.swap_overview, report), "what the kernel does")
+    return [overview, *_of_panels(report, plots.swap_panels(report))]
 
 
-def _swap_pictures(report: Report) -> list[Picture]:
+def _of_panels(report: Report, panels: Iterable[Panel]) -> Iterator[Picture]:
     from attnlens import plots
 
-    panels = plots.swap_panels(report)
-    return [_swap_overview(report), *(Picture(p.stem, partial(plots.panel_figure, report, p)) for p in panels)]
+    yield from (Picture(panel.stem, partial(plots.panel_figure, report, panel)) for panel in panels)
 
 
-def _experiment_summary(report: Report, whole: bool) -> Iterator[Section]:
+def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     if whole:
-        yield from _head_summary(report, whole)  # the head that was trained anew, as the model has it
-    yield from experiment_sections(report, whole=whole)
+        yield from _head_summary(shapes, whole)  # the head that was trained anew, as the model has it
+    yield from experiment_sections(shapes.report, whole=whole)
 
 
-def _experiment_page(report: Report) -> Iterator[Section]:
-    yield from experiment_sections(report, whole=True)
-    yield from _head_page(report)
+def _experiment_page(shapes: Shapes) -> Iterator[Section]:
+    yield from experiment_sections(shapes.report, whole=True)
+    yield from _head_page(shapes)
 
 
 def _experiment_rows(report: Report) -> list[Row]:
@@ -172,49 +180,44 @@ def _experiment_rows(report: Report) -> list[Row]:
     return followed or [row for experiment in report.experiments for row in figure_cells(experiment)]
 
 
-def _experiment_overview(report: Report) -> Picture:
-    return _experiment_pictures(report)[0]
-
-
-def _experiment_pictures(report: Report) -> list[Picture]:
+def _experiment_pictures(shapes: Shapes) -> list[Picture]:
     from attnlens import plots
 
+    report = shapes.report
     panels = plots.experiment_panels(report)
     if not panels:
         raise UsageError("The experiments have no curves to draw.", "Leave out --png and --html.")
     overview = Picture("overview", partial(plots.experiment_overview, report), "curves of the experiments")
-    return [overview, *(Picture(p.stem, partial(plots.panel_figure, report, p)) for p in panels)]
+    return [overview, *_of_panels(report, panels)]
 
 
-def _followed(report: Report) -> list[str]:
-    return [name for experiment in report.experiments if experiment.trajectories for name in told_of(experiment)]
+def _experiment_measures(shapes: Shapes) -> list[str]:
+    followed = (told_of(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
+    return [*_head_measures(shapes), *(name for names in followed for name in names)]
 
 
 HEADS = Kind(
     summary=_head_summary,
     page=_head_page,
     rows=_head_rows,
-    overview=_head_overview,
     pictures=_head_pictures,
+    alone=_lone_margins,
     measured=_head_measures,
 )
 SWAP = Kind(
     summary=_swap_summary,
     page=_swap_page,
     rows=lambda report: swap_rows(report.swaps),
-    overview=_swap_overview,
     pictures=_swap_pictures,
-    measured=lambda _report: [],
     more=site_sections,
 )
 EXPERIMENTS = Kind(
     summary=_experiment_summary,
     page=_experiment_page,
     rows=_experiment_rows,
-    overview=_experiment_overview,
     pictures=_experiment_pictures,
-    measured=lambda report: [*_head_measures(report), *_followed(report)],
+    measured=_experiment_measures,
     standing=outcome,
     more=series_sections,
 )
-CHECKS = replace(HEADS, summary=lambda report, _whole: site_checks(report), headed=False)
+CHECKS = replace(HEADS, summary=lambda shapes, _whole: site_checks(shapes.report), headed=False)

@@ -108,6 +108,9 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
     _scale_values(axes, list(curves.values()))
     axes.set_ylabel(fitted(clean(next(iter(curves.values())).quantity or ""), 30), labelpad=2)
     axes.spines[["top", "right"]].set_visible(False)
+    if all(value is None for curve in curves.values() for value in curve.median):
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no value", transform=axes.transAxes, ha="center", va="center", color=MUTED)
     if len(curves) > 1:
         legend_above(axes, _across(experiment, curves), handlelength=1.4)
 
