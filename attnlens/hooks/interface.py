@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from itertools import count
@@ -21,6 +21,7 @@ from attnlens.errors import ModelError
 from attnlens.hooks.call import read_call
 from attnlens.kernels import OWN, Kernel
 from attnlens.records import Call, Site
+from attnlens.tracer import Refused, tracing
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
 """Whose attention goes through transformers' interface."""
@@ -32,15 +33,29 @@ _door_numbers = count()
 
 
 @contextmanager
-def opened(model: PreTrainedModel, answer: Callable[[Call], Tensor]) -> Iterator[None]:
+def opened(
+    model: PreTrainedModel,
+    answer: Callable[[Call], Tensor],
+    *,
+    modules: Collection[nn.Module] | None = None,
+    content: Collection[Tensor] | None = None,
+    prove: bool = False,
+) -> Iterator[Refused]:
     """Every attention computation of `model` is answered by `answer` inside the block; restored at its end.
 
-    Raises ModelError where no part of the model goes through the interface.
+    Attention that goes through transformers' interface is answered there. Of what modules compute by hand that of
+    `modules` is traced, None being all; `content` and `prove` are those of `tracing`. The block's value says which
+    could not be read.
     """
     names = _register(f"{NAMES}{next(_door_numbers)}", answer)
+    nothing: Refused = {}
+    skipped = nullcontext(nothing) if modules is not None and not modules else None
     try:
-        with implementation(model, *names):
-            yield
+        with (
+            implementation(model, *names),
+            skipped or tracing(model, answer, modules=modules, content=content, prove=prove) as refused,
+        ):
+            yield refused
     finally:
         for name in names:
             del AttentionInterface._global_mapping[name]
@@ -65,8 +80,10 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, None]:
-        # transformers' own functions return contiguous tensors, and some modules rely on it
-        return answer(read_call(module, query, key, value, attention_mask, more)).contiguous(), None
+        with torch._C.DisableTorchFunction():  # what answers is not traced
+            answered = answer(read_call(module, query, key, value, attention_mask, more))
+            # transformers' own functions return contiguous tensors, and some modules rely on it
+            return answered.contiguous(), None
 
     def as_eager(*args: Any, **more: Any) -> tuple[Tensor, None]:
         return attention(*args, **more | {"is_causal": False})  # eager functions mask nothing by themselves
@@ -82,12 +99,13 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
     """Inside the block the model uses the attention implementation `name`; every configuration is restored at its end.
 
-    Those parts whose own implementation is the eager one use `in_place_of_eager`, if it is given. Raises ModelError
-    where no part of the model goes through the interface.
+    Those parts whose own implementation is the eager one use `in_place_of_eager`, if it is given; a part that computes
+    its attention by hand has no other.
     """
     before = _implementations(model)
     try:
-        _choose(model, name, in_place_of_eager or name)
+        if _parts(model):
+            _choose(model, name, in_place_of_eager or name)
         yield
     finally:
         for config, own in before:
@@ -96,8 +114,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
     """Set the implementation of every part that goes through the interface; the model's own class need not."""
-    parts = [part for part in _models(model) if part._can_set_attn_implementation()]
-    if not parts:
+    if not (parts := _parts(model)):
         raise out_of_reach(model)
     before = _implementations(model)
     for part in parts[:1] if parts[0] is model else parts:
@@ -227,8 +244,9 @@ def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[
         return answer(site, changed(call, cross=site.part == "cross"))
 
     begins = model.register_forward_pre_hook(door.begin)
+    traced = [model.get_submodule(site.path) for site in sites if site.traced]
     try:
-        with opened(model, numbered):
+        with opened(model, numbered, modules=traced):
             yield door
     finally:
         begins.remove()
@@ -239,9 +257,10 @@ def is_answered(model: PreTrainedModel) -> bool:
     return any((name or "").startswith(NAMES) for _, name in _implementations(model))
 
 
-def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model, and the models inside it."""
-    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Of the model and the models inside it, those whose attention goes through the interface."""
+    inside = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [part for part in inside if part._can_set_attn_implementation()]
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
@@ -257,14 +276,20 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     return [(config, config._attn_implementation_internal) for config in named]
 
 
-def out_of_reach(model: PreTrainedModel) -> ModelError:
-    """The error for a model whose attention the interface does not reach: it has none, or computes it by hand."""
+def out_of_reach(model: PreTrainedModel, refused: Mapping[str, str] | None = None) -> ModelError:
+    """The error for a model none of whose attention is read: it has none, or computes it in another way.
+
+    `refused` says by module what was found and why it can't be read.
+    """
     name = type(model).__name__
+    if refused:
+        path, reason = next(iter(refused.items()))
+        return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
     if not any(is_attention(module) for module in model.modules()):
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
     return ModelError(
-        f"{name} computes its attention by hand, outside transformers' attention interface, and can't be read yet.",
-        f"Choose a model whose attention goes through it: {IN_REACH}.",
+        f"{name} computes its attention by hand, without a softmax of queries times keys that sums up values.",
+        f"Choose a model with softmax attention: {IN_REACH}.",
     )
 
 

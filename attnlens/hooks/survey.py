@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,10 +19,13 @@ from attnlens.choices import Part
 from attnlens.hooks.interface import configs_of, is_attention, opened, out_of_reach
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
+from attnlens.tracer import Refused
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """The names under which transformers' attention modules take the other sequence of a cross-attention."""
 
+UNTRACED = "no softmax of queries times keys that sums up values was found in it"
+"""Why a module that runs, and calls itself attention, is no site."""
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those recomputed through the door."""
 
@@ -72,50 +75,49 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     hooks = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in modules]
     hooks += [module.register_forward_hook(lambda module, *_: running.pop(module, None) and None) for module in modules]
     try:
-        with torch.no_grad(), opened(model, answer):
+        with torch.no_grad(), opened(model, answer, prove=True) as refused:
             forward(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
+    calls = [found for found in calls if found[0] not in refused]
     if not calls:
-        raise out_of_reach(model)
+        raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()})
     total, seen, reached = Counter(modules[module] for module, _, _ in calls), Counter[str](), []
     for layer, (module, call, bound) in enumerate(calls):
         path = modules[module]
-        site = Site(path, seen[path], layer, _part(call, bound), repeated=total[path] > 1)
+        site = Site(path, seen[path], layer, _part(call, bound), repeated=total[path] > 1, traced=call.traced)
         seen[path] += 1
         reached.append(Reached(site, module, bound, call))
     return reached
 
 
-def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor], reached: list[Reached]) -> dict[str, bool]:
-    """Paths of attention modules that no call came from, and whether each runs on these inputs.
-
-    One that runs computes its attention outside the interface.
-    """
+def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor], reached: list[Reached]) -> dict[str, str | None]:
+    """Paths of attention modules that are not among the sites, and why; None where one does not run on these inputs."""
+    ran, refused = _running(model, inputs)
     used = {id(part) for found in reached for part in found.module.modules()}
     owners = {name for name, module in model.named_modules() if any(id(part) in used for part in module.modules())}
-    innermost: dict[nn.Module, str] = {}
+    found = {name: refused[module] for name, module in model.named_modules() if module in refused}
+    missed: dict[str, str | None] = dict(found)
     for name, module in model.named_modules():
         inside = any(is_attention(child) for child in module.modules() if child is not module)
-        if is_attention(module) and not inside and name not in owners and id(module) not in used:
-            innermost[module] = name
-    ran = _running(model, inputs, innermost)
-    return {name: module in ran for module, name in innermost.items()}
+        told = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
+        if is_attention(module) and not (inside or told or name in owners or id(module) in used):
+            missed[name] = UNTRACED if module in ran else None
+    return missed
 
 
-def _running(model: PreTrainedModel, inputs: Mapping[str, Tensor], modules: Collection[nn.Module]) -> set[nn.Module]:
-    """Those of the modules that run in a forward pass."""
+def _running(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[set[nn.Module], Refused]:
+    """The modules that run in a forward pass, and those whose hand-written attention can't be read."""
     ran: set[nn.Module] = set()
-    hooks = [module.register_forward_pre_hook(lambda module, _args: ran.add(module)) for module in modules]
+    hooks = [module.register_forward_pre_hook(lambda module, _args: ran.add(module)) for module in model.modules()]
     try:
-        with torch.no_grad():
-            if hooks:
-                forward(model, inputs)
+        with torch.no_grad(), opened(model, lambda call: attend(call, OWN, "eager"), prove=True) as refused:
+            forward(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return ran
+    return ran, refused
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
@@ -229,7 +231,7 @@ def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> flo
     return difference(model, inputs, opened(model, lambda call: attend(call, OWN, "eager")))
 
 
-def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[None]) -> float:
+def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[object]) -> float:
     """‖own − changed‖ / ‖own‖ of the output that changes most inside `change`."""
     with torch.no_grad():
         own = real_outputs(forward(model, inputs), inputs)

@@ -41,6 +41,8 @@ class Call:
     """Whether queries and keys belong to different sequences, so that no query has a place among the keys."""
     module: nn.Module | None = None
     """The attention module that asks; None outside a model."""
+    traced: bool = False
+    """Whether the module computes it by hand."""
 
     @property
     def group(self) -> int:

@@ -33,6 +33,8 @@ class Site:
     """Self-attention that sees everything, self-attention that sees the past, or attention to another sequence."""
     repeated: bool = False
     """Whether the module is called more than once in a forward pass (as in ALBERT)."""
+    traced: bool = False
+    """Whether the module computes its attention by hand, so that it is traced in a running pass."""
 
     @property
     def name(self) -> str:

@@ -21,7 +21,6 @@ CAUSAL_NOTE = (
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
 
-OUTSIDE = "its attention is computed outside transformers' attention interface"
 NOT_RUN = "it is not run on this input"
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 """What models raise in a forward pass that they can't do."""
@@ -104,9 +103,9 @@ def proven_whole(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def out_of_reach(loaded: models.Loaded, inputs: Mapping[str, Tensor], reached: list[Reached]) -> list[Skipped]:
-    """Attention that is not read: outside the interface, not run, or in layers that the config leaves out."""
+    """Attention that is not read: of another form, not run, or in layers that the config leaves out."""
     found = hooks.unreached(loaded.model, inputs, reached)
-    outside = [Skipped(site=path, reason=OUTSIDE if ran else NOT_RUN) for path, ran in found.items()]
+    outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in found.items()]
     known = [name for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:

@@ -29,7 +29,7 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
     module (`site.path`) and its layer (`site.layer`); `attention` and the analyzers read it. The model runs without
     dropout and cache and stays as it is. What is captured is proven first: recomputing attention from it must not
-    change the model's outputs. A warning names attention that ran outside transformers' interface, which is missing.
+    change the model's outputs. A warning names attention that ran and can't be read, which is missing.
     Raises UsageError, ModelError where the model can't run or has no attention within reach, IdentityError.
     """
     loaded = held_model(model)
@@ -37,10 +37,11 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     with at_rest(loaded.model):
         reached = checks.sites(loaded, inputs, made_up=False)
         checks.proven(loaded, inputs)
-        outside = [path for path, ran in hooks.unreached(loaded.model, inputs, reached).items() if ran]
+        missed = hooks.unreached(loaded.model, inputs, reached)
+        outside = [f"{path}, as {why}" for path, why in missed.items() if why is not None]
     if outside:
-        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
-        warnings.warn(f"Not captured: {outside[0]}{more}, for {checks.OUTSIDE}.", stacklevel=3)
+        more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
+        warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
     return [found.call.query_key(found.site) for found in reached]
 
 

@@ -45,16 +45,16 @@ def idle_sites(
 ) -> list[Skipped]:
     """Attention that these inputs do not run.
 
-    Raises ModelError where all layers are to be swapped and one computes its attention outside the interface.
+    Raises ModelError where all layers are to be swapped and one's can't be read.
     """
     missed = hooks.unreached(model, inputs, reached)
-    outside = [path for path, ran in missed.items() if ran]
+    outside = [(path, why) for path, why in missed.items() if why is not None]
     if outside and layers is None:
         raise ModelError(
-            f"{outside[0]} can't be swapped: {checks.OUTSIDE}.",
+            f"{outside[0][0]} can't be swapped: {outside[0][1]}.",
             f"Swap the {len(reached)} sites within reach: --layers 0-{len(reached) - 1}.",
         )
-    return [Skipped(site=path, reason=checks.NOT_RUN) for path, ran in missed.items() if not ran]
+    return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in missed.items() if why is None]
 
 
 def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:

@@ -1,0 +1,5 @@
+"""Finds attention that a model computes by hand: from each softmax back to its queries, keys and values."""
+
+from attnlens.tracer.mode import Refused, tracing
+
+__all__ = ["Refused", "tracing"]

@@ -1,0 +1,261 @@
+"""Answers attention that modules compute by hand, in the place of their own weighted sums."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attnlens.attention import attend
+from attnlens.errors import UnreadableError
+from attnlens.kernels import OWN
+from attnlens.records import Call
+from attnlens.tracer.call import fused_call, traced_call
+from attnlens.tracer.lead import Lead
+from attnlens.tracer.products import Product, operands, product, weighted_sum
+from attnlens.tracer.provenance import Provenance, Scores, Standins, tensors
+from attnlens.tracer.softmax import Softmax, unread
+
+SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
+TOLERANCE = 1e-4
+"""Largest relative difference between a module's own output and the one computed from what was traced."""
+
+Answer = Callable[[Call], Tensor]
+
+
+Refused = dict[nn.Module, str]
+"""Attention that was found and can't be read: the module that computes it → why."""
+
+
+@contextmanager
+def tracing(
+    model: nn.Module,
+    answer: Answer,
+    *,
+    modules: Collection[nn.Module] | None = None,
+    content: Collection[Tensor] | None = None,
+    prove: bool = False,
+    shown: Callable[[nn.Module, Tensor], None] | None = None,
+) -> Iterator[Refused]:
+    """Inside the block `answer` takes the place of each weighted sum of hand-written attention in `model`.
+
+    Only that of `modules` is looked at, None being all. `content` are the tensors that carry what the model is about;
+    None stands for what it is called with, but masks and positions. With `prove` the model goes on with its own sums,
+    and each is held against what follows from the traced queries, keys and values; so is the softmax's argument for
+    other queries and keys. What doesn't agree is refused, and left to the model. `shown` is given the attention weights
+    that the model itself computes, (batch, heads, queries, keys), and the module whose they are.
+    """
+    tracer = _Tracer(answer, None if modules is None else set(modules), prove=prove)
+    tracer.shown = shown
+    hooks = [part.register_forward_pre_hook(tracer.entered(content), with_kwargs=True) for part in model.modules()]
+    hooks += [part.register_forward_hook(tracer.left, always_call=True) for part in model.modules()]
+    try:
+        with tracer:
+            yield tracer.refused
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Tracer(TorchFunctionMode):
+    def __init__(self, answer: Answer, modules: set[nn.Module] | None, *, prove: bool) -> None:
+        super().__init__()
+        self.answer, self.modules, self.prove = answer, modules, prove
+        self.shown: Callable[[nn.Module, Tensor], None] | None = None
+        self.refused: Refused = {}
+        self.known = Provenance()
+        self.running: list[tuple[nn.Module, int | None]] = []
+        self.constants: set[int] = set()
+
+    def entered(self, content: Collection[Tensor] | None) -> Callable[..., None]:
+        """The hook for a module that begins: at the outermost one the inputs are noted."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with torch._C.DisableTorchFunction():
+                if not self.running:
+                    held = (*module.parameters(), *module.buffers())
+                    self.constants = {tensor.untyped_storage().data_ptr() for tensor in held}
+                    begun = _content(module, args, kwargs) if content is None else content
+                    self.known.inputs.update(dict.fromkeys(begun, True))
+                first = next((tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()), None)
+                self.running.append((module, None if first is None else first[..., 0].numel()))
+
+        return enter
+
+    def left(self, module: nn.Module, *_: Any) -> None:
+        """The hook for a module that ends."""
+        self.running.pop()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.multi_head_attention_forward:
+            with self:  # its steps are traced as those of any other module
+                return _plain_multi_head(*args, **kwargs)
+        if not self._looked_at():
+            return self.known.call(function, args, kwargs)
+        if function is F.scaled_dot_product_attention:
+            return self._fused(args, kwargs)
+        if function in SOFTMAXES:
+            return self._softmax(function, args, kwargs)
+        pair = operands(function, args, kwargs)
+        if pair is None:
+            return self.known.call(function, args, kwargs)
+        weighing = next((part for part in pair if part in self.known.weights), None)
+        if weighing is not None:
+            return self._sum(function, args, kwargs, weighing)
+        return self._product(function, args, kwargs, pair)
+
+    def _looked_at(self) -> bool:
+        return self.modules is None or any(module in self.modules for module, _ in self.running)
+
+    def _product(self, function: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """A product, which is the beginning of scores unless one side is a weight of the model."""
+        result: Tensor = function(*args, **kwargs)
+        dependent = [part in self.known.inputs for part in pair]
+        if any(dependent):
+            self.known.inputs[result] = True
+        if any(part.untyped_storage().data_ptr() in self.constants for part in pair):
+            return result
+        found = product(function, args, kwargs)
+        if found is not None and result.is_floating_point():
+            self._begin(found, result, content=all(dependent))
+        return result
+
+    def _begin(self, found: Product, result: Tensor, *, content: bool) -> None:
+        """Note that scores begin here; where something is to be proven, with other queries and keys beside them."""
+        moved = _moved(found) if self.prove else None
+        left, right = (_signs(part) for part in (found.left, found.right))
+        scores = Scores(found, content, tuple(module for module, _ in self.running), left @ right.T, moved)
+        wide = torch.promote_types(result.dtype, torch.float32)
+        if found.plain:
+            zero = torch.zeros_like(result, dtype=wide)
+            signs = zero + scores.signs.to(wide)
+        else:
+            nothing = [torch.zeros_like(part) for part in (found.left, found.right)]
+            zero = found.again(*nothing).to(wide)
+            for part, column in zip(nothing, (left, right), strict=True):
+                part[..., :1] = column
+            signs = found.again(*nothing).to(wide)
+        other = None if moved is None else found.again(*moved)
+        self.known.scores[result] = {scores: Standins(zero, signs, other)}
+
+    def _softmax(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        result: Tensor = function(*args, **kwargs)
+        logits = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if logits in self.known.inputs:
+            self.known.inputs[result] = True
+        # without scores it chooses among something else than keys: experts, classes
+        if dim in (-1, logits.dim() - 1) and (carried := self.known.scores.get(logits)):
+            self.known.weights[result] = Softmax(logits, carried)
+        return result
+
+    def _sum(self, function: Any, args: Any, kwargs: Any, weights: Tensor) -> Tensor:
+        """A product of attention weights with what they weigh: here a site is known, and answered."""
+        softmax, result = self.known.weights[weights], function(*args, **kwargs)
+        self.known.inputs[result] = True
+        scores = next(iter(softmax.carried))
+        shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
+        found = weighted_sum(function, args, kwargs, weights)
+
+        def read(module: nn.Module, tokens: int | None) -> tuple[Call, Lead]:
+            if found is None or softmax.used:
+                raise unread("its attention weights do not sum up values once and for all")
+            softmax.used = True
+            call, lead = traced_call(softmax, found.value, tokens, module)
+            of_sum = lead.like(weights.shape[:-2])
+            if self.shown is not None:
+                self.shown(module, of_sum.split(weights))
+            return call, of_sum
+
+        return self._site(shared, read, result, found.arranged if found is not None else _same)
+
+    def _fused(self, args: Any, kwargs: Any) -> Tensor:
+        """Attention by torch's own function, called by the module itself."""
+        result = F.scaled_dot_product_attention(*args, **kwargs)
+        self.known.inputs[result] = True
+        return self._site(self.running, lambda *owner: fused_call(args, kwargs, owner[1], owner[0]), result, _same)
+
+    def _site(
+        self,
+        owners: list[tuple[nn.Module, int | None]],
+        read: Callable[[nn.Module, int | None], tuple[Call, Lead]],
+        result: Tensor,
+        arranged: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """What takes the place of one site's own result; the innermost of its modules owns it."""
+        if not owners or (owner := owners[-1][0]) in self.refused:
+            return result
+        if self.modules is not None and owner not in self.modules:
+            return result
+        try:
+            call, lead = read(*owners[-1])
+            if self.prove:
+                _check(arranged(lead.back(attend(call, OWN, "eager"))), result, arranged(lead.back(_sighted(call))))
+        except UnreadableError as refusal:
+            self.refused[owner] = refusal.problem
+            return result
+        answer = self.answer(call)
+        return result if self.prove else arranged(lead.back(answer)).to(result.dtype)
+
+
+def _same(output: Tensor) -> Tensor:
+    return output
+
+
+def _sighted(call: Call) -> Tensor:
+    """(batch, queries, heads, 1): which queries see any key; the others' output is a matter of taste."""
+    batch, heads, queries, _ = call.query.shape
+    seen = call.visible()
+    some = torch.ones(1, 1, queries, dtype=torch.bool, device=call.query.device) if seen is None else seen.any(-1)
+    return some.expand(batch, heads, queries).transpose(1, 2)[..., None]
+
+
+def _check(found: Tensor, own: Tensor, sighted: Tensor) -> None:
+    """Raise UnreadableError where the output from what was traced is not the module's own."""
+    found, own = (torch.where(sighted, part, 0.0).double() for part in (found, own))
+    error = float((found - own).norm() / own.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    if not error <= max(TOLERANCE, 8 * torch.finfo(found.dtype).eps):
+        raise unread(f"its output is not that of softmax(scores) on its values (relative difference {error:.1e})")
+
+
+def _signs(part: Tensor) -> Tensor:
+    """(rows, 1): −1 or 1 for each row of an operand, seeded."""
+    generator = torch.Generator().manual_seed(part.shape[-2])
+    return (torch.randint(2, (part.shape[-2], 1), generator=generator) * 2 - 1).to(part)
+
+
+def _moved(found: Product) -> tuple[Tensor, Tensor]:
+    """Other queries and keys of about the same size, seeded."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(  # type: ignore[return-value]  # two of them
+        (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
+        for part in (found.left, found.right)
+    )
+
+
+def _content(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors in a module's arguments that carry what it is about: not its masks, nor positions."""
+    names = list(inspect.signature(module.forward).parameters)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [tensor for name, value in given.items() if not _aside(name) for tensor in tensors(value)]
+
+
+def _aside(name: str) -> bool:
+    return "mask" in name or "position" in name
+
+
+_plain_multi_head = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    vars(F) | {"has_torch_function": lambda _arguments: False},  # else it would ask the mode again, and again
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+"""torch's multi_head_attention_forward, which does not hand itself over to a mode."""
+_plain_multi_head.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

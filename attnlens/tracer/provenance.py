@@ -1,0 +1,159 @@
+"""What is known of a tensor in a running pass: the scores that it carries, and whether it depends on the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from attnlens.tracer.products import Product
+
+
+@dataclass(eq=False)
+class Scores:
+    """A product of queries and keys on its way to a softmax, and what every step would give for other products.
+
+    A step is executed on each of the stand-ins as it is on the model's own tensor. So the softmax's argument is known
+    as an affine function of the product without knowing what the steps do.
+    """
+
+    product: Product
+    """The product."""
+    content: bool
+    """Whether both sides depend on the model's inputs."""
+    modules: tuple[nn.Module, ...]
+    """The modules that were running, the outermost first."""
+    signs: Tensor
+    """(queries, keys): −1 and 1, the entries of a product that the second stand-in holds, the same for all heads."""
+    moved: tuple[Tensor, Tensor] | None
+    """Other queries and keys, for which the third stand-in holds the product; None where nothing is to be proven."""
+    scaled_by_inputs: bool = False
+    """Whether a step multiplied it by something that depends on the inputs."""
+
+
+@dataclass(frozen=True)
+class Standins:
+    """What a tensor would be if the product were another one."""
+
+    zero: Tensor
+    """If the product were 0: what is added to it."""
+    signs: Tensor
+    """If the product were `Scores.signs`."""
+    moved: Tensor | None
+    """If the product were that of `Scores.moved`."""
+
+    def map(self, change: Callable[[str], Any]) -> list[Any]:
+        """`change` of each stand-in's name, None for one that there is not."""
+        return [change("zero"), change("signs"), None if self.moved is None else change("moved")]
+
+
+STEPS_END = frozenset(
+    {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
+    | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
+    | {torch.layer_norm, torch.group_norm, torch.batch_norm, Tensor.log_softmax}
+)
+"""Functions behind which a tensor is no longer the scores of a head, or its weights."""
+MULTIPLYING = frozenset(
+    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow}
+    | {getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__imul__")}
+    | {getattr(Tensor, name) for name in ("multiply", "divide", "true_divide", "__truediv__", "__itruediv__")}
+)
+"""Functions that multiply a tensor by another one."""
+
+
+@dataclass
+class Provenance:
+    """What is known of the tensors of one forward pass; none of them is kept alive."""
+
+    scores: MutableMapping[Tensor, dict[Scores, Standins]] = field(default_factory=WeakIdKeyDictionary)
+    """Tensor → what it is for other products, by product."""
+    inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
+    """The tensors that depend on the model's inputs, masks and positions apart."""
+    weights: MutableMapping[Tensor, Any] = field(default_factory=WeakIdKeyDictionary)
+    """Tensor → the softmax whose weights it holds."""
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function's result, with what is known of it."""
+        given = list(tensors((args, kwargs)))
+        carried: dict[Scores, None] = {}
+        if function not in STEPS_END:
+            for tensor in given:
+                carried.update(dict.fromkeys(self.scores.get(tensor, ())))
+        steps = {scores: self._step(scores, function, args, kwargs, given) for scores in carried}
+        result = function(*args, **kwargs)
+        target = args[0] if function is Tensor.__setitem__ else result
+        for scores, standins in steps.items():
+            self._keep(scores, standins, target)
+        dependent = any(tensor in self.inputs for tensor in given) and not _shape_alone(function)
+        weighing = next((self.weights[tensor] for tensor in given if tensor in self.weights), None)
+        for tensor in tensors(target):
+            if dependent and tensor.dtype != torch.bool:
+                self.inputs[tensor] = True
+            if weighing is not None and function not in STEPS_END:
+                self.weights[tensor] = weighing
+        return result
+
+    def _step(self, scores: Scores, function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Any] | None:
+        """The function's results on the three stand-ins; None where it can't be executed on them."""
+        others = [tensor for tensor in given if scores not in self.scores.get(tensor, ())]
+        if function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
+            scores.scaled_by_inputs = True
+
+        def substituted(name: str) -> Any:
+            def other(value: Any) -> Any:
+                known = self.scores.get(value, {}).get(scores) if isinstance(value, Tensor) else None
+                if known is not None:
+                    return getattr(known, name)
+                # what a step changes in place is changed once, by the model itself
+                return value.clone() if isinstance(value, Tensor) and in_place and value is given[0] else value
+
+            new_args, new_kwargs = tree_map(other, (args, kwargs))
+            found = function(*new_args, **new_kwargs)
+            return new_args[0] if function is Tensor.__setitem__ else found
+
+        in_place = _in_place(function)
+        known = next(self.scores[tensor][scores] for tensor in given if scores in self.scores.get(tensor, ()))
+        try:
+            return known.map(substituted)
+        except RuntimeError:  # somebody's function, on numbers of another type than it was made for
+            return None
+
+    def _keep(self, scores: Scores, steps: list[Any] | None, target: Any) -> None:
+        """Note the stand-ins of every tensor of a result."""
+        if steps is None:
+            return
+        parts = [list(tensors(step)) for step in steps]
+        for index, tensor in enumerate(tensors(target)):
+            if tensor.is_floating_point():
+                found = Standins(parts[0][index], parts[1][index], parts[2][index] if parts[2] else None)
+                self.scores[tensor] = {**self.scores.get(tensor, {}), scores: found}
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+
+
+def _in_place(function: Any) -> bool:
+    """Whether a function of torch changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _shape_alone(function: Any) -> bool:
+    """Whether a function looks at nothing but its argument's shape: `zeros_like`, `new_ones`."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_like") or name.startswith("new_")
