@@ -90,8 +90,7 @@ def _of_sequences(lead: Lead, part: Tensor) -> Tensor:
 
 def _paired(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values with as many heads each."""
+    if key.shape[1] == value.shape[1]:
+        return key, value
     heads = max(key.shape[1], value.shape[1])
-    return tuple(  # type: ignore[return-value]  # two of them
-        part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
-        for part in (key, value)
-    )
+    return key.repeat_interleave(heads // key.shape[1], dim=1), value.repeat_interleave(heads // value.shape[1], dim=1)

@@ -27,8 +27,7 @@ class Product:
     @property
     def lead(self) -> tuple[int, ...]:
         """The leading axes of the result."""
-        first, second = (part.new_empty(()).expand(part.shape[:-2]) for part in (self.left, self.right))
-        return tuple(torch.broadcast_tensors(first, second)[0].shape)
+        return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
