@@ -51,7 +51,7 @@ class Reached:
     @property
     def other(self) -> str | None:
         """The name of the argument that carries the other sequence of a cross-attention."""
-        return next((name for name in CROSS_INPUTS if self.arguments.get(name) is not None), None)
+        return _other(self.arguments)
 
 
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached]:
@@ -248,9 +248,17 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(zip(positional, args, strict=False)) | kwargs
 
 
+def _other(arguments: dict[str, Any]) -> str | None:
+    """The argument with another sequence: by transformers' names, or keys that are not the queries (a pooling head)."""
+    query, key = arguments.get("query"), arguments.get("key")
+    named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
+    between = isinstance(query, Tensor) and isinstance(key, Tensor) and query is not key
+    return next(iter([*named, *["key"] * between]), None)
+
+
 def _part(call: Call, arguments: dict[str, Any]) -> Part:
     """Cross-attention has another sequence; a decoder's self-attention sees nothing above the diagonal."""
-    if any(arguments.get(name) is not None for name in CROSS_INPUTS) or call.query.shape[2] != call.key.shape[2]:
+    if _other(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     above = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).triu(1)
     seen = call.visible()

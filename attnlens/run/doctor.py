@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens import hooks, models, requests, texts, weights
+from attnlens import hooks, models, requests, texts, tracer, weights
 from attnlens.arguments import public
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
-from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
+from attnlens.records import Call, Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
 from attnlens.requests import ModelRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.initialised import attention, refuse_initialised
@@ -155,10 +155,10 @@ def check_sites(
 def own_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[Reached]
 ) -> dict[Site, Tensor | str]:
-    """The attention probabilities that each site's module returns under the model's own eager attention.
+    """The attention probabilities that each site's module computes under the model's own eager attention.
 
-    Or the reason why there are none: not every module hands them out, and the eager attention of a few models is
-    another one than what they use (PaliGemma's is causal, and its SDPA is not).
+    Or the reason why there are none: not every module hands them out or has a softmax of their shape, and the eager
+    attention of a few models is another one than what they use (PaliGemma's is causal, and its SDPA is not).
     """
     sites = [found.site for found in reached]
     found: dict[Site, Tensor] = {}
@@ -170,33 +170,53 @@ def own_probabilities(
     if not other <= max(ANOTHER, 16 * torch.finfo(model.dtype).eps):
         why = f"transformers' eager attention changes this model's outputs by {other:.1e}, and hands out other matrices"
         return dict.fromkeys(sites, why)
-    return dict.fromkeys(sites, "the module does not hand out its attention probabilities") | found
+    return (
+        dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
+        | found
+    )
 
 
 @contextmanager
 def _eager(model: PreTrainedModel, reached: Sequence[Reached], found: dict[Site, Tensor]) -> Iterator[None]:
-    """Inside, the model uses transformers' eager attention, and what its modules hand out is `found`."""
+    """Inside, the model uses transformers' eager attention, and `found` are the weights of its softmaxes.
+
+    Where none has the shape of the site's (a sink has a column of its own), they are what the module hands out.
+    """
     shapes = {one.site: (*one.call.query.shape[:3], one.call.key.shape[2]) for one in reached}
     sites = {(site.path, site.ordinal): site for site in shapes}
+    paths = {one.module: one.site.path for one in reached}
     calls: Counter[str] = Counter()
+    softmaxes: Counter[str] = Counter()
+
+    def shown(module: nn.Module, weights: Tensor) -> None:
+        site = sites.get((paths.get(module, ""), softmaxes[paths.get(module, "")]))
+        if site is not None:
+            softmaxes[site.path] += 1
+            if weights.shape == shapes[site]:
+                found[site] = weights
 
     def remember(path: str) -> Any:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
             site = sites[path, calls[path]]
             calls[path] += 1
             for part in output if isinstance(output, tuple) else ():
-                if isinstance(part, Tensor) and part.shape == shapes[site]:
+                if isinstance(part, Tensor) and part.shape == shapes[site] and softmaxes[path] < calls[path]:
                     found[site] = part  # the last of them, as T5 hands out its position bias first
 
         return hook
 
     handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
     try:
-        with hooks.implementation(model, "eager"):
+        with hooks.implementation(model, "eager"), tracer.tracing(model, _unused, prove=True, shown=shown):
             yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _unused(call: Call) -> Tensor:
+    """An answer that the model does not go on with."""
+    return call.value
 
 
 def _fed(

@@ -39,6 +39,8 @@ def traced_call(softmax: Softmax, value: Tensor, tokens: int | None, module: nn.
     if bool(((found.factor - scale).abs() > 32 * torch.finfo(found.factor.dtype).eps * abs(scale)).any()):
         query, scale = query * found.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = _paired(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
+    wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J turns its queries and keys into float32
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
     call = Call(
         query=query,
         key=key,

@@ -6,6 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,8 +160,7 @@ class _Tracer(TorchFunctionMode):
 
     def _sum(self, function: Any, args: Any, kwargs: Any, weights: Tensor) -> Tensor:
         """A product of attention weights with what they weigh: here a site is known, and answered."""
-        softmax, result = self.known.weights[weights], function(*args, **kwargs)
-        self.known.inputs[result] = True
+        softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
         found = weighted_sum(function, args, kwargs, weights)
@@ -175,35 +175,67 @@ class _Tracer(TorchFunctionMode):
                 self.shown(module, of_sum.split(weights))
             return call, of_sum
 
-        return self._site(shared, read, result, found.arranged if found is not None else _same)
+        own = partial(function, *args, **kwargs)
+        return self._site(shared, read, own, found.arranged if found is not None else _same)
 
     def _fused(self, args: Any, kwargs: Any) -> Tensor:
         """Attention by torch's own function, called by the module itself."""
-        result = F.scaled_dot_product_attention(*args, **kwargs)
-        self.known.inputs[result] = True
-        return self._site(self.running, lambda *owner: fused_call(args, kwargs, owner[1], owner[0]), result, _same)
+
+        def read(module: nn.Module, tokens: int | None) -> tuple[Call, Lead]:
+            call, lead = fused_call(args, kwargs, tokens, module)
+            if self.shown is not None:
+                self.shown(module, _fused_weights(lead, args, kwargs))
+            return call, lead
+
+        return self._site(self.running, read, partial(F.scaled_dot_product_attention, *args, **kwargs), _same)
 
     def _site(
         self,
         owners: list[tuple[nn.Module, int | None]],
         read: Callable[[nn.Module, int | None], tuple[Call, Lead]],
-        result: Tensor,
+        own: Callable[[], Tensor],
         arranged: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What takes the place of one site's own result; the innermost of its modules owns it."""
-        if not owners or (owner := owners[-1][0]) in self.refused:
-            return result
-        if self.modules is not None and owner not in self.modules:
-            return result
+        """The result of one site, whose `own` is the model's; the innermost of its modules owns it."""
+        owner = owners[-1][0] if owners else None
+        if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
+            result = own()
+        else:
+            result = self._answered(*owners[-1], read, own, arranged)
+        self.known.inputs[result] = True
+        return result
+
+    def _answered(
+        self,
+        owner: nn.Module,
+        tokens: int | None,
+        read: Callable[[nn.Module, int | None], tuple[Call, Lead]],
+        own: Callable[[], Tensor],
+        arranged: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         try:
-            call, lead = read(*owners[-1])
-            if self.prove:
-                _check(arranged(lead.back(attend(call, OWN, "eager"))), result, arranged(lead.back(_sighted(call))))
+            call, lead = read(owner, tokens)
+            if not self.prove:
+                return arranged(lead.back(self.answer(call)))
+            result = own()
+            _check(arranged(lead.back(attend(call, OWN, "eager"))), result, arranged(lead.back(_sighted(call))))
         except UnreadableError as refusal:
             self.refused[owner] = refusal.problem
-            return result
-        answer = self.answer(call)
-        return result if self.prove else arranged(lead.back(answer)).to(result.dtype)
+            return own()
+        self.answer(call)
+        return result
+
+
+def _fused_weights(lead: Lead, args: Any, kwargs: Any) -> Tensor:
+    """The attention weights of torch's own function: its output for the identity matrix as values."""
+    given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    key = given["key"]
+    unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+    return lead.split(F.scaled_dot_product_attention(given["query"], key, unit, *args[3:], **_other(kwargs)))
+
+
+def _other(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
 
 
 def _same(output: Tensor) -> Tensor:

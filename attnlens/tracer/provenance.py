@@ -57,8 +57,9 @@ STEPS_END = frozenset(
     {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
     | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
     | {torch.layer_norm, torch.group_norm, torch.batch_norm, Tensor.log_softmax}
+    | {torch.max, torch.amax, Tensor.max, Tensor.amax, torch.logsumexp, Tensor.logsumexp}
 )
-"""Functions behind which a tensor is no longer the scores of a head, or its weights."""
+"""Functions behind which a tensor is no longer the scores of a head, or its weights; nor is a row's largest score."""
 MULTIPLYING = frozenset(
     {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow}
     | {getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__imul__")}

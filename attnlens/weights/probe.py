@@ -53,7 +53,7 @@ class Probe:
         arguments = {**self.arguments, **self._everywhere(self.reached.input_name, hidden)}
         if self.reached.other is not None:
             arguments |= self._everywhere(self.reached.other, other)
-        with opened(self.model, answer):
+        with opened(self.model, answer, content=(hidden, other)):
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs=arguments)
             except _Asked as asked:
@@ -91,15 +91,15 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64, without a cache, and a mask made for several sequences.
+        """The arguments of the module's last call in float64, without a cache, and of its mask the first sequence's.
 
-        The mask says which keys are used and not what they are, and doesn't go with other tokens (Swin's windows).
+        The mask says which keys are used and not what they are, and serves any number of sequences then.
         """
         arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
-        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and len(mask) > 1)
-        return arguments | dict.fromkeys(dropped)
+        first = {"attention_mask": mask[:1]} if isinstance(mask, Tensor) else {}
+        return arguments | dict.fromkeys(dropped) | first
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
