@@ -18,11 +18,11 @@ from torch import Tensor, nn
 VOCABULARY, FIRST_WORD = 99, 3
 SPREAD: dict[str, float] = {
     **dict.fromkeys(("bert", "roberta", "albert", "bart"), 1.8),
-    **{"t5": 0.76, "gemma2": 1.8, "qwen3": 1.0, "gemma3": 1.0},
+    **{"t5": 0.76, "gpt_neo": 0.76, "gemma2": 1.8, "qwen3": 1.0, "gemma3": 1.0},
 }
 """Standard deviation of an entry of q and of k for inputs of variance 1, by family, else 1.4, which makes logits of
 about 2 when they are divided by √head_dim. Models that normalise after each block mix their tokens more and want more;
-T5 does not divide, Gemma divides by √24, and behind a QK-norm it has no effect."""
+T5 and GPT-Neo do not divide, Gemma divides by √24, and behind a QK-norm it has no effect."""
 NORM_GAIN = {"qwen3": 1.4, "gemma3": 1.8}
 """What the gains of the QK-norms are multiplied by (Gemma's gain is 1 + its weight, hence added)."""
 
@@ -164,6 +164,41 @@ def _bloom() -> Any:
     return tf.BloomConfig(**TEXT, hidden_size=40, n_layer=2, n_head=4)
 
 
+def _mpnet() -> Any:
+    return tf.MPNetConfig(**ENCODER)
+
+
+def _deberta() -> Any:
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 6}
+    return tf.DebertaV2Config(**ENCODER, **relative, norm_rel_ebd="layer_norm", share_att_key=True, type_vocab_size=0)
+
+
+def _gptj() -> Any:
+    return tf.GPTJConfig(**TEXT, n_embd=40, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
+
+
+def _gpt_neo() -> Any:
+    kinds = [[["global", "local"], 1]]
+    return tf.GPTNeoConfig(
+        **TEXT,
+        hidden_size=40,
+        num_layers=2,
+        num_heads=4,
+        attention_types=kinds,
+        window_size=5,
+        max_position_embeddings=64,
+    )
+
+
+def _falcon() -> Any:
+    sizes = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    return tf.FalconConfig(**TEXT, **sizes, multi_query=True, alibi=True)
+
+
+def _yoso() -> Any:
+    return tf.YosoConfig(**ENCODER)
+
+
 FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
     "bert": (tf.BertForMaskedLM, lambda: tf.BertConfig(**ENCODER)),
     "roberta": (tf.RobertaForMaskedLM, lambda: tf.RobertaConfig(**ENCODER | {"pad_token_id": 1, "bos_token_id": 0})),
@@ -187,12 +222,20 @@ FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
     "vit": (tf.ViTModel, lambda: tf.ViTConfig(**PIXELS)),
     "clip": (tf.CLIPModel, _clip),
     "bloom": (tf.BloomForCausalLM, _bloom),
+    "mpnet": (tf.MPNetForMaskedLM, _mpnet),
+    "deberta_v2": (tf.DebertaV2ForMaskedLM, _deberta),
+    "gptj": (tf.GPTJForCausalLM, _gptj),
+    "gpt_neo": (tf.GPTNeoForCausalLM, _gpt_neo),
+    "falcon": (tf.FalconForCausalLM, _falcon),
     "mamba": (tf.MambaForCausalLM, _mamba),
+    "yoso": (tf.YosoForMaskedLM, _yoso),
 }
 
 
-REFUSED = ("bloom", "mamba")
-"""Families whose attention the first door does not reach, or that have none."""
+REFUSED = ("mamba", "yoso")
+"""Families that have no attention, or none with a softmax."""
+TRACED = ("bloom", "mpnet", "deberta_v2", "gptj", "gpt_neo", "falcon")
+"""Families that compute their attention by hand."""
 REACHED = tuple(name for name in FAMILIES if name not in REFUSED)
 CAUSAL = (
     "gpt2",
@@ -207,6 +250,10 @@ CAUSAL = (
     "phi3",
     "cohere",
     "gpt_oss",
+    "bloom",
+    "gptj",
+    "gpt_neo",
+    "falcon",
 )
 """Families whose self-attention sees the past alone."""
 
@@ -250,6 +297,8 @@ QUERY_KEY = (
     "qkv_proj",
     "Attention.q.",
     "Attention.k.",
+    "attn.q.",
+    "attn.k.",
 )
 """Parts of the names of W_Q and W_K, also where W_V shares their matrix."""
 

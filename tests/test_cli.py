@@ -338,7 +338,7 @@ def test_range_that_runs_backwards():
     refused(attnlens("inspect", "demo", "--heads", "7-3"), "7-3", "3-7")
 
 
-@pytest.mark.parametrize("name", ["mamba", "bloom"])
+@pytest.mark.parametrize("name", ["mamba", "yoso"])
 def test_model_without_reachable_attention(tmp_path, name):
     families.build(name).save_pretrained(tmp_path / name)
     result = attnlens("inspect", tmp_path / name, "--source", "weights")

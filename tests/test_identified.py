@@ -36,11 +36,24 @@ def heads(mask):
 
 
 def with_other_scores(mask, size=1e3):
-    """The same attention: a_i of each query, and anything where the mask hides."""
+    """The same attention: a_i of each query, and anything where the mask hides, added by the model."""
     plain = heads(mask)
     bias = size * random(2, 3, N, 1, seed=3).expand(2, 3, N, N)
     hidden = torch.zeros_like(bias) if plain.allowed is None else 9 * random(2, 3, N, N, seed=4) * ~plain.allowed
     return replace(plain, bias=bias + hidden)
+
+
+def with_other_content(mask):
+    """The same attention and the same scores as those, made by further coordinates of queries and keys."""
+    return of_content(with_other_scores(mask))
+
+
+def of_content(given):
+    """The same scores, with what the model adds written as coordinates: ⟨bias_i, e_j⟩."""
+    lead, n = given.query.shape[:-2], given.query.shape[-2]
+    query = torch.cat([given.query, given.bias.expand(*lead, n, n) / given.scale], -1)
+    unit = torch.eye(n, dtype=torch.float64).expand(*given.key.shape[:-2], n, n)
+    return replace(given, query=query, key=torch.cat([given.key, unit], -1), bias=None)
 
 
 def with_other_keys(mask):
@@ -49,10 +62,13 @@ def with_other_keys(mask):
     return replace(plain, key=plain.key + 5 * random(2, 3, 1, 4, seed=5))
 
 
+KINDS = {"plain": heads, "scores": with_other_scores, "content": with_other_content, "keys": with_other_keys}
+
+
 @cache
 def readings(name, mask, kind):
     (found,) = (analyzer for analyzer in OF_TOKENS if analyzer.name == name)
-    return found.function({"plain": heads, "scores": with_other_scores, "keys": with_other_keys}[kind](mask))
+    return found.function(KINDS[kind](mask))
 
 
 def apart(analyzer, info, mask, kind):
@@ -65,22 +81,24 @@ def apart(analyzer, info, mask, kind):
 @pytest.mark.parametrize("mask", MASKS)
 def test_these_are_the_same_attention_and_other_scores(mask):
     plain = heads(mask)
-    for other in (with_other_scores(mask), with_other_keys(mask)):
+    for other in (with_other_scores(mask), with_other_content(mask), with_other_keys(mask)):
         torch.testing.assert_close(other.attention, plain.attention, rtol=1e-9, atol=1e-12)
         assert (other.logits - plain.logits).abs().max() > 1
 
 
 @pytest.mark.parametrize(("analyzer", "info"), MEASURES, ids=[info.name for _, info in MEASURES])
 def test_what_is_called_identified_reads_the_attention_alone(analyzer, info):
+    # the cosines of KSVD are of the vectors themselves
+    kinds = ["scores", "keys", *["content"] * (not info.name.startswith("ksvd."))]
     for mask in MASKS:
         if info.identified == "nowhere":
             continue
-        for kind in ("scores", "keys"):
+        for kind in kinds:
             assert apart(analyzer, info, mask, kind) < 1e-8, (mask, kind)
         if info.identified == "all pairs":
             assert readings(analyzer.name, mask, "plain")[info.name].isnan().all() == (mask != "all")
     if info.identified == "nowhere" and info.name not in CERTIFICATES:
-        assert max(apart(analyzer, info, "causal", kind) for kind in ("scores", "keys")) > 1e-3, "called so in vain"
+        assert max(apart(analyzer, info, "causal", kind) for kind in kinds) > 1e-3, "called so in vain"
 
 
 def test_what_is_not_identified_says_so_and_leads_nowhere():
@@ -129,7 +147,7 @@ def mirrored(plain, size):
     wanted = lower + lower.tril(-1).mT
     place = torch.arange(n, dtype=torch.float64)
     steep = size * logits.abs().max()
-    return replace(plain, bias=wanted - steep * torch.maximum(place[:, None], place) - logits)
+    return of_content(replace(plain, bias=wanted - steep * torch.maximum(place[:, None], place) - logits))
 
 
 def test_a_mirrored_causal_head_is_a_mercer_kernel_and_reads_the_same_identified_measures():

@@ -241,10 +241,10 @@ def test_a_model_without_attention_in_reach_is_refused_by_name(name):
             use(families.inputs(name, model))
 
 
-def test_attention_outside_the_interface_is_warned_of(monkeypatch):
+def test_attention_that_cannot_be_read_is_warned_of(monkeypatch):
     model, batch = family("bert")
-    monkeypatch.setattr(hooks, "unreached", lambda *_: {"one.self": True, "two.self": True, "idle": False})
-    with pytest.warns(UserWarning, match="Not captured: one.self and 1 more, for its attention is computed outside"):
+    monkeypatch.setattr(hooks, "unreached", lambda *_: {"one.self": "it sums", "two.self": "it hashes", "idle": None})
+    with pytest.warns(UserWarning, match="Not captured: one.self, as it sums; and 1 more"):
         assert len(attnlens.capture(model, batch)) == 2
 
 

@@ -300,7 +300,7 @@ def test_clip_chooses_among_the_batchs_texts(more):
         assert swap.healing.curve[0].validation > 0
 
 
-@pytest.mark.parametrize(("name", "why"), [("bloom", "by hand"), ("mamba", "no softmax attention")])
+@pytest.mark.parametrize(("name", "why"), [("yoso", "by hand"), ("mamba", "no softmax attention")])
 def test_a_model_out_of_reach_is_refused_by_name(name, why):
     with pytest.raises(ModelError, match=why) as refusal:
         swap_kernel(family(name), "rbf", **SMALL)

@@ -38,7 +38,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
     if query_key.site.part == "cross":
         return {}
-    parts = linalg.anatomy(query_key)
+    parts = linalg.anatomy(query_key.content)
     return {
         "extended.share_positive": parts.positive,
         "extended.share_negative": parts.negative,

@@ -187,7 +187,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?"""
     from attnlens import linalg
 
-    shares = linalg.visible_shares(query_key)
+    shares = linalg.visible_shares(query_key.content)
     readings = {
         "tokens.share_key": shares.key,
         "tokens.share_distance": shares.distance,
@@ -209,7 +209,7 @@ def _of_all_pairs(query_key: QueryKey) -> Readings:
     if not compared.any():
         nothing = query_key.query.new_full(compared.shape, float("nan")).double()
         return {f"tokens.{name}": nothing for name in names}
-    parts, definite = linalg.anatomy(query_key), linalg.definite(query_key.logits)
+    parts, definite = linalg.anatomy(query_key.content), linalg.definite(query_key.content.logits)
     found = (parts.positive, parts.negative, parts.skew, definite)
     return {
         f"tokens.{name}": reading.where(compared, reading.new_tensor(float("nan")))

@@ -93,6 +93,11 @@ class QueryKey:
         return None if self.value is None else self.value[..., list(self.key_of), :, :]
 
     @cached_property
+    def content(self) -> QueryKey:
+        """The same without what the model adds to the scores: softcap(scale · q kᵀ) alone, the head's own kernel."""
+        return self if self.bias is None else replace(self, bias=None)
+
+    @cached_property
     def logits(self) -> Float[Tensor, "*batch heads n m"]:
         """Scores before the mask, in float64: softcap(scale · q kᵀ) + bias."""
         scores = self.query.double() @ self.paired_key.double().mT * self.scale

@@ -35,7 +35,7 @@ def traced_call(softmax: Softmax, value: Tensor, tokens: int | None, module: nn.
     if scores.moved is not None and standins.moved is not None:
         others = [lead.split(part) for part in scores.moved]
         check_moved(others[0], others[1], found, zero, of_pairs(standins.moved))
-    query, scale = lead.split(product.left), float(found.factor[0])
+    query, scale = lead.split(product.left), float(found.factor[0].detach())
     if bool(((found.factor - scale).abs() > 32 * torch.finfo(found.factor.dtype).eps * abs(scale)).any()):
         query, scale = query * found.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
     key, value = _paired(lead.split(product.right), lead.like(value.shape[:-2]).split(value))

@@ -118,11 +118,14 @@ class _Tracer(TorchFunctionMode):
 
     def _product(self, function: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
         """A product, which is the beginning of scores unless one side is a weight of the model."""
+        constant = any(part.untyped_storage().data_ptr() in self.constants for part in pair)
+        if constant and function is torch.einsum:  # it may mix heads
+            return self.known.call(function, args, kwargs)  # type: ignore[no-any-return]  # a product is a tensor
         result: Tensor = function(*args, **kwargs)
         dependent = [part in self.known.inputs for part in pair]
         if any(dependent):
             self.known.inputs[result] = True
-        if any(part.untyped_storage().data_ptr() in self.constants for part in pair):
+        if constant:
             return result
         found = product(function, args, kwargs)
         if found is not None and result.is_floating_point():

@@ -20,6 +20,8 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+"""What modules raise on inputs that they never met."""
 TOLERANCE = 1e-4
 """Largest relative difference between a module and what is said of it; norms and cos, sin are mostly float32."""
 
@@ -46,26 +48,29 @@ class Probe:
 
         What it would do with an answer is not computed. Raises UnreadableError where the module can't be called alone.
         """
+        given = self._everywhere(self.reached.input_name, hidden)
+        if self.reached.other is not None:
+            given |= self._everywhere(self.reached.other, other)
+        try:
+            call = self._asked(given, (hidden, other))
+        except UnreadableError:
+            mask = self.reached.arguments.get("attention_mask")
+            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None:
+                raise
+            call = self._asked(given | {"attention_mask": mask[:1]}, (hidden, other))  # it needs one (DeBERTa)
+        self._check(call, hidden, hidden if self.reached.other is None else other)
+        return call
 
+    def _asked(self, given: Mapping[str, Tensor], content: tuple[Tensor, ...]) -> Call:
         def answer(call: Call) -> Tensor:
             raise _Asked(call)
 
-        arguments = {**self.arguments, **self._everywhere(self.reached.input_name, hidden)}
-        if self.reached.other is not None:
-            arguments |= self._everywhere(self.reached.other, other)
-        with opened(self.model, answer, content=(hidden, other)):
+        with opened(self.model, answer, content=content):
             try:
-                functional_call(self.reached.module, dict(self.weights), kwargs=arguments)
+                functional_call(self.reached.module, dict(self.weights), kwargs={**self.arguments, **given})
             except _Asked as asked:
-                self._check(asked.call, hidden, hidden if self.reached.other is None else other)
                 return asked.call
-            except (
-                RuntimeError,
-                TypeError,
-                ValueError,
-                IndexError,
-                AttributeError,
-            ) as error:  # somebody's module on inputs it never met
+            except FAILURES as error:  # somebody's module on inputs it never met
                 first = str(error).splitlines()[0]
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module, called on its own, asks for no attention")
@@ -91,15 +96,15 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64, without a cache, and of its mask the first sequence's.
+        """The arguments of the module's last call in float64, without a cache, and a mask made for several sequences.
 
-        The mask says which keys are used and not what they are, and serves any number of sequences then.
+        The mask says which keys are used and not what they are, and doesn't go with other tokens (Swin's windows).
         """
         arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
-        first = {"attention_mask": mask[:1]} if isinstance(mask, Tensor) else {}
-        return arguments | dict.fromkeys(dropped) | first
+        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and len(mask) > 1)
+        return arguments | dict.fromkeys(dropped)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
