@@ -24,7 +24,7 @@ MOST_FILLED = 1024
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeasureMap:
     """One measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN where nothing is."""
 
     name: str
@@ -107,7 +107,7 @@ class Shapes:
         self._infos = measure_infos()
 
     @cached_property
-    def readings(self) -> dict[str, Reading]:
+    def readings(self) -> dict[str, MeasureMap]:
         """Every scalar measure with at least one value, by name, the most telling ones first."""
         readings = (self._reading(name) for name in self.report.measure_names())
         found = sorted((reading for reading in readings if reading.present.size), key=_background)
@@ -158,7 +158,7 @@ class Shapes:
         # nine significant digits are kept in a report, so a sum of a few shares is exact to about 1e-9
         return bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
 
-    def _reading(self, name: str) -> Reading:
+    def _reading(self, name: str) -> MeasureMap:
         maps = np.full((4, len(self.layers), len(self.heads)), np.nan)
         labels: dict[int, str] = {}
         reasons: Counter[str] = Counter()
@@ -174,7 +174,7 @@ class Shapes:
             if measure.n is not None:
                 counts.add(measure.n)
         values, errors, null_means, null_sds = maps
-        return Reading(
+        return MeasureMap(
             name=name,
             info=self.info(name),
             values=values,
@@ -207,7 +207,7 @@ def by_turns(names: Iterable[str]) -> list[str]:
     return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
 
 
-def _background(reading: Reading) -> tuple[bool, bool, bool, bool, bool, int]:
+def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
     """What puts a measure behind the others: the same everywhere; no headline; not identified; a category; in the
     weights' own units.
 

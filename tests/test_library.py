@@ -24,7 +24,7 @@ from reports import synthetic_report
 import attnlens
 from attnlens import hooks, registry
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.hooks import Swap
+from attnlens.hooks import Replacement
 from attnlens.kernels import parsed
 from attnlens.models import load
 
@@ -258,7 +258,7 @@ def test_inside_the_block_a_model_gives_what_swap_kernel_measures_and_outside_wh
     sites = tuple(found.site for found in hooks.survey(model, batch))
     before = given(model, batch)
     for layers, heads in ((None, None), ([1], [0, 2])):
-        swap = Swap(parsed("rbf:gamma=1"), None if heads is None else tuple(heads))
+        swap = Replacement(parsed("rbf:gamma=1"), None if heads is None else tuple(heads))
         with hooks.replace(model, sites, {site: swap for site in sites if layers is None or site.layer in layers}):
             expected = given(model, batch)
         with attnlens.replaced(model, "rbf:gamma=1", layers=layers, heads=heads) as door:
@@ -377,7 +377,7 @@ def test_inputs_of_another_kind_than_the_sites_were_found_on_are_refused():
     text = {name: value for name, value in batch.items() if name != "pixel_values"}
     with attnlens.replaced(model.text_model, "rbf", batch=text):
         given(model.text_model, text)
-    door = hooks.Door({}, {model: "clip"})
+    door = hooks.CallCounter({}, {model: "clip"})
     with pytest.raises(ModelError, match="clip runs on this input, and did not"):
         door.site(model)
 

@@ -534,7 +534,7 @@ def test_a_causal_kernel_that_drops_the_padding_mask_is_found_out(name):
     with pytest.raises(IdentityError, match="padding"):
         gates.leaks(model, sites, fed, unmasked, 0)
     assert gates.mask_error(model, fed, unmasked, 0, left=False) < 1e-5, "the control: on the right it can't be seen"
-    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))  # noqa: E731
+    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))  # noqa: E731
     assert gates.leaks(model, sites, fed, masked, 0)["mask_error"] < 1e-5
 
 
@@ -547,7 +547,7 @@ def test_an_encoder_that_drops_the_padding_mask_is_found_out(name):
     unmasked = lambda: hooks.opened(model.model, lambda call: attend(part(call), hooks.OWN))  # noqa: E731
     with pytest.raises(IdentityError, match="padding"):
         gates.mask_error(model, fed, unmasked, 0, left=False)
-    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))  # noqa: E731
+    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))  # noqa: E731
     assert gates.leaks(model, sites, fed, masked, 0)["mask_error"] < 1e-5
 
 
@@ -695,7 +695,7 @@ def test_other_heads_outputs_are_untouched(heads):
     model = families.build("llama")
     inputs = families.inputs("llama", model, padded=True)
     call = hooks.survey(model, inputs)[0].call
-    found = hooks.swapped(call, hooks.Swap(parsed("rbf"), heads))
+    found = hooks.swapped(call, hooks.Replacement(parsed("rbf"), heads))
     own, new = attend(call, hooks.OWN), attend(call, parsed("rbf"))
     for head in range(6):
         torch.testing.assert_close(found[:, :, head], (new if head in heads else own)[:, :, head])

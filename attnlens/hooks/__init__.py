@@ -3,8 +3,8 @@
 from attnlens.hooks.blocks import blocks, recorded, resumed
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
-    Door,
-    Swap,
+    CallCounter,
+    Replacement,
     implementation,
     install,
     is_answered,
@@ -34,9 +34,9 @@ from attnlens.kernels import OWN
 __all__ = [
     "IDENTITY_TOLERANCE",
     "OWN",
-    "Door",
+    "CallCounter",
     "Reached",
-    "Swap",
+    "Replacement",
     "allow_float64",
     "as_dtype",
     "at_real_tokens",

@@ -108,7 +108,7 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
 
 
 @dataclass
-class Door:
+class CallCounter:
     """Counts the calls of an open door, so that each is known by its site."""
 
     sites: Mapping[tuple[str, int], Site]
@@ -140,7 +140,7 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Swap:
+class Replacement:
     """Which kernel takes the place of a site's own, and in which heads."""
 
     kernel: Kernel
@@ -155,7 +155,7 @@ def watch(
     sites: tuple[Site, ...],
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
-) -> Iterator[Door]:
+) -> Iterator[CallCounter]:
     """Show every attention computation to `visit` and answer it with the model's own kernel.
 
     `answered` is shown the answer, (batch, queries, heads, value_dim), as the model goes on with it.
@@ -176,12 +176,12 @@ def watch(
 def replace(
     model: PreTrainedModel,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, Swap],
+    swaps: Mapping[Site, Replacement],
     path: Route = "auto",
     *,
     every_site: bool = True,
     visit: Callable[[Site, Call], None] | None = None,
-) -> Iterator[Door]:
+) -> Iterator[CallCounter]:
     """Answer the sites of `swaps` with their new kernels and the others with the model's own.
 
     `path` is how the new kernels are computed; `visit` sees what the sites of `swaps` are asked for. Raises
@@ -206,7 +206,7 @@ def replace(
         )
 
 
-def swapped(call: Call, swap: Swap, path: Route = "auto") -> Tensor:
+def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
     """The output of one site under a swap: (batch, queries, heads, value_dim)."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
@@ -218,9 +218,11 @@ def swapped(call: Call, swap: Swap, path: Route = "auto") -> Tensor:
 
 
 @contextmanager
-def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]) -> Iterator[Door]:
+def _counted(
+    model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]
+) -> Iterator[CallCounter]:
     by_call = {(site.path, site.ordinal): site for site in sites}
-    door = Door(by_call, {module: name for name, module in model.named_modules()})
+    door = CallCounter(by_call, {module: name for name, module in model.named_modules()})
 
     def numbered(call: Call) -> Tensor:
         site = door.site(cast("nn.Module", call.module))

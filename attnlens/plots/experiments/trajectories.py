@@ -13,8 +13,8 @@ from matplotlib.colors import Normalize
 from attnlens.plots.captions import fitted, heading
 from attnlens.plots.experiments.steps import ROOM, scale_steps, scale_values
 from attnlens.plots.fans import DEPTH
+from attnlens.plots.page import Panel
 from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, tick_positions
-from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Experiment, Trajectory
 from attnlens.registry import MeasureInfo, measure_infos
 from attnlens.sentences.followed import NULL, measures_of, told_of

@@ -15,7 +15,7 @@ from attnlens.arguments import selection_share
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
-from attnlens.registry import Analyzer, Gathering, Place
+from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
@@ -58,8 +58,10 @@ class Inspection:
         gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
         self.gathered = Gathered(gatherings, self.collector, self._place)
 
-    def _place(self, site: Site, form: QueryKey | str) -> Place:
-        return Place(site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown)
+    def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
+        return GatheringPlace(
+            site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown
+        )
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""

@@ -22,7 +22,7 @@ from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.comparison.compare import mean_loss
 from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
-from attnlens.run.training.trajectories import Reading, training
+from attnlens.run.training.trajectories import CheckpointReading, training
 
 
 @public
@@ -109,7 +109,7 @@ class Series:
 
     def run(self) -> Report:
         """Checkpoint by checkpoint; an interruption keeps those that are finished."""
-        done: list[Reading] = []
+        done: list[CheckpointReading] = []
         total = len(self.checkpoints)
         try:
             reader = self._reader()
@@ -140,7 +140,7 @@ class Series:
         options: models.Loading = {**self.loading, "revision": checkpoint.revision}
         return models.load(checkpoint.model, **options)
 
-    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> Reading:
+    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> CheckpointReading:
         loaded = replace(self._load(checkpoint), **reader)
         settings = feeding.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
@@ -150,7 +150,7 @@ class Series:
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
-        return Reading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
+        return CheckpointReading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
 
     def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
@@ -170,7 +170,7 @@ class Series:
         loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
-    def _report(self, done: list[Reading]) -> Report:
+    def _report(self, done: list[CheckpointReading]) -> Report:
         last = done[-1].report
         files = [
             File(name=f"{reading.checkpoint.name}/{file.name}", sha256=file.sha256)
@@ -190,7 +190,7 @@ class Series:
         )
 
 
-def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
+def _coverage(done: Sequence[CheckpointReading], asked: Sequence[Checkpoint]) -> Coverage:
     """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not reached."""
     found = [reading.report.coverage for reading in done]
     missing = [entry for reading in done for entry in _missing(reading, found)]
@@ -206,7 +206,7 @@ def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
     )
 
 
-def _missing(reading: Reading, every: Sequence[Coverage]) -> Iterator[Skipped]:
+def _missing(reading: CheckpointReading, every: Sequence[Coverage]) -> Iterator[Skipped]:
     """What one checkpoint lacks; what others don't lack names it."""
     for entry in reading.report.coverage.skipped:
         everywhere = all(entry in coverage.skipped for coverage in every)
@@ -214,7 +214,7 @@ def _missing(reading: Reading, every: Sequence[Coverage]) -> Iterator[Skipped]:
         yield entry.model_copy(update={"reason": reason})
 
 
-def _refuse_other_heads(first: Reading, other: Reading) -> None:
+def _refuse_other_heads(first: CheckpointReading, other: CheckpointReading) -> None:
     """Raise ModelError where two checkpoints don't have the same heads, which a config need not tell."""
     own, its = (_heads(reading.report.heads) for reading in (first, other))
     if own != its:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnlens.records import Change, Task, TextChange, TextCosine
 from attnlens.run.swap.comparison.likeness import Likeness
 from attnlens.run.swap.comparison.outputs import (
-    Outputs,
+    PassOutputs,
     divergence,
     owned_means,
     run,
@@ -71,7 +71,7 @@ class Comparison:
     sizes: list[int] = field(default_factory=list)
     """Tokens of each pass."""
 
-    def add(self, own: Outputs, new: Outputs, targets: Tensor | None, sizes: int) -> None:
+    def add(self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int) -> None:
         """Take in one batch."""
         self.seconds.append(new.seconds)
         self.own_seconds.append(own.seconds)
