@@ -192,7 +192,7 @@ FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
 
 
 REFUSED = ("bloom", "mamba")
-"""Families whose attention the first door does not reach, or that have none."""
+"""Families whose attention transformers' interface does not reach, or that have none."""
 REACHED = tuple(name for name in FAMILIES if name not in REFUSED)
 CAUSAL = (
     "gpt2",

@@ -1,4 +1,4 @@
-"""Tests that the door changes nothing by itself, misses nothing, and leaves nothing behind."""
+"""Tests that watching attention changes nothing by itself, misses nothing, and leaves nothing behind."""
 
 import itertools
 from dataclasses import replace

@@ -109,7 +109,7 @@ def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
 
 @dataclass
 class CallCounter:
-    """Counts the calls of an open door, so that each is known by its site."""
+    """Counts calls while attention is watched or replaced, so that each is known by its site."""
 
     sites: Mapping[tuple[str, int], Site]
     """The sites to expect, by path and ordinal."""
@@ -168,8 +168,8 @@ def watch(
             answered(site, found)
         return found
 
-    with _counted(model, sites, answer) as door:
-        yield door
+    with _counted(model, sites, answer) as counter:
+        yield counter
 
 
 @contextmanager
@@ -196,9 +196,9 @@ def replace(
             visit(site, call)
         return swapped(call, swaps[site], path)
 
-    with _counted(model, sites, answer) as door:
-        yield door
-    missed = [site.name for site in swaps if not door.calls[site.path]]
+    with _counted(model, sites, answer) as counter:
+        yield counter
+    missed = [site.name for site in swaps if not counter.calls[site.path]]
     if missed and every_site:
         raise ModelError(
             f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}.",
@@ -222,22 +222,22 @@ def _counted(
     model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]
 ) -> Iterator[CallCounter]:
     by_call = {(site.path, site.ordinal): site for site in sites}
-    door = CallCounter(by_call, {module: name for name, module in model.named_modules()})
+    counter = CallCounter(by_call, {module: name for name, module in model.named_modules()})
 
     def numbered(call: Call) -> Tensor:
-        site = door.site(cast("nn.Module", call.module))
+        site = counter.site(cast("nn.Module", call.module))
         return answer(site, changed(call, cross=site.part == "cross"))
 
-    begins = model.register_forward_pre_hook(door.begin)
+    begins = model.register_forward_pre_hook(counter.begin)
     try:
         with opened(model, numbered):
-            yield door
+            yield counter
     finally:
         begins.remove()
 
 
 def is_answered(model: PreTrainedModel) -> bool:
-    """Whether attnlens answers attention of the model: a door is open, or was installed for good."""
+    """Whether attnlens answers attention of the model: for a while, or installed for good."""
     return any((name or "").startswith(NAMES) for _, name in _implementations(model))
 
 

@@ -24,7 +24,7 @@ CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_st
 """The names under which transformers' attention modules take the other sequence of a cross-attention."""
 
 IDENTITY_TOLERANCE = 1e-5
-"""Largest relative difference between a model's outputs and those recomputed through the door."""
+"""Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
 
 @dataclass(frozen=True)

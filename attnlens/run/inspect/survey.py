@@ -112,7 +112,7 @@ class Inspection:
         return found.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
-        """Find the sites, prove that the door changes nothing, and choose the layers; returns the one-token survey."""
+        """Find the sites, prove that watching changes nothing, and choose the layers; returns the one-token survey."""
         sample = texts.placeholder(self.loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
         window_sites = checks.sites(self.loaded, sample)
         probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
@@ -134,7 +134,7 @@ class Inspection:
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
-        """The door must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
+        """Watching must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
         self.identity_error, broken = checks.proven(self.loaded, inputs)
         if broken is not None:
             self.collector.skip(broken, f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")

@@ -89,12 +89,12 @@ class Swapped:
     """Its tokenizer, where it has one."""
     kernel: str
     """The kernel's spelling."""
-    door: ExitStack
+    replacing: ExitStack
     """Holds the kernel in its place."""
 
     def close(self) -> None:
         """Give the model its own kernel back."""
-        self.door.close()
+        self.replacing.close()
 
 
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Replacement]) -> None:
@@ -190,10 +190,10 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
     swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
     _try(loaded, inputs, sites, swaps, place)
-    door = ExitStack()
+    replacing = ExitStack()
     # A tool may use the encoder alone, or nothing at all before it closes.
-    door.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
-    return Swapped(loaded.model, loaded.tokenizer, facts.kernel, door)
+    replacing.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
+    return Swapped(loaded.model, loaded.tokenizer, facts.kernel, replacing)
 
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:

@@ -120,7 +120,7 @@ class Swapping:
         return swaps
 
     def _survey(self) -> None:
-        """Find the sites, prove the door, choose the sites."""
+        """Find the sites, prove that recomputing attention changes nothing, choose the sites."""
         probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
         reached = checks.sites(self.loaded, probe)
         self.identity_error = checks.proven_whole(self.loaded, probe)
