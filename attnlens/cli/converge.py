@@ -64,6 +64,7 @@ Revisions = Annotated[
     opt.option(
         "--revisions",
         panel=opt.TRAINED,
+        call_only="read",
         help="Follow every head through these revisions of a hub model, as in `step1000,step2000`.",
         metavar="NAMES",
     ),
@@ -161,16 +162,16 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "the synthetic experiments":
         return checked_synthetic(opt.keywords(SyntheticRequest, given))
     shared = opt.keywords(InspectRequest, given)
-    head = opt.head(given["head"])
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
         kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
         own = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
-        return {**kept, **own, "model": models[0] if models else "demo", "head": head}
+        return {**kept, **own, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
     check_reading({"select": "argmax", "show": None, **shared})
+    where = requests.one_head(given["head"], given["layers"], given["heads"])
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}
+    return {**kept, **where, "checkpoints": models or None, "revisions": _revisions(given["revisions"])}
 
 
 def _revisions(words: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from attnlens.requests.run_options import (
     ModelRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Numbers, Words, head, numbers, whole, words
+from attnlens.requests.values import Numbers, Words, head, numbers, one_head, whole, words
 
 __all__ = [
     "OUTPUT",
@@ -28,6 +28,7 @@ __all__ = [
     "checked",
     "head",
     "numbers",
+    "one_head",
     "options",
     "value_of",
     "whole",

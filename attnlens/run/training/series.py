@@ -49,7 +49,7 @@ def converge_checkpoints(
     `more` are the options of `requests.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
     different shapes), TextError, and Interrupted, which carries the finished checkpoints.
     """
-    where = _one(head, layers, heads) or {"layers": layers, "heads": heads}
+    where = requests.one_head(head, layers, heads) or {"layers": layers, "heads": heads}
     own = {"source": source, "analyzers": analyzers, "select": select, **where}
     given = requests.checked(requests.InspectRequest, {**requests.checked(requests.Feeding, more), **own})
     loading = feeding.loading_of(more, None)
@@ -63,16 +63,6 @@ def converge_checkpoints(
     if source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()
-
-
-def _one(head: tuple[int, int] | str | None, layers: object, heads: object) -> dict[str, Any]:
-    """The layer and head of the one that is named. Raises UsageError where layers or heads are named too."""
-    if head is None:
-        return {}
-    if layers is not None or heads is not None:
-        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
-    layer, number = requests.head(head)
-    return {"layers": [layer], "heads": [number]}
 
 
 def _usual(source: str) -> list[str]:
