@@ -16,7 +16,7 @@ from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import NO_MODEL, check_reading, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
-from attnlens.requests import InspectRequest
+from attnlens.requests import SeriesRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
 
 FAILED = 1
@@ -82,8 +82,8 @@ Head = Annotated[
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
-FOLLOWED = opt.parameters(InspectRequest, without=("select", "show"))
-"""What a series can be asked for: what `inspect` can, but for what is shown of one head."""
+FOLLOWED = opt.parameters(SeriesRequest, without=("select",))
+"""What a series can be asked for."""
 
 
 @guarded
@@ -161,7 +161,7 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     models = [checked_model(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
         return checked_synthetic(opt.keywords(SyntheticRequest, given))
-    shared = opt.keywords(InspectRequest, given)
+    shared = opt.keywords(SeriesRequest, given)
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")

@@ -10,6 +10,7 @@ from attnlens.requests.run_options import (
     InspectRequest,
     Loading,
     ModelRequest,
+    SeriesRequest,
     SwapRequest,
 )
 from attnlens.requests.values import Numbers, Words, head, numbers, one_head, whole, words
@@ -22,6 +23,7 @@ __all__ = [
     "ModelRequest",
     "Numbers",
     "Option",
+    "SeriesRequest",
     "SwapRequest",
     "Words",
     "alternatives",

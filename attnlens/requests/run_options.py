@@ -106,8 +106,8 @@ class ModelRequest(Feeding, total=False):
     heads: Annotated[Numbers | None, Option("Only these heads, as in `0,5`.", metavar="NUMBERS")]
 
 
-class InspectRequest(ModelRequest, total=False):
-    """What `inspect` can be asked for."""
+class SeriesRequest(ModelRequest, total=False):
+    """What is read of every checkpoint of a series."""
 
     source: Annotated[Sources, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
     analyzers: Annotated[
@@ -130,6 +130,11 @@ class InspectRequest(ModelRequest, total=False):
             check=values.rule,
         ),
     ]
+
+
+class InspectRequest(SeriesRequest, total=False):
+    """What `inspect` can be asked for."""
+
     show: Annotated[
         Literal["selection"] | None,
         Option(

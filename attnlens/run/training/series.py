@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
-from attnlens.choices import SHOWN, Sources
+from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
@@ -31,13 +31,8 @@ def converge_checkpoints(
     *,
     revisions: requests.Words = (),
     head: tuple[int, int] | str | None = None,
-    source: Sources = "both",
-    analyzers: requests.Words = (),
-    select: str = "argmax",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     progress: Progress = silent,
-    **more: Unpack[requests.Feeding],
+    **more: Unpack[requests.SeriesRequest],
 ) -> Report:
     """Every measure of every head against the training step, in one experiment with the heads' trajectories.
 
@@ -46,21 +41,20 @@ def converge_checkpoints(
     Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
     One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
     series to it.
-    `more` are the options of `requests.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
+    `more` are the options of `requests.SeriesRequest`. Raises UsageError, ModelError (one is missing, or they are of
     different shapes), TextError, and Interrupted, which carries the finished checkpoints.
     """
-    where = requests.one_head(head, layers, heads) or {"layers": layers, "heads": heads}
-    own = {"source": source, "analyzers": analyzers, "select": select, **where}
-    given = requests.checked(requests.InspectRequest, {**requests.checked(requests.Feeding, more), **own})
+    one = requests.one_head(head, more.get("layers"), more.get("heads"))
+    given = requests.checked(requests.SeriesRequest, {**more, **one})
     loading = feeding.loading_of(more, None)
-    wanted = given["analyzers"] or _usual(source)
-    chosen, asked = reading.chosen(reading.settings(given), wanted, select, None)
-    reading.refuse_unread(given["text"], source)
+    wanted = given["analyzers"] or _usual(given["source"])
+    chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
+    reading.refuse_unread(given["text"], asked.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     found = _found(names, requests.words("revisions", revisions), loading)
     refuse_different(found)
     contents = texts.read_each(given["text"])
-    if source != "weights" and not contents:
+    if asked.source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()
 
