@@ -13,7 +13,7 @@ import numpy as np
 
 from attnlens.choices import Part
 from attnlens.records import Measure, Report
-from attnlens.registry import MeasureInfo, measure_infos
+from attnlens.registry import MeasureInfo, info_of
 from attnlens.wording import source_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ class Shapes:
         """The heads' numbers."""
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._column = {head: column for column, head in enumerate(self.heads)}
-        self._infos = measure_infos()
 
     @cached_property
     def readings(self) -> dict[str, MeasureMap]:
@@ -125,7 +124,7 @@ class Shapes:
 
     def info(self, name: str) -> MeasureInfo:
         """What the registry knows of a measure or curve."""
-        return self._infos.get(name) or MeasureInfo(name, meaning="", formula="")
+        return info_of(name)
 
     def cell(self, layer: int, head: int) -> tuple[int, int]:
         """Row and column of a head in every map."""

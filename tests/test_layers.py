@@ -261,7 +261,6 @@ OTHER_MEANINGS = {
     "sections/documents.py": {"window"},
     "sections/swaps/summary.py": {"window"},
     "sentences/population.py": {"window"},
-    "sentences/followed.py": {"symmetry"},  # the end of a measure's name
     "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
     "run/swap/ranks/search.py": {"rank"},  # a parameter
     "requests/run_options.py": {"selection"},  # what --show can say, which a type must spell out

@@ -588,6 +588,7 @@ def test_a_diverged_model_gets_reasons_and_no_numbers(demo, broken):
     for name in ("loss", "perplexity", "kl", "top1_agreement", "hidden_cosine", "hidden_cka"):
         assert getattr(swap, name) is None
         assert "diverged" in swap.reasons[name]
+    assert swap.diverged
     assert all(site.output_error is None for site in swap.sites)
     assert all(effect.delta is None and not effect.significant for effect in swap.sweep)
     assert "NaN" not in report.model_dump_json(exclude={"swap": {"formula"}})

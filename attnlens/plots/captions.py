@@ -19,13 +19,6 @@ from attnlens.wording import (
     written,
 )
 
-MATRICES = {
-    "weights.singular_values": " of M",
-    "tokens.singular_values": " of P",
-    "tokens.singular_values_energy": " of P",
-}
-"""Of which matrix curves of the same name are."""
-
 
 def full_caption(shapes: Shapes, reading: MeasureMap, width: int, mark: str = "") -> str:
     """The lines under a map: meaning, formula, null and where its `mark` is, error, what is missing, which model."""
@@ -95,9 +88,9 @@ def settings_line(shapes: Shapes) -> str:
     return f"{fed}{clean(tool.name)} {clean(tool.version)}"
 
 
-def heading(name: str) -> str:
+def heading(info: MeasureInfo) -> str:
     """A measure's name as a title: `effective rank`, `singular values of M`."""
-    return fitted(title_of(name) + MATRICES.get(name, ""), 60)
+    return fitted(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
 def source_heading(shapes: Shapes, name: str) -> str:

@@ -47,7 +47,7 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     draw_map(axes, shapes, reading)
     write_numbers(axes, reading)
     source = source_of(name)
-    figure.text(0.65 / page, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
+    figure.text(0.65 / page, 1 - 0.2 / tall, heading(reading.info), fontsize=11, weight="bold", va="center", color=INK)
     figure.text((0.65 + width) / page, 1 - 0.2 / tall, source, fontsize=8, ha="right", va="center", color=MUTED)
     figure.text(0.65 / page, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     if not reading.full:

@@ -77,7 +77,7 @@ def overview_figure(shapes: Shapes) -> Figure:
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
             axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
-            title = fitted(panel.title or heading(panel.name), 32)
+            title = fitted(panel.title or heading(shapes.info(panel.name)), 32)
             picture_title(axes, f"{next(letters)}  {title}", panel.note)
             panel.draw(axes, named=column == 0)
     return figure
@@ -155,7 +155,7 @@ def _maps(shapes: Shapes) -> list[MeasurePanel]:
 def _shares_panel(shapes: Shapes, whole: str) -> MeasurePanel:
     names = shapes.shares[whole]
     open_ = any(shapes.info(name).identified == "nowhere" for name in names)
-    title = f"{heading(whole)} (not identified)" if open_ else ""
+    title = f"{heading(shapes.info(whole))} (not identified)" if open_ else ""
     return MeasurePanel(whole, "", partial(draw_shares, shapes=shapes, whole=whole), not has_all(shapes, names), title)
 
 
@@ -182,7 +182,7 @@ def _name_formula(axes: Axes, shapes: Shapes, name: str) -> None:
     # not along the side, where the colour bar of the picture beside it stands
     info = shapes.info(name)
     value = (
-        formula if 0 < len(formula := clean(info.formula)) <= FORMULA else heading(name).removeprefix(f"{info.space} ")
+        formula if 0 < len(formula := clean(info.formula)) <= FORMULA else heading(info).removeprefix(f"{info.space} ")
     )
     axes.set_xlabel(f"{value} over {axes.get_xlabel()}", labelpad=1.5)
 

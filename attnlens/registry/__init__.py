@@ -11,6 +11,7 @@ from attnlens.registry.analysis import (
     analyzers,
     every_analyzer,
     gathering,
+    info_of,
     measure_infos,
     measure_sources,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "checked_name",
     "every_analyzer",
     "gathering",
+    "info_of",
     "kernel",
     "measure_infos",
     "measure_sources",

@@ -161,6 +161,11 @@ def measure_infos() -> dict[str, MeasureInfo]:
     return {info.name: info for found in every_analyzer() for info in found.measures}
 
 
+def info_of(name: str) -> MeasureInfo:
+    """What is known of a measure or curve; empty texts where it is of no analyzer."""
+    return measure_infos().get(name) or MeasureInfo(name, meaning="", formula="")
+
+
 def measure_sources() -> dict[str, Source]:
     """What every measure and curve is read from; its name's first word need not say it (`ksvd.rank90`: tokens)."""
     return {info.name: found.source for found in every_analyzer() for info in found.measures}

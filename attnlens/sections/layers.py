@@ -119,7 +119,7 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     if any(text.reasons for text in summary.texts):
         said.append("one window of a text has no spread: no errors in its row")
     if any(reading.null for reading in shapes.readings.values()):
-        chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
+        chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
         said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
     if summary.texts:
         said.append("beside a text stands how many windows are its")

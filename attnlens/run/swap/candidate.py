@@ -56,6 +56,7 @@ class Candidate:
         return Swap(
             kernel=kernel.spelling if self.choice is None else kernel.info.name,
             formula=kernel.formula,
+            formula_of="output" if kernel.info.form == "output" else "log k",
             parameters=dict(kernel.parameters) if self.choice is None else {},
             fitted=sorted(next(iter(self.last.values())).kernel.fitted),
             sites=local.sites,

@@ -41,7 +41,7 @@ def training(done: Sequence[CheckpointReading]) -> Experiment:
             nulls = [reading.report.summary.median_nulls.get(name) for reading in done]
             curves |= _curves(name, steps, columns, nulls)
             trajectories += _trajectories(name, columns)
-    final = {name: curve.median[-1] for name, curve in curves.items() if not name.endswith(": null")}
+    final = {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
     return Experiment(
         name="training",
         question=QUESTION,
@@ -81,7 +81,7 @@ def _curves(
             (None,) * 3 if null is None else (null.mean - null.sd, null.mean, null.mean + null.sd) for null in nulls
         ]
         low, middle, high = (list(column) for column in zip(*chance, strict=True))
-        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high)
+        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high, null_of=name)
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
