@@ -43,7 +43,7 @@ RIGHT = 0.968
 
 @dataclass(frozen=True)
 class MeasurePanel:
-    """One picture of the page."""
+    """A panel of the overview: one measure, curve or whole."""
 
     name: str
     """The measure, curve or whole that it shows."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from attnlens.records import Experiment
 from attnlens.registry import info_of
 from attnlens.shapes import by_turns
-
-BEHIND = 1000
-"""The place of the measures that a series is not about."""
 
 
 def heads_of(experiment: Experiment) -> int:
@@ -17,7 +16,7 @@ def heads_of(experiment: Experiment) -> int:
 
 def asked_for(name: str) -> bool:
     """Whether a measure is among those that a series of checkpoints is about."""
-    return _place(name) < BEHIND
+    return _place(name) < math.inf
 
 
 def measures_of(experiment: Experiment) -> list[str]:
@@ -32,6 +31,6 @@ def told_of(experiment: Experiment) -> list[str]:
     return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
 
 
-def _place(name: str) -> int:
-    """Where it stands; the loss, which is no measure of heads, first."""
-    return 0 if name == "loss" else info_of(name).series or BEHIND
+def _place(name: str) -> float:
+    """Where it stands, the loss, which is no measure of heads, first; ∞ for what a series is not about."""
+    return 0 if name == "loss" else info_of(name).series or math.inf
