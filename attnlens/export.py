@@ -87,8 +87,7 @@ def drawings(report: Report, target: Path) -> dict[Path, Drawing]:
     .svg or .pdf the overview alone, or the margins of the one head whose selection is shown. Raises UsageError where
     the report has nothing to draw, OutputError where the target names another kind of picture.
     """
-    from attnlens.render.pictures import drawings as files_of
-    from attnlens.render.pictures import encoded_picture, is_file
+    from attnlens.render.pictures import encoded_picture, files_of, is_file
 
     if is_file(target):
         return {target: partial(encoded_picture, documents.overview(report), target.suffix.lower())}

@@ -13,7 +13,7 @@ import numpy as np
 
 from attnlens.choices import Part
 from attnlens.records import Measure, Report
-from attnlens.registry import MeasureInfo, measure_infos
+from attnlens.registry import MeasureInfo, info_of
 from attnlens.wording import source_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MOST_FILLED = 1024
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeasureMap:
     """One measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN where nothing is."""
 
     name: str
@@ -104,10 +104,9 @@ class Shapes:
         """The heads' numbers."""
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._column = {head: column for column, head in enumerate(self.heads)}
-        self._infos = measure_infos()
 
     @cached_property
-    def readings(self) -> dict[str, Reading]:
+    def readings(self) -> dict[str, MeasureMap]:
         """Every scalar measure with at least one value, by name, the most telling ones first."""
         readings = (self._reading(name) for name in self.report.measure_names())
         found = sorted((reading for reading in readings if reading.present.size), key=_background)
@@ -125,7 +124,7 @@ class Shapes:
 
     def info(self, name: str) -> MeasureInfo:
         """What the registry knows of a measure or curve."""
-        return self._infos.get(name) or MeasureInfo(name, meaning="", formula="")
+        return info_of(name)
 
     def cell(self, layer: int, head: int) -> tuple[int, int]:
         """Row and column of a head in every map."""
@@ -158,7 +157,7 @@ class Shapes:
         # nine significant digits are kept in a report, so a sum of a few shares is exact to about 1e-9
         return bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
 
-    def _reading(self, name: str) -> Reading:
+    def _reading(self, name: str) -> MeasureMap:
         maps = np.full((4, len(self.layers), len(self.heads)), np.nan)
         labels: dict[int, str] = {}
         reasons: Counter[str] = Counter()
@@ -174,7 +173,7 @@ class Shapes:
             if measure.n is not None:
                 counts.add(measure.n)
         values, errors, null_means, null_sds = maps
-        return Reading(
+        return MeasureMap(
             name=name,
             info=self.info(name),
             values=values,
@@ -207,7 +206,7 @@ def by_turns(names: Iterable[str]) -> list[str]:
     return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
 
 
-def _background(reading: Reading) -> tuple[bool, bool, bool, bool, bool, int]:
+def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
     """What puts a measure behind the others: the same everywhere; no headline; not identified; a category; in the
     weights' own units.
 

@@ -85,7 +85,7 @@ class Population:
 
     def search(self, margin: float | None = None) -> Budgeting:
         """A search over all heads."""
-        swaps: dict[Site, hooks.Swap] = {site: hooks.Swap(parsed(ALL_DIRECTIONS)) for site in self.sites}
+        swaps: dict[Site, hooks.Replacement] = {site: hooks.Replacement(parsed(ALL_DIRECTIONS)) for site in self.sites}
         found = Budgeting(self.loaded, self.sites, swaps, self.task, "auto", 0, lambda _: None)
         return found if margin is None else replace(found, margin=margin)
 

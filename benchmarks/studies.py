@@ -88,7 +88,7 @@ def harms(
     task = task_of(loaded.model)
     reached = hooks.survey(loaded.model, made.batches[0].inputs)
     sites = tuple(one.site for one in reached)
-    swaps = {site: hooks.Swap(parsed(words, allow_signed=True)) for site in sites}
+    swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in sites}
     if calibrated is not None:
         swaps = fit(loaded, sites, swaps, calibrated, lambda _: None)
     every = units(swaps, "heads", {one.site: one.call.query.shape[1] for one in reached})

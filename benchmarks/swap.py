@@ -158,7 +158,7 @@ def whole_model(name: str, place: str, rounds: int) -> None:
     loaded = models.load(place)
     batch = next(iter(subjects.batches(loaded, 512 if rounds > 1 else 64, 8)))
     sites = tuple(found.site for found in hooks.survey(loaded.model, batch.inputs))
-    swaps = {site: hooks.Swap(parsed("rbf")) for site in sites}
+    swaps = {site: hooks.Replacement(parsed("rbf")) for site in sites}
 
     def plain() -> Tensor:
         with torch.no_grad():

@@ -124,7 +124,7 @@ def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: A
         low, middle, high = np.percentile(values, [25, 50, 75], axis=0)
         curves[name] = Curve(steps=steps, median=middle.tolist(), low=low.tolist(), high=high.tolist())
         if name.startswith("weights"):
-            curves[f"{name}: null"] = curve(steps, np.full(checkpoints, start), 0.02 * max(start, 1))
+            curves[f"{name}: null"] = curve(steps, np.full(checkpoints, start), 0.02 * max(start, 1), null_of=name)
         trajectories += [
             Trajectory(layer=row // heads, head=row % heads, measure=name, values=line.tolist())
             for row, line in enumerate(values)

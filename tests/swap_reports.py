@@ -38,7 +38,7 @@ def outcome(
 ) -> dict[str, Any]:
     """The fields of an Outcome whose loss rises by that much; None: it diverged."""
     if delta is None:
-        return {"reasons": dict.fromkeys((*PREDICTING, *STATES), DIVERGED)}
+        return {"diverged": True, "reasons": dict.fromkeys((*PREDICTING, *STATES), DIVERGED)}
     cosine, kl = 1 / (1 + abs(delta)), 1.1 * abs(delta)
     found: dict[str, Any] = {"hidden_cosine": cosine, "hidden_cka": 1 / (1 + 0.7 * abs(delta))}
     found["hidden_cosine_ci95"] = (max(-1.0, cosine - 0.0412), min(1.0, cosine + 0.0412))

@@ -136,7 +136,7 @@ def test_a_head_poses_no_more_equalities_than_can_be_solved(monkeypatch: pytest.
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(20, 6, generator=generator).double()
     scene = head.Scene(tokens, torch.randn(10, 6, generator=generator).double(), torch.zeros(10, 20).double())
-    form = head.Form(0.1 * torch.eye(6).double(), torch.eye(6).double())
+    form = head.FactoredForm(0.1 * torch.eye(6).double(), torch.eye(6).double())
     whole = head.choose([scene], form, head.Softmax(), top_p=0.5)
     sizes = [int(kept.sum()) - 1 for kept in whole.sets]
     monkeypatch.setattr(head, "MOST_EQUALITIES", sum(sizes) - 1)

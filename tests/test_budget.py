@@ -26,7 +26,7 @@ from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks import search as room
 from attnlens.run.swap.ranks.nested import nested
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
-from attnlens.run.swap.ranks.savings import Sizes, break_even, costs, saving, sizes
+from attnlens.run.swap.ranks.savings import SiteSizes, break_even, costs, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
 from attnlens.sections.swaps.tables import plan_rows
 from attnlens.sentences.plans import plan_lines
@@ -70,7 +70,7 @@ def parts_of(model, sequences=48, tokens=32):
 def budgeting(model, *, layers=None):
     """A search over all sites, or some."""
     sites = sites_of(model.model, batches_of(model).batches[0].inputs)
-    swaps = {site: hooks.Swap(RANK) for site in sites if layers is None or site.layer in layers}
+    swaps = {site: hooks.Replacement(RANK) for site in sites if layers is None or site.layer in layers}
     return room.Budgeting(model, sites, swaps, "causal", "auto", 0, lambda _: None)
 
 
@@ -444,7 +444,7 @@ def test_a_healed_plan_has_both_rises(demo, few):
 def tiny_sizes(**changed):
     """d_model 12, two query heads a key head, head_dim 4, values of 5, 6.5 keys seen, float16."""
     plain = {"query_width": 12, "key_width": 12, "head_dim": 4, "value_dim": 5, "query_bias": True, "key_bias": False}
-    return Sizes(
+    return SiteSizes(
         **plain | {"folds": True, "keys_seen": 6.5, "keys_a_query": 1.0, "number_bytes": 2, "cached": True} | changed
     )
 

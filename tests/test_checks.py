@@ -207,7 +207,7 @@ def test_spectrograms_and_patches_have_the_shape_that_the_config_says(name, shap
 def test_a_leak_that_the_model_has_itself_is_not_blamed_on_the_kernel():
     bert = family("bert")
     inputs = texts.placeholder(bert, 12, 0, sequences=2).batches[0].inputs
-    kernel = dict.fromkeys(sites(bert, inputs), hooks.Swap(parsed("rbf")))
+    kernel = dict.fromkeys(sites(bert, inputs), hooks.Replacement(parsed("rbf")))
     variant = lambda: hooks.replace(bert.model, tuple(kernel), kernel)  # noqa: E731  # one expression
     assert gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
     # a model that mixes all tokens, padding too, before its attention

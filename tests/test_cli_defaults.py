@@ -1,9 +1,14 @@
 """Tests that options come from files and the environment as from the command line, and wrong ones are named."""
 
 import json
+import re
+from typing import get_args
 
 import pytest
 from program import attnlens, refused, without_torch
+
+from attnlens.cli.commands import app
+from attnlens.cli.defaults import kinds
 
 ONE = ("inspect", "demo", "--source", "tokens", "--layers", "0", "--json", "-", "-q")
 
@@ -96,3 +101,12 @@ def test_texts_from_the_environment_are_cut_as_PATH_is(tmp_path):  # noqa: N802
     assert settings("inspect", "demo", "--source", "weights", "--json", "-", "-q", cwd=tmp_path)["analyzers"] == [
         "spectrum"
     ]
+
+
+def test_what_names_a_file_or_a_model_is_marked_as_said_in_a_call_alone():
+    """A file of defaults may lie beside a stranger's model, so that a new option of that kind must not be forgotten."""
+    known = kinds(command.callback for command in app.registered_commands)
+    declared = {name: get_args(kind)[1] for name, kind in known.items()}
+    files = {name for name, found in declared.items() if re.search("FILE|DIR|REVISION", found.metavar or "")}
+    assert {"json", "save", "ranks", "text", "revision"} <= files
+    assert {name for name in files if not getattr(declared[name], "call_only", "an argument")} == set()

@@ -235,7 +235,7 @@ def on_a_terminal(*words, **environment):
 def test_a_terminal_is_animated_unless_it_is_asked_not_to():
     words = ("inspect", "demo", "--source", "weights", "--layers", "0")
     hidden_cursor = "\x1b[?25l"
-    assert hidden_cursor in on_a_terminal(*words), "the control: without a wish, the bar moves"
-    for wish in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
-        assert "\x1b" not in on_a_terminal(*words, **wish), wish
+    assert hidden_cursor in on_a_terminal(*words), "the control: without any of them, the bar moves"
+    for variable in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
+        assert "\x1b" not in on_a_terminal(*words, **variable), variable
     assert "\x1b" not in attnlens(*words, FORCE_COLOR="1").stderr, "nor is a pipe"

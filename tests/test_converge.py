@@ -78,6 +78,8 @@ def test_the_null_stands_beside_the_measures_that_have_one(of_weights):
     (experiment,) = of_weights.experiments
     null = attnlens.inspect("demo", source="weights").summary.median_nulls["weights.symmetry"]
     curve = experiment.curves["weights.symmetry: null"]
+    assert experiment.null("weights.symmetry") == curve
+    assert experiment.null("tokens.entropy") is None
     assert curve.median[-1] == pytest.approx(null.mean, rel=1e-9)
     assert curve.high[-1] - curve.median[-1] == pytest.approx(null.sd, rel=1e-9)
 

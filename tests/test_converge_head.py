@@ -10,10 +10,10 @@ from loaded import family
 
 from attnlens import attsvm
 from attnlens.analyzers.selection import Selector
-from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
+from attnlens.attsvm.head import FactoredForm, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
-from attnlens.experiments.settings import Settings as Sizes
+from attnlens.experiments.settings import ExperimentSettings
 from attnlens.requests import reading
 from attnlens.run.training.one_head import FACTORS, as_instances, converge_head, hardening, posed, starts, trained
 
@@ -54,7 +54,7 @@ def test_the_instances_score_the_tokens_as_the_head_does(found: Nearness) -> Non
 
 
 def test_descent_leaves_the_head_for_its_svm_and_keeps_its_selection(found: Nearness) -> None:
-    result = trained(found, HEAD, Sizes(trials=1, lr=0.1, iterations=1500, parameterisation="W"))
+    result = trained(found, HEAD, ExperimentSettings(trials=1, lr=0.1, iterations=1500, parameterisation="W"))
     assert result.final["correlation of the head"] == pytest.approx(found.svm_cosine, abs=1e-8)
     for name in ("zero", "the head"):
         assert (result.final[f"correlation, from {name}"] or 0) > 0.99
@@ -100,7 +100,7 @@ def planted(softmax: Softmax) -> tuple[list[Scene], Nearness]:
     tokens[1] = tokens[2] = tokens[0]
     copies = first_copies(tokens, torch.ones(7, 7, dtype=torch.bool)).double().log()
     scenes, unit = [Scene(tokens, tokens, copies)], torch.eye(5, dtype=torch.float64)
-    chosen, near = nearness(scenes, Form(unit, unit), softmax)
+    chosen, near = nearness(scenes, FactoredForm(unit, unit), softmax)
     assert isinstance(near, Nearness)
     assert len(chosen.sets) == 7
     return scenes, near
@@ -150,7 +150,7 @@ def test_a_real_head_hardens_from_its_own_weights_to_a_selection(gathered: tuple
 
 
 def test_factors_start_small_and_end_near_the_nuclear_svm(found: Nearness) -> None:
-    result = trained(found, HEAD, Sizes(trials=1, lr=0.1, iterations=300, parameterisation="KQ"))
+    result = trained(found, HEAD, ExperimentSettings(trials=1, lr=0.1, iterations=300, parameterisation="KQ"))
     before = result.curves["correlation, from small random factors"].median[0]
     after = result.final["correlation, from small random factors"]
     assert abs(before or 0) < 0.2

@@ -56,8 +56,10 @@ def test_each_null_is_said_to_be_what_it_is() -> None:
     def told(*names: str) -> str:
         report = series_report()
         (found,) = report.experiments
-        nulls = {f"{name}: null": curve(found.curves[name].steps, np.full(7, 0.1), 0.02) for name in names}
-        curves = {name: made for name, made in found.curves.items() if not name.endswith(": null")} | nulls
+        nulls = {
+            f"{name}: null": curve(found.curves[name].steps, np.full(7, 0.1), 0.02, null_of=name) for name in names
+        }
+        curves = {name: made for name, made in found.curves.items() if made.null_of is None} | nulls
         again = report.model_copy(update={"experiments": [found.model_copy(update={"curves": curves})]})
         return " ".join(views.summary(again).split())
 

@@ -143,6 +143,9 @@ def test_a_measure_that_never_changes_is_left_out() -> None:
     constant = curve(found.curves["loss"].steps, np.full(7, 16.0))
     more = found.model_copy(update={"curves": found.curves | {"weights.constant": constant}})
     assert "weights.constant" in measures_of(more)
+    assert "weights.symmetry: null" not in measures_of(more)
+    named = found.model_copy(update={"curves": found.curves | {"mine: null": constant}})
+    assert "mine: null" in measures_of(named), "a name makes no null"
     assert "weights.constant" not in told_of(more)
 
 

@@ -21,8 +21,8 @@ SMALL = {"trials": 3, "iterations": 30}
 
 
 def small(name, **overrides):
-    wishes = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
-    (found,) = run_experiments([name], quick=True, overrides=wishes | overrides)
+    wanted = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
+    (found,) = run_experiments([name], quick=True, overrides=wanted | overrides)
     return found
 
 
@@ -94,8 +94,8 @@ def test_every_experiment_runs_small_says_what_it_used_and_is_compared_with_noth
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_progress_is_told_up_to_the_end(name):
     told = []
-    wishes = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
-    run_experiments([name], quick=True, overrides=wishes, progress=lambda *at: told.append(at))
+    wanted = {setting: value for setting, value in SMALL.items() if setting in EXPERIMENTS[name].uses}
+    run_experiments([name], quick=True, overrides=wanted, progress=lambda *at: told.append(at))
     assert told
     assert all(0 <= done <= total for _, done, total in told)
     assert told[-1][1] == told[-1][2]
@@ -208,7 +208,7 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "settings",
     [
         {"lr": -1.0},
         {"lr": 0.0},
@@ -232,9 +232,9 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
         {"momentum": 0.9},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wish):
+def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(UsageError) as refused:
-        checked_synthetic({"experiments": "local-convergence", **wish})
+        checked_synthetic({"experiments": "local-convergence", **settings})
     assert refused.value.remedy
 
 

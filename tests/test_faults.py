@@ -90,6 +90,8 @@ WORDS = {
     "inspect --heads x": "no list of numbers",
     "inspect --head 3": "no head",
     "converge --head 3.x": "no head",
+    "inspect --head 3.7 --layers 3": "layers or heads beside it",
+    "converge --checkpoints --head 3.7 --heads 7": "layers or heads beside it",
     "inspect --hedas 2": "No such option",
     "inspect --analyzer symetry": "Did you mean 'symmetry'",
     "inspect --source weight": "Did you mean 'weights'",

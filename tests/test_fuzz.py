@@ -90,7 +90,6 @@ def test_kernels_are_spelled_or_refused(words, signed):
 @given(NUMBERS)
 def test_lists_of_layers_and_heads_are_read_or_refused(words):
     family(lambda: parameters.numbers("layers", words))
-    family(lambda: parameters.head(words))
     family(lambda: requests.head(words))
     family(lambda: selection_share(words))
     family(lambda: budget_share(words))

@@ -172,7 +172,7 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, **cut), apart_from=evaluated)
     held_out = evaluated.batches[0].inputs
     sites = sites_of(model.model, held_out)
-    plain = dict.fromkeys(sites, hooks.Swap(parsed("rbf")))
+    plain = dict.fromkeys(sites, hooks.Replacement(parsed("rbf")))
     fitted = fit(model, sites, plain, calibrated, lambda _: None)
     before, after = (site_errors(model.model, swaps, held_out) for swaps in (plain, fitted))
     assert after.mean() < 0.97 * before.mean()
@@ -219,7 +219,7 @@ def test_a_fit_sees_the_heads_own_queries_and_keys_whatever_the_tie(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=4))
     sites = sites_of(demo.model, fed.batches[0].inputs)
     plain, tied = (
-        fit(demo, sites, dict.fromkeys(sites, hooks.Swap(parsed(words))), fed, lambda _: None)
+        fit(demo, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words))), fed, lambda _: None)
         for words in ("rank:6", "rank:6+tied-query")
     )
     for site in sites:
@@ -272,7 +272,7 @@ def masks(name, heads, layers=None):
     inputs = families.inputs(name, model)
     sites = sites_of(model, inputs)
     chosen = [site for site in sites if layers is None or site.layer in layers]
-    return model, trainable(model, sites, dict.fromkeys(chosen, hooks.Swap(parsed("rbf"), heads)), inputs)
+    return model, trainable(model, sites, dict.fromkeys(chosen, hooks.Replacement(parsed("rbf"), heads)), inputs)
 
 
 def of_head(head, size=10, start=0):
@@ -383,7 +383,7 @@ def healer(model, words, heads=None, **more):
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=12, batch_size=4))
     inputs = fed.batches[0].inputs
     sites = sites_of(model.model, inputs)
-    swaps = dict.fromkeys(sites, hooks.Swap(parsed(words), heads))
+    swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
     if more.get("fitted"):
         swaps = fit(model, sites, swaps, fed, lambda _: None)
     made = room.Healer(model, sites, swaps, more.get("task", "causal"), "auto")
@@ -429,7 +429,7 @@ def test_what_was_not_fitted_is_trained_from_its_typed_value(demo, words, name, 
         assert (start == typed).all()
         assert not torch.equal(swap.kernel.fitted[name], start.float())
     assert found.parameters == 4 * (count * 2 * 16 * 128 + start.numel())
-    plain = dict.fromkeys(made.sites, hooks.Swap(parsed(words), heads))
+    plain = dict.fromkeys(made.sites, hooks.Replacement(parsed(words), heads))
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
     unhealed = []
     for swaps in (plain, made.swaps):

@@ -1,4 +1,4 @@
-"""Tests that the door changes nothing by itself, misses nothing, and leaves nothing behind."""
+"""Tests that watching attention changes nothing by itself, misses nothing, and leaves nothing behind."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +13,7 @@ from attnlens.errors import ModelError
 from attnlens.kernels import parsed
 
 TOKENS = 12
-RBF = hooks.Swap(parsed("rbf:gamma=1"))
+RBF = hooks.Replacement(parsed("rbf:gamma=1"))
 REACHED = families.REACHED
 CAUSAL = families.CAUSAL
 
@@ -155,7 +155,7 @@ def test_replacing_the_kernel_changes_the_chosen_sites_only():
     sites = tuple(found.site for found in hooks.survey(model, inputs))
     with torch.no_grad():
         own = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
-        with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Swap(hooks.OWN))):
+        with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(hooks.OWN))):
             same = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]
         with hooks.replace(model, sites, {}):
             none = hooks.real_outputs(hooks.forward(model, inputs), inputs)[0]

@@ -14,7 +14,7 @@ from attnlens.analyzers import extended, symmetry
 from attnlens.analyzers.selection import Selector
 from attnlens.plots.captions import full_caption, short_caption
 from attnlens.plots.overview import page_rows
-from attnlens.registry import Analyzer, Place
+from attnlens.registry import Analyzer, GatheringPlace
 from attnlens.run.inspect.chunks import pieces
 from attnlens.sections.layers import layer_rows, reading_help
 from attnlens.shapes import Shapes
@@ -121,7 +121,7 @@ def test_the_selection_of_queries_and_keys_does_not_see_other_keys():
     for mask in ("all", "causal"):
         answers = []
         for found in (heads(mask), with_other_keys(mask)):
-            selector = Selector(Place(found.site))
+            selector = Selector(GatheringPlace(found.site))
             for number in range(2):
                 selector.update(found.sequences([number], slice(None), slice(None)), number)
             answers.append(selector.solve())

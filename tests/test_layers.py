@@ -1,6 +1,7 @@
 """Tests the house: imports descend, names and libraries stay in their rooms, files and functions stay short."""
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -32,6 +33,7 @@ LAYERS = {
     "models": 3,
     "texts": 3,
     "hooks": 3,
+    "tracer": 3,
     "weights": 3,
     "primal": 3,
     "experiments": 4,
@@ -260,7 +262,6 @@ OTHER_MEANINGS = {
     "sections/documents.py": {"window"},
     "sections/swaps/summary.py": {"window"},
     "sentences/population.py": {"window"},
-    "sentences/followed.py": {"symmetry"},  # the end of a measure's name
     "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
     "run/swap/ranks/search.py": {"rank"},  # a parameter
     "requests/run_options.py": {"selection"},  # what --show can say, which a type must spell out
@@ -332,3 +333,47 @@ def test_third_party_imports_are_declared_dependencies():
     assert names - set(sys.stdlib_module_names) - {"attnlens"} <= declared | types_alone
     at_import = {name.split(".")[0] for path in FILES for name in imported(path.read_text(), everywhere=False)}
     assert not at_import & types_alone
+
+
+def defined(source: str) -> list[str]:
+    """The names of the classes that a file defines."""
+    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+
+
+def aliases(source: str) -> set[str]:
+    """The names of the types that a file gives another type."""
+    targets = [node.targets[0] for node in nodes(ast.parse(source), everywhere=True) if isinstance(node, ast.Assign)]
+    return {target.id for target in targets if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id)}
+
+
+def taken() -> set[str]:
+    """Names of the types that are built in, or in a module of the standard library that the package uses."""
+    used = {name.partition(".")[0] for path in FILES for name in imported(path.read_text())}
+    modules = ["builtins", *(used & set(sys.stdlib_module_names)), "collections.abc", "concurrent.futures"]
+    every = [value for module in modules for value in vars(importlib.import_module(module)).values()]
+    return {value.__name__ for value in every if isinstance(value, type)}
+
+
+PUBLISHED = {"Parameter"}
+"""Part of the documented interface, `attnlens.Parameter`; `inspect.Parameter` is no part of a program that uses it."""
+
+
+def test_no_two_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path, name in zip(FILES, NAMES, strict=True):
+        for found in defined(path.read_text()):
+            homes.setdefault(found, []).append(name)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+    # an alias may stand in several files for one thing; in cli/ it is an option, as it is typed
+    others = {path: aliases(path.read_text()) & set(homes) for path in FILES if room_of(path) != "cli"}
+    assert {str(path): found for path, found in others.items() if found} == {}
+
+
+def test_no_class_has_the_name_of_a_type_of_the_standard_library():
+    assert {"Path", "Counter", "Thread", "Filter", "ValueError"} <= taken()
+    assert {name for path in FILES for name in defined(path.read_text())} & taken() == PUBLISHED
+
+
+def test_a_planted_class_or_alias_is_seen():
+    assert defined("class A: ...\ndef f():\n    class B: ...") == ["A", "B"]
+    assert aliases("Form = Literal['a']\nSIZE = 3\nif TYPE_CHECKING:\n    Key = Float[Tensor, 'd']") == {"Form", "Key"}

@@ -24,7 +24,7 @@ from reports import synthetic_report
 import attnlens
 from attnlens import hooks, registry
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.hooks import Swap
+from attnlens.hooks import Replacement
 from attnlens.kernels import parsed
 from attnlens.models import load
 
@@ -59,7 +59,7 @@ def state(model: Any) -> list[object]:
         (module.training, *map(len, (module._forward_hooks, module._forward_pre_hooks))) for module in model.modules()
     ]
     learning = [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]
-    names = {id(config): config._attn_implementation for config in hooks.interface.configs_of(model)}
+    names = {id(config): config._attn_implementation for config in hooks.implementations.configs_of(model)}
     return [parts, learning, list(names.values()), torch.get_rng_state().tolist()]
 
 
@@ -258,12 +258,12 @@ def test_inside_the_block_a_model_gives_what_swap_kernel_measures_and_outside_wh
     sites = tuple(found.site for found in hooks.survey(model, batch))
     before = given(model, batch)
     for layers, heads in ((None, None), ([1], [0, 2])):
-        swap = Swap(parsed("rbf:gamma=1"), None if heads is None else tuple(heads))
+        swap = Replacement(parsed("rbf:gamma=1"), None if heads is None else tuple(heads))
         with hooks.replace(model, sites, {site: swap for site in sites if layers is None or site.layer in layers}):
             expected = given(model, batch)
-        with attnlens.replaced(model, "rbf:gamma=1", layers=layers, heads=heads) as door:
+        with attnlens.replaced(model, "rbf:gamma=1", layers=layers, heads=heads) as counter:
             assert torch.equal(given(model, batch), expected)
-        assert sum(door.calls.values()) == len(sites)
+        assert sum(counter.calls.values()) == len(sites)
         assert torch.equal(given(model, batch), before)
         assert not torch.allclose(expected, before, atol=1e-2)  # the control
 
@@ -377,9 +377,9 @@ def test_inputs_of_another_kind_than_the_sites_were_found_on_are_refused():
     text = {name: value for name, value in batch.items() if name != "pixel_values"}
     with attnlens.replaced(model.text_model, "rbf", batch=text):
         given(model.text_model, text)
-    door = hooks.Door({}, {model: "clip"})
+    counter = hooks.CallCounter({}, {model: "clip"})
     with pytest.raises(ModelError, match="clip runs on this input, and did not"):
-        door.site(model)
+        counter.site(model)
 
 
 def test_two_kernels_at_once_and_a_model_with_another_kernel_are_refused():

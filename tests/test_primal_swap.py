@@ -271,6 +271,7 @@ def test_demo_loses_and_the_report_says_what_there_is(demo):
     assert swap.mask_error < 1e-5
     assert swap.off_simplex is None
     assert "no attention matrix" in swap.reasons["off_simplex"]
+    assert swap.formula_of == "output"
     assert any("head_dim bounds" in note for note in swap.notes)
     assert {site.path for site in swap.sites} == {"primal scores"}
     assert report.settings.calibration is not None
@@ -284,9 +285,9 @@ def test_scores_do_better_than_no_scores(demo):
     """The control: with W_c = 0 each head gives its mean output."""
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
-    swaps = fit(demo, sites, {site: hooks.Swap(parsed("primal:16")) for site in sites}, batch, lambda _: None)
+    swaps = fit(demo, sites, {site: hooks.Replacement(parsed("primal:16")) for site in sites}, batch, lambda _: None)
     silent = {
-        site: hooks.Swap(
+        site: hooks.Replacement(
             swap.kernel.with_fitted({**swap.kernel.fitted, "output_map": swap.kernel.fitted["output_map"] * 0})
         )
         for site, swap in swaps.items()
@@ -302,7 +303,7 @@ def test_scores_do_better_than_no_scores(demo):
 def test_healing_minimises_the_distance_and_eta_times_the_squares(demo, convention):
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
-    chosen = {sites[1]: hooks.Swap(parsed("primal:4"), (1, 5)), sites[3]: hooks.Swap(parsed("primal:4"))}
+    chosen = {sites[1]: hooks.Replacement(parsed("primal:4"), (1, 5)), sites[3]: hooks.Replacement(parsed("primal:4"))}
     swaps = fit(demo, sites, chosen, batch, lambda _: None)
     healer = Healer(demo, sites, swaps, "causal", "auto", 0.5, convention)
     inputs = batch.batches[0].inputs
@@ -339,7 +340,7 @@ def test_eta_keeps_the_objective_small(demo):
     found = []
     batch = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=32, sequences=16, batch_size=8))
     sites = tuple(found.site for found in hooks.survey(demo.model, batch.batches[0].inputs))
-    swaps = fit(demo, sites, {site: hooks.Swap(parsed("primal:8")) for site in sites}, batch, lambda _: None)
+    swaps = fit(demo, sites, {site: hooks.Replacement(parsed("primal:8")) for site in sites}, batch, lambda _: None)
     for eta in (0.0, 3.0):
         healer = Healer(demo, sites, dict(swaps), "causal", "auto", eta)
         healer.prepare(batch.batches[0])

@@ -121,7 +121,7 @@ def test_every_kind_of_kernel_comes_back(demo, inputs, tmp_path, words, layers):
     swap_kernel(demo, words, layers=layers, allow_signed=True, save=save, **READ)
     sites = sites_of(demo.model, inputs)
     chosen = [site for site in sites if layers is None or site.layer in layers]
-    swaps = {site: hooks.Swap(parsed(words, allow_signed=True)) for site in chosen}
+    swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in chosen}
     if words == "rank:6":
         sizes = {"tokens": READ["tokens"], "batch_size": READ["batch_size"]}
         evaluated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=READ["sequences"], **sizes))
@@ -139,7 +139,7 @@ def test_other_families_come_back(tmp_path, name):
     model = family(name)
     fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
     sites = sites_of(model.model, fed)
-    swaps = dict.fromkeys(sites[1:], hooks.Swap(parsed("rbf:gamma=2"), (0, 2)))
+    swaps = dict.fromkeys(sites[1:], hooks.Replacement(parsed("rbf:gamma=2"), (0, 2)))
     save_swapped(tmp_path / "model", model, sites, swaps)
     with hooks.replace(model.model, sites, swaps):
         expected = outputs(model.model, fed)
@@ -393,7 +393,7 @@ def test_a_model_without_a_tokenizer_is_saved_without_one(demo, tmp_path):
     bare = attnlens.models.Loaded(demo.model, None, "its files are missing", demo.info, demo.kind)
     fed = {"input_ids": torch.arange(3, 12)[None]}
     sites = sites_of(demo.model, fed)
-    save_swapped(tmp_path / "model", bare, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))
+    save_swapped(tmp_path / "model", bare, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))
     back = load_swapped(tmp_path / "model")
     assert back.tokenizer is None
     back.close()
@@ -408,7 +408,7 @@ def test_a_dequantised_gguf_model_is_saved_too(tmp_path):
     fed = {"input_ids": torch.arange(100, 116)[None]}
     back = load_swapped(tmp_path / "model")
     sites = sites_of(model.model, fed)
-    with hooks.replace(model.model, sites, {sites[0]: hooks.Swap(parsed("rbf"))}):
+    with hooks.replace(model.model, sites, {sites[0]: hooks.Replacement(parsed("rbf"))}):
         expected = outputs(model.model, fed)
     assert apart(expected, outputs(back.model, fed)) <= 1e-6
     back.close()

@@ -15,12 +15,12 @@ import attnlens
 from attnlens import hooks, registry, texts, weights
 from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, SPACES, Selector
 from attnlens.analyzers.selection.measures import qualified
-from attnlens.attsvm.head import Form, Scene, Softmax, choose, first_copies, pose
+from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, pose
 from attnlens.attsvm.nearness import nearness, projected_norm
 from attnlens.errors import UsageError
 from attnlens.plots.overview import page_rows
 from attnlens.records import Site
-from attnlens.registry import Place, measure_sources
+from attnlens.registry import GatheringPlace, measure_sources
 from attnlens.sections.layers import layer_rows, measure_columns, reading_help
 from attnlens.sentences.reports import without_value
 from attnlens.shapes import Shapes
@@ -41,7 +41,7 @@ def scenes(count, n, d, *, seed=0, allowed=None):
 
 
 def dense(form):
-    return Form(form, torch.eye(form.shape[1], dtype=torch.float64))
+    return FactoredForm(form, torch.eye(form.shape[1], dtype=torch.float64))
 
 
 def judged(found, form, **rest):
@@ -56,7 +56,7 @@ def values_of(near):
 
 def gather(keys, *, place=None, heads=None):
     """What a Selector says of these one-sequence QueryKeys."""
-    selector = Selector(place or Place(SITE))
+    selector = Selector(place or GatheringPlace(SITE))
     for number, one in enumerate(keys):
         selector.update(one if heads is None else one.select(heads), number)
     return selector.solve()
@@ -191,7 +191,7 @@ def test_early_tokens_of_a_causal_sequence_are_not_posed():
     chosen = choose(found, dense(1e-3 * random(10, 10)), Softmax(), most=64)
     assert set(chosen.position.tolist()) == {3, 4, 5, 6}, "a query that sees fewer than half of 7 poses nothing"
     keys, form = bilinear(count=8, n=7, allowed=CAUSAL[None, None])
-    for place in (Place(SITE, form), Place(SITE)):
+    for place in (GatheringPlace(SITE, form), GatheringPlace(SITE)):
         assert gather(keys, place=place)[0].measures["selection.queries"].value == 8 * 4
 
 
@@ -390,7 +390,7 @@ def test_heads_are_the_same_alone_and_among_others_and_with_any_workers():
 
 
 def test_other_seeds_draw_other_nulls_of_the_same_head():
-    first, second = (gather(several(), place=Place(SITE, seed=seed))[0].measures for seed in (0, 1))
+    first, second = (gather(several(), place=GatheringPlace(SITE, seed=seed))[0].measures for seed in (0, 1))
     cosine = "selection.projected_svm_cosine"
     assert first[cosine].value == second[cosine].value
     assert first[cosine].null != second[cosine].null
@@ -399,7 +399,7 @@ def test_other_seeds_draw_other_nulls_of_the_same_head():
 def test_null_heads_read_the_null():
     """Random factors are one more draw of their own null in both spaces: above its mean about as often as below."""
     keys, form = bilinear(count=3, heads=16, n=9, d=12, size=8, seed=5)
-    answers = gather(keys, place=Place(SITE, form, seed=1))
+    answers = gather(keys, place=GatheringPlace(SITE, form, seed=1))
     kinds = ("svm_cosine", "efficiency_q05", "efficiency", "margin")
     for name in (qualified(what, space) for what in kinds for space in SPACES):
         scores = [answer.measures[name].z for answer in answers.values()]
@@ -409,19 +409,19 @@ def test_null_heads_read_the_null():
 
 
 def test_the_turned_form_has_the_same_singular_values_and_other_directions():
-    form = Form(random(9, 3), random(7, 3, seed=1))
+    form = FactoredForm(random(9, 3), random(7, 3, seed=1))
     turned = form.turned(0)
     values = [torch.linalg.svdvals(one.left @ one.right.mT)[:3] for one in (form, turned)]
     assert torch.allclose(*values)
     assert not torch.allclose(form.left @ form.right.mT, turned.left @ turned.right.mT)
-    unit = Form(torch.eye(6).double(), 0.5 * torch.eye(6).double()).turned(3)
+    unit = FactoredForm(torch.eye(6).double(), 0.5 * torch.eye(6).double()).turned(3)
     product = unit.left @ unit.right.mT
     assert torch.allclose(product @ product.mT, 0.25 * torch.eye(6).double())
 
 
 def test_what_is_shown_are_the_posed_queries():
     keys = several(count=2)
-    answer = gather(keys, place=Place(SITE, shown=True))[1]
+    answer = gather(keys, place=GatheringPlace(SITE, shown=True))[1]
     shown = answer.shown
     assert len(shown.picks) == answer.measures["selection.queries"].value
     assert len(shown.null_margins) == NULL_DRAWS
@@ -464,7 +464,7 @@ def dense_readings(scenes, M):
 
 def test_both_spaces_equal_dense_computations_of_their_own_and_disagree():
     keys, form = bilinear(n=6)
-    answers = gather(keys, place=Place(SITE, form))
+    answers = gather(keys, place=GatheringPlace(SITE, form))
     for head in (0, 1):
         key, query, found = form.key[head], form.query[head], answers[head].measures
         inputs = [torch.nn.functional.pad(one.inputs[0], (0, 1), value=1.0) for one in keys]
@@ -483,7 +483,10 @@ def test_both_spaces_equal_dense_computations_of_their_own_and_disagree():
 def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_alone():
     """A head read from its inputs answers the projected question as one that has no form on inputs, null and all."""
     keys, form = bilinear(count=4, heads=3, n=8, seed=2, allowed=torch.ones(1, 1, 8, 8).bool().tril())
-    both, alone = gather(keys, place=Place(SITE, form)), gather(keys, place=Place(SITE, "it turns with its position"))
+    both, alone = (
+        gather(keys, place=GatheringPlace(SITE, form)),
+        gather(keys, place=GatheringPlace(SITE, "it turns with its position")),
+    )
     for head in range(3):
         one, other = both[head].measures, alone[head].measures
         for what in ("svm_cosine", "efficiency", "efficiency_q05", "margin", "support"):
@@ -504,7 +507,7 @@ def test_a_head_that_is_its_svm_on_inputs_is_not_it_on_queries_and_keys():
     chosen, near = judged(found, dense(random(9, 9, seed=7)))
     left, values, right = torch.linalg.svd(_whole(near, found, chosen))
     keys, form = fed(inputs, (right.mT * values.sqrt())[None] / 0.3, (left * values.sqrt())[None])
-    measures = gather(keys, place=Place(SITE, form))[0].measures
+    measures = gather(keys, place=GatheringPlace(SITE, form))[0].measures
     assert measures["selection.efficiency"].value == pytest.approx(1, abs=1e-6)
     assert measures["selection.svm_cosine"].value == pytest.approx(1, abs=1e-6)
     assert measures["selection.projected_efficiency"].value < 0.9
@@ -513,7 +516,7 @@ def test_a_head_that_is_its_svm_on_inputs_is_not_it_on_queries_and_keys():
 
 def test_what_is_shown_is_the_problem_on_inputs_where_there_is_one():
     keys, form = bilinear()
-    answer = gather(keys, place=Place(SITE, form, shown=True))[1]
+    answer = gather(keys, place=GatheringPlace(SITE, form, shown=True))[1]
     assert answer.shown.space == "input"
     assert sorted(pick.margin for pick in answer.shown.picks) == pytest.approx(answer.curves["selection.margins"])
     assert answer.curves["selection.margins"] != pytest.approx(answer.curves["selection.projected_margins"])

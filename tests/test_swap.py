@@ -534,7 +534,7 @@ def test_a_causal_kernel_that_drops_the_padding_mask_is_found_out(name):
     with pytest.raises(IdentityError, match="padding"):
         gates.leaks(model, sites, fed, unmasked, 0)
     assert gates.mask_error(model, fed, unmasked, 0, left=False) < 1e-5, "the control: on the right it can't be seen"
-    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))  # noqa: E731
+    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))  # noqa: E731
     assert gates.leaks(model, sites, fed, masked, 0)["mask_error"] < 1e-5
 
 
@@ -547,7 +547,7 @@ def test_an_encoder_that_drops_the_padding_mask_is_found_out(name):
     unmasked = lambda: hooks.opened(model.model, lambda call: attend(part(call), hooks.OWN))  # noqa: E731
     with pytest.raises(IdentityError, match="padding"):
         gates.mask_error(model, fed, unmasked, 0, left=False)
-    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))))  # noqa: E731
+    masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))  # noqa: E731
     assert gates.leaks(model, sites, fed, masked, 0)["mask_error"] < 1e-5
 
 
@@ -588,6 +588,7 @@ def test_a_diverged_model_gets_reasons_and_no_numbers(demo, broken):
     for name in ("loss", "perplexity", "kl", "top1_agreement", "hidden_cosine", "hidden_cka"):
         assert getattr(swap, name) is None
         assert "diverged" in swap.reasons[name]
+    assert swap.diverged
     assert all(site.output_error is None for site in swap.sites)
     assert all(effect.delta is None and not effect.significant for effect in swap.sweep)
     assert "NaN" not in report.model_dump_json(exclude={"swap": {"formula"}})
@@ -695,7 +696,7 @@ def test_other_heads_outputs_are_untouched(heads):
     model = families.build("llama")
     inputs = families.inputs("llama", model, padded=True)
     call = hooks.survey(model, inputs)[0].call
-    found = hooks.swapped(call, hooks.Swap(parsed("rbf"), heads))
+    found = hooks.swapped(call, hooks.Replacement(parsed("rbf"), heads))
     own, new = attend(call, hooks.OWN), attend(call, parsed("rbf"))
     for head in range(6):
         torch.testing.assert_close(found[:, :, head], (new if head in heads else own)[:, :, head])
@@ -739,6 +740,7 @@ REFUSALS = {
     "layer": ({"layers": [7]}, "There is no layer 7.", "layers 0 to 3"),
     "head": ({"heads": [0, 8]}, "There is no head 8.", "heads 0 to 7"),
     "part": ({"part": "cross"}, "No site is left", "decoder"),
+    "stdin twice": ({"text": "-", "calibration": "-", "fit": True}, "both read stdin", "Give one of them a file"),
     "part's name": ({"part": "decodr"}, "no part 'decodr'", "Did you mean 'decoder'"),
     "path's name": ({"path": "fast"}, "no path 'fast'", "auto"),
     "sweep's name": ({"sweep": "head"}, "no sweep 'head'", "heads"),

@@ -29,7 +29,7 @@ def swapped(name, words, model, inputs, path="auto"):
     sites = sites_of(model, inputs)
     kernel = parsed(words)
     chosen = [site for site in sites if site.part != "cross" or kernel.filter is None]
-    with hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Swap(kernel)), path):
+    with hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Replacement(kernel)), path):
         return outputs(model, inputs)
 
 
@@ -85,7 +85,7 @@ def logits(name, words, model, inputs):
     sites = sites_of(model, inputs)
     kernel = parsed(words)
     chosen = [site for site in sites if site.part != "cross" or kernel.filter is None]
-    with torch.no_grad(), hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Swap(kernel))):
+    with torch.no_grad(), hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Replacement(kernel))):
         return hooks.forward(model, inputs).logits
 
 
@@ -135,7 +135,7 @@ def swapped_at(name, words, model, fed, real):
     sites = sites_of(model, fed)
     kernel = parsed(words)
     chosen = [site for site in sites if site.part != "cross" or kernel.filter is None]
-    with hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Swap(kernel))):
+    with hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Replacement(kernel))):
         return hooks.real_outputs(hooks.forward(model, fed), real)
 
 
@@ -160,7 +160,7 @@ def gradients(name, model, inputs, path):
     """Of the sum of squared logits, by every parameter."""
     sites = sites_of(model, inputs)
     model.requires_grad_(True).zero_grad()
-    with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf"))), path):
+    with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))), path):
         hooks.forward(model, inputs).logits.square().mean().backward()
     return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -312,7 +312,7 @@ def test_a_model_out_of_reach_is_refused_by_name(name, why):
 
 def generated(model, inputs, words, *, cached, new=6):
     sites = sites_of(model, inputs)
-    with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Swap(parsed(words)))):
+    with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words)))):
         return model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, use_cache=cached)
 
 
@@ -347,7 +347,7 @@ def test_an_encoder_decoder_generates_under_another_kernel():
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     found = []
     for cached in (True, False):
-        with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Swap(parsed("rbf")))):
+        with hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf")))):
             found.append(
                 model.generate(
                     **given, max_new_tokens=5, min_new_tokens=5, do_sample=False, num_beams=1, use_cache=cached

@@ -93,6 +93,8 @@ def test_diverged_is_a_finding_and_no_number() -> None:
     assert f"loss, perplexity, KL, top-1, hidden cosine, CKA: {DIVERGED}" in said
     assert "nan" not in said.lower().replace("finance", "")
     assert "diverge" not in flowing(swap_report())  # the control
+    said = flowing(swap_report(swapped().model_copy(update={"reasons": {"mask_error": "the lines diverged"}})))
+    assert "The model diverges" not in said, "a word in a reason is no finding"
 
 
 def test_a_model_without_a_head_is_told_by_its_hidden_states() -> None:

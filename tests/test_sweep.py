@@ -100,7 +100,7 @@ def swept(model, words="rbf", what="layers"):
     found = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=2))
     fed = feed(model, found, task_of(model.model), 0)
     sites = sites_of(model.model, fed[0].inputs)
-    swaps = dict.fromkeys(sites, hooks.Swap(parsed(words)))
+    swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words)))
     heads = {reached.site: reached.call.query.shape[1] for reached in hooks.survey(model.model, fed[0].inputs)}
     chosen = units(swaps, what, heads)
     design = Design.of(found.parts)
@@ -280,7 +280,7 @@ def test_the_interval_is_the_paired_bootstrap_of_the_sequences(demo):
     sites = sites_of(demo.model, {"input_ids": rows[:1]})
     losses = [[], []]
     for row in rows:
-        for store, swaps in zip(losses, ({}, {sites[2]: hooks.Swap(parsed("rbf"))}), strict=True):
+        for store, swaps in zip(losses, ({}, {sites[2]: hooks.Replacement(parsed("rbf"))}), strict=True):
             with torch.no_grad(), hooks.replace(demo.model, sites, swaps):
                 store.append(demo.model(input_ids=row[None], labels=row[None]).loss.double())
     expected = paired_difference(*(torch.stack(found) for found in losses))

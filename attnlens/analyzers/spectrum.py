@@ -23,6 +23,7 @@ WEIGHTS = (
         self_only=False,
         missing=ZERO,
         ends="both",
+        series=9,
     ),
     MeasureInfo(
         "weights.rank90",
@@ -47,6 +48,7 @@ WEIGHTS = (
         low=0,
         curve=True,
         self_only=False,
+        matrix="M",
     ),
 )
 
@@ -63,6 +65,7 @@ TOKENS = (
         has_null=False,
         headline=True,
         ends="both",
+        series=10,
     ),
     MeasureInfo(
         "tokens.max_weight",
@@ -84,6 +87,7 @@ TOKENS = (
         has_null=False,
         headline=True,
         ends="both",
+        series=9,
     ),
     MeasureInfo(
         "tokens.rank90",
@@ -121,6 +125,7 @@ TOKENS = (
         curve=True,
         self_only=False,
         has_null=False,
+        matrix="P",
     ),
     MeasureInfo(
         "tokens.singular_values_energy",
@@ -131,6 +136,7 @@ TOKENS = (
         curve=True,
         self_only=False,
         has_null=False,
+        matrix="P",
     ),
 )
 

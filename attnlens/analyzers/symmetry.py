@@ -25,6 +25,7 @@ WEIGHTS = (
         missing="the matrix is zero",
         headline=True,
         ends="both",
+        series=8,
     ),
     MeasureInfo(
         "weights.directionality",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import Filter
+from attnlens.kernels.modifiers import KeyFilter
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Positions:
     first: Int[Tensor, "#batch 1"]
     """The index of the sequence's first token: what stands before it is padding."""
 
-    def kept(self, found: Filter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
+    def kept(self, found: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
         """Which of the keys `columns` the filter lets the queries `rows` see; places count from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.own.device) - self.first
         return found.keeps(self.own[:, rows] - self.first, keys)[:, None]
@@ -36,7 +36,7 @@ class Positions:
         return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
 
 
-def positions(call: Call, found: Filter) -> Positions:
+def positions(call: Call, found: KeyFilter) -> Positions:
     """The place of every query among the keys, and of the sequence's start.
 
     Without a key-value cache query i is key i. With one there are more keys than queries, and a query's own key is the

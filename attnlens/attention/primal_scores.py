@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from attnlens.ksvd import Convention
 
-    Scores = Float[Tensor, "batch heads tokens scores"]
+    TokenScores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
 
 
@@ -63,7 +63,7 @@ def features(call: Call, samples: int = 0) -> Features:
 
 def whole_reach(call: Call) -> Reach:
     """Whether the call is causal, and which of its tokens are real; raises UsageError where primal has no meaning."""
-    refuse(call)
+    refuse_primal(call)
     found = reach(call)
     if found is None:
         raise UsageError(
@@ -74,7 +74,7 @@ def whole_reach(call: Call) -> Reach:
     return found
 
 
-def refuse(call: Call) -> None:
+def refuse_primal(call: Call) -> None:
     """Raise UsageError where e- and r-scores do not belong to the same tokens."""
     if call.cross:
         raise UsageError(
@@ -113,8 +113,8 @@ def of_layer(found: Float[Tensor, "batch heads"], convention: Convention) -> Flo
 
 
 def objectives(
-    e: Scores,
-    r: Scores,
+    e: TokenScores,
+    r: TokenScores,
     query_map: Map,
     key_map: Map,
     multipliers: Float[Tensor, "heads scores"],

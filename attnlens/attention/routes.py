@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from attnlens.attention.positions import unplaced
-from attnlens.attention.primal_scores import by_primal
-from attnlens.attention.primal_scores import refuse as refuse_primal
+from attnlens.attention.primal_scores import by_primal, refuse_primal
 from attnlens.attention.products import by_products
 from attnlens.attention.rows import in_tiles
 from attnlens.attention.scores import by_scores
 from attnlens.attention.sums import by_sums, reach
-from attnlens.attention.whole import by_whole
-from attnlens.attention.whole import refuse as refuse_hidden
+from attnlens.attention.whole import by_whole, refuse_hidden
 from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import Kernel

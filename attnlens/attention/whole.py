@@ -38,7 +38,7 @@ def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads quer
     return found
 
 
-def refuse(call: Call, kernel: Kernel) -> None:
+def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError where the tie's parts are no property of the model: a mask hides pairs, or a sink competes."""
     if call.sinks is not None:
         raise UsageError(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
-    Form = Float[Tensor, "trials d d_query"]
-    Factors = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
+    BilinearForm = Float[Tensor, "trials d d_query"]
+    KeyQueryPair = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
 
 Loss = Literal["logistic", "exponential", "log"]
 Normaliser = Literal["form", "own"]
@@ -50,7 +50,7 @@ class Descent:
         norm: Tensor = torch.linalg.matrix_norm(self.W)
         return norm
 
-    def correlation(self, direction: Form) -> Float[Tensor, "steps trials"]:
+    def correlation(self, direction: BilinearForm) -> Float[Tensor, "steps trials"]:
         """⟨W, D⟩/(‖W‖‖D‖) for one direction a trial; NaN where either is 0 or D is NaN."""
         inner = (self.W * direction).sum((-2, -1))
         cosine: Tensor = inner / (self.norm * torch.linalg.matrix_norm(direction))
@@ -63,7 +63,7 @@ def silent(_done: int, _total: int) -> None:
 
 def descend(
     instances: Instances,
-    start: Form | Factors,
+    start: BilinearForm | KeyQueryPair,
     iterations: int,
     *,
     lr: float = 0.1,
@@ -105,7 +105,7 @@ def descend(
 
 def gradient(
     instances: Instances, seen: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
-) -> tuple[Form, Float[Tensor, " trials"]]:
+) -> tuple[BilinearForm, Float[Tensor, " trials"]]:
     """(D, c) with ∇ = D·e^c, the gradient of the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
     The textbook's Σ_t s_t (γ_t − f) x_t holds the same terms and α's own, which cancels them all: it has no digit left
@@ -139,13 +139,13 @@ def _log_slope(margin: Float[Tensor, "trials n"], loss: Loss) -> Float[Tensor, "
     return -margin if loss == "exponential" else -margin.log()
 
 
-def _form(parts: Sequence[Tensor]) -> Form:
+def _form(parts: Sequence[Tensor]) -> BilinearForm:
     """W, or K Qᵀ."""
     return parts[0] if len(parts) == 1 else parts[0] @ parts[1].mT
 
 
 def _stepped(
-    parts: Sequence[Tensor], D: Form, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
+    parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
 ) -> tuple[Tensor, ...]:
     """W, or each factor, a step down: D for W; D Q for K and Dᵀ K for Q. The floor is in D's units."""
     if len(parts) == 1:

@@ -26,7 +26,7 @@ MOST_EQUALITIES = 2**11
 
 
 @dataclass(frozen=True)
-class Form:
+class FactoredForm:
     """M = L Rᵀ by its factors: token x has the score xᵀ M z for query z."""
 
     left: Float[Tensor, "d rank"]
@@ -40,10 +40,10 @@ class Form:
         """z M x of every query and token."""
         return (queries @ self.right) @ (tokens @ self.left).mT
 
-    def turned(self, seed: int) -> Form:
+    def turned(self, seed: int) -> FactoredForm:
         """O₁ M O₂ᵀ with O₁, O₂ Haar-random: the same singular values in directions that mean nothing."""
         generator = torch.Generator().manual_seed(seed)
-        return Form(_turned(self.left, generator), _turned(self.right, generator))
+        return FactoredForm(_turned(self.left, generator), _turned(self.right, generator))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Posed:
 
     problem: Problem
     """Queries are coordinates in an orthonormal basis of their span, which loses nothing."""
-    form: Form
+    form: FactoredForm
     """The head in the same coordinates."""
     token_of: Int[Tensor, " constraints"]
     """Which token of its scene stands on the lesser side of a constraint."""
@@ -126,7 +126,9 @@ def first_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries
     return counts
 
 
-def choose(scenes: Sequence[Scene], form: Form, softmax: Softmax, most: int = 64, top_p: float | None = None) -> Chosen:
+def choose(
+    scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
+) -> Chosen:
     """The head's most decided queries (largest p_max), at most `most`, with the tokens that they select.
 
     That is the token of the largest score, or with `top_p` the fewest tokens that hold that share of the weight. A
@@ -192,7 +194,7 @@ def log_odds(
     return own - others
 
 
-def pose(scenes: Sequence[Scene], form: Form, chosen: Chosen) -> Posed:
+def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Posed:
     """The problem whose feasible directions select what the head selects: u W z ≥ 1 from O_i to what is outside.
 
     Several tokens in one O_i are to have equal scores (Tarzanagh et al. 2023, the generalised SVM).
@@ -215,7 +217,7 @@ def pose(scenes: Sequence[Scene], form: Form, chosen: Chosen) -> Posed:
     basis = query_basis(torch.stack(queries))
     equal = torch.cat(inside)
     problem = posed(torch.cat(differences), torch.stack(queries) @ basis, torch.cat(query_of), (~equal).double(), equal)
-    return Posed(problem, Form(form.left, basis.mT @ form.right), torch.cat(others))
+    return Posed(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
 
 def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_query rank"]:

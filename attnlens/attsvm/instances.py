@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
-    Form = Float[Tensor, "trials d d_query"]
+    BilinearForm = Float[Tensor, "trials d d_query"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Anchored:
 
 
 @runtime_checkable
-class Head(Protocol):
+class PredictionHead(Protocol):
     """A differentiable h behind the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
 
     def read(
@@ -95,7 +95,7 @@ class Instances:
     """z."""
     labels: Float[Tensor, "trials n"]
     """Y = ±1."""
-    head: Head
+    head: PredictionHead
     """h."""
     allowed: Bool[Tensor, "trials n T"] | None = None
     """Which tokens take part in the softmax (a causal mask); None: all."""
@@ -114,7 +114,7 @@ class Instances:
             return self.anchored(torch.zeros(self.tokens.shape[:2], dtype=torch.long, device=self.tokens.device))
         return self.anchored(self.allowed.to(torch.uint8).argmax(-1))
 
-    def gaps(self, W: Form, seen: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
+    def gaps(self, W: BilinearForm, seen: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
         """(α, x_tᵀWz − x_αᵀWz ≤ 0): the anchor moves to a token with a larger score, and stays where there is none."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._masked((seen.differences @ score).squeeze(-1))

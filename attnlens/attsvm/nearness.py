@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.head import Chosen, Form, Posed, Scene, Softmax, choose, pose
+from attnlens.attsvm.head import Chosen, FactoredForm, Posed, Scene, Softmax, choose, pose
 from attnlens.attsvm.problem import Problem
 from attnlens.attsvm.solvers.frobenius import solve
 from attnlens.errors import UnposedError
@@ -52,7 +52,7 @@ class Nearness:
 
 
 def nearness(
-    scenes: Sequence[Scene], form: Form, softmax: Softmax, most: int = 64, top_p: float | None = None
+    scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
 ) -> tuple[Chosen, Nearness | str]:
     """What a head selects, and the head measured against the SVM of its own problem; or the reason why there is none.
 
@@ -63,7 +63,7 @@ def nearness(
     return chosen, nearness_of(scenes, form, chosen)
 
 
-def nearness_of(scenes: Sequence[Scene], form: Form, chosen: Chosen) -> Nearness | str:
+def nearness_of(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Nearness | str:
     """The same for what was chosen before, on the same scenes or on others with the same scores."""
     try:
         problem = pose(scenes, form, chosen)
@@ -96,12 +96,12 @@ def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
     return Nearness(chosen, posed, solution, 1 / solution.norm, size, least, cosine)
 
 
-def score_gaps(problem: Problem, form: Form) -> Float[Tensor, " constraints"]:
+def score_gaps(problem: Problem, form: FactoredForm) -> Float[Tensor, " constraints"]:
     """u_cᵀ M z_q(c): how far the head itself scores the kept token above the other."""
     return problem.along((problem.queries @ form.right) @ form.left.mT)
 
 
-def projected_norm(problem: Problem, form: Form) -> float:
+def projected_norm(problem: Problem, form: FactoredForm) -> float:
     """‖ΠM‖_F, Π the projection onto span(U) ⊗ span(Z); the queries' coordinates span their space already."""
     left = span(problem.differences).mT @ form.left
     return float((left @ form.right.mT).norm())

@@ -16,7 +16,7 @@ from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import NO_MODEL, check_reading, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
-from attnlens.requests import InspectRequest
+from attnlens.requests import SeriesRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
 
 FAILED = 1
@@ -64,6 +64,7 @@ Revisions = Annotated[
     opt.option(
         "--revisions",
         panel=opt.TRAINED,
+        call_only="read",
         help="Follow every head through these revisions of a hub model, as in `step1000,step2000`.",
         metavar="NAMES",
     ),
@@ -81,8 +82,8 @@ Head = Annotated[
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
-FOLLOWED = opt.parameters(InspectRequest, without=("select", "show"))
-"""What a series can be asked for: what `inspect` can, but for what is shown of one head."""
+FOLLOWED = opt.parameters(SeriesRequest, without=("select",))
+"""What a series can be asked for."""
 
 
 @guarded
@@ -160,17 +161,17 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     models = [checked_model(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
         return checked_synthetic(opt.keywords(SyntheticRequest, given))
-    shared = opt.keywords(InspectRequest, given)
-    head = opt.head(given["head"])
+    shared = opt.keywords(SeriesRequest, given)
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
         kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
         own = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
-        return {**kept, **own, "model": models[0] if models else "demo", "head": head}
+        return {**kept, **own, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
     check_reading({"select": "argmax", "show": None, **shared})
+    where = requests.one_head(given["head"], given["layers"], given["heads"])
     kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, "checkpoints": models or None, "revisions": _revisions(given["revisions"]), "head": head}
+    return {**kept, **where, "checkpoints": models or None, "revisions": _revisions(given["revisions"])}
 
 
 def _revisions(words: str | None) -> list[str]:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from typer.models import ArgumentInfo
+
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes
 from attnlens.registry import checked_name
+from attnlens.requests.fields import CallOnly
 
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 """Where options may stand, the first that has any wins; and under which table."""
-DANGEROUS = ("trust_remote_code", "allow_pickle")
-READ = ("model", "models", "revision", "revisions", "text", "calibration", "ranks")
-WRITTEN = ("json", "csv", "windows_csv", "png", "html", "markdown", "plan", "save")
-"""What is named in a call alone: a file may lie beside a stranger's model, and would choose what is read or written."""
 NEGATED = {"no_pack": "pack"}
 """The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
 LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
@@ -25,10 +24,10 @@ YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def kinds(commands: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """The type of every option of these commands, by parameter name: int, `list[Path] | None`, …"""
+    """The type of every option of these commands, annotated as for typer, by parameter name."""
     found: dict[str, Any] = {}
     for command in commands:
-        found |= get_type_hints(command)
+        found |= get_type_hints(command, include_extras=True)
     return {name: kind for name, kind in found.items() if name not in ("context", "return")}
 
 
@@ -81,16 +80,9 @@ def _read(file: Path) -> dict[str, Any]:
 def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     """One line of a file as a parameter and its value, checked."""
     name = key.replace("-", "_")
-    if name in DANGEROUS:
-        raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
-    if name in READ + WRITTEN:
-        what = "written" if name in WRITTEN else "read"
-        raise UsageError(
-            f"{file} may not say by {key} what is {what}: it may come from a stranger.",
-            f"Take {key} out of {file}, and name it on the command line or in ATTNLENS_{name.upper()}.",
-        )
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
-    kind = known[NEGATED.get(name, name)]
+    kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
+    _refuse_call_only(file, key, "read" if isinstance(declared, ArgumentInfo) else declared.call_only)
     kind = (get_args(kind) or (kind,))[0] if get_origin(kind) is not list else kind  # `int` of `int | None`
     if get_origin(kind) is list and isinstance(value, str):
         value = [value]
@@ -98,6 +90,18 @@ def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[s
     if not fits:
         raise UsageError(f"{file}: {key} must be {wanted}.", f"Mend that line, as in {_example(key, kind)}.")
     return (NEGATED[name], not value) if name in NEGATED else (name, value)
+
+
+def _refuse_call_only(file: str, key: str, why: CallOnly) -> None:
+    """Raise UsageError for what a call alone may say: a file may lie beside a stranger's model."""
+    if why == "dangerous":
+        raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
+    if why:
+        variable = f"ATTNLENS_{key.replace('-', '_').upper()}"
+        raise UsageError(
+            f"{file} may not say by {key} what is {why}: it may come from a stranger.",
+            f"Take {key} out of {file}, and name it on the command line or in {variable}.",
+        )
 
 
 def _fits(value: Any, kind: Any) -> tuple[bool, str]:

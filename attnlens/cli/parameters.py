@@ -14,6 +14,7 @@ import typer
 from attnlens import requests
 from attnlens.errors import TextError, UsageError
 from attnlens.requests import OUTPUT
+from attnlens.requests.fields import CallOnly
 
 TRAINED = "Checkpoints and heads"
 LARGEST = 9999
@@ -22,11 +23,18 @@ Parameters = dict[str, tuple[Any, Any]]
 """Options by the parameter of a command: what typer is told of each, and its default."""
 
 
-def option(*names: str, panel: str = "Options", **more: Any) -> Any:
-    """A typer option that also reads ATTNLENS_<OPTION>."""
+def option(*names: str, panel: str = "Options", call_only: CallOnly = "", **more: Any) -> Any:
+    """A typer option that also reads ATTNLENS_<OPTION>; `call_only` says why no file of defaults may set it."""
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "ATTNLENS_" + long.removeprefix("--").replace("-", "_").upper()
-    return typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
+    found = typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
+    found.call_only = call_only
+    return found
+
+
+def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # as typer calls it
+    """The option that names a file to write."""
+    return option(name, panel=OUTPUT, help=help, metavar=metavar, call_only="written")
 
 
 def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) -> Parameters:
@@ -57,7 +65,7 @@ def _typed(name: str, found: requests.Option) -> Any:
     if found.shown is not None:
         given["show_default"] = found.shown
     plain = found.typed or _word(found.type)
-    return Annotated[plain, option(flag, panel=found.panel, help=found.help, **given)]
+    return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **given)]
 
 
 def _word(plain: Any) -> Any:
@@ -84,46 +92,24 @@ Head = Annotated[
 ]
 WindowsCsv = Annotated[
     str | None,
-    option(
-        "--windows-csv",
-        panel=OUTPUT,
-        help="Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV.",
-        metavar="FILE",
+    output(
+        "--windows-csv", "Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV."
     ),
 ]
-Json = Annotated[
-    str | None, option("--json", panel=OUTPUT, help="Write the report as JSON (`-`: to stdout).", metavar="FILE")
-]
-Csv = Annotated[str | None, option("--csv", panel=OUTPUT, help="Write one row a head as CSV.", metavar="FILE")]
+Json = Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")]
+Csv = Annotated[str | None, output("--csv", "Write one row a head as CSV.")]
 Png = Annotated[
     str | None,
-    option(
-        "--png",
-        panel=OUTPUT,
-        help="Write the overview (a `.png`, `.svg` or `.pdf` file) or every picture (a folder).",
-        metavar="FILE|DIR",
-    ),
+    output("--png", "Write the overview (a `.png`, `.svg` or `.pdf` file) or every picture (a folder).", "FILE|DIR"),
 ]
-Html = Annotated[str | None, option("--html", panel=OUTPUT, help="Write a self-contained page.", metavar="FILE")]
-Markdown = Annotated[
-    str | None, option("--markdown", panel=OUTPUT, help="Write the summary as markdown.", metavar="FILE")
-]
+Html = Annotated[str | None, output("--html", "Write a self-contained page.")]
+Markdown = Annotated[str | None, output("--markdown", "Write the summary as markdown.")]
 AllHeads = Annotated[bool, option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
 Strict = Annotated[bool, option("--strict", help="Exit with 3 where a part could not be analysed.")]
 Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")]
 Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]
 NoProgress = Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")]
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
-
-
-def head(word: str | None) -> tuple[int, int] | None:
-    """`3.7` as (3, 7), layer and head; None stays None. Raises UsageError for anything else."""
-    if word is None:
-        return None
-    layer, dot, number = word.strip().partition(".")
-    if not (dot and layer.isdecimal() and number.isdecimal()) or max(len(layer), len(number)) > len(str(LARGEST)):
-        raise UsageError(f"--head {word!r} is no head.", "Write it as LAYER.HEAD, like 3.7.")
-    return int(layer), int(number)
 
 
 SHOWN: dict[str, tuple[Any, Any]] = {
@@ -216,15 +202,9 @@ def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UsageError for a head beside other layers or heads, and for something to show without a head.
     """
-    found = head(given["head"])
-    if found is None:
-        if given["show"] is not None:
-            raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
-        return {}
-    beside = [name for name in ("layers", "heads") if given[name] is not None]
-    if beside:
-        raise UsageError(f"--head names one head, and --{beside[0]} others.", f"Leave out --{beside[0]}.")
-    return {"layers": [found[0]], "heads": [found[1]]}
+    if given["head"] is None and given["show"] is not None:
+        raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
+    return requests.one_head(given["head"], given["layers"], given["heads"])
 
 
 def texts(what: str, paths: Sequence[Path]) -> list[str]:

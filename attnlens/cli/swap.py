@@ -28,10 +28,7 @@ Kernels = Annotated[
         show_default=KERNEL,
     ),
 ]
-Plan = Annotated[
-    str | None,
-    opt.option("--plan", panel=opt.OUTPUT, help="Write the ranks of --budget or --ranks as JSON.", metavar="FILE"),
-]
+Plan = Annotated[str | None, opt.output("--plan", "Write the ranks of --budget or --ranks as JSON.")]
 
 
 @guarded
@@ -80,8 +77,6 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for words that make no sense or contradict each other, TextError for a stdin that is not there.
     """
     found = opt.keywords(SwapRequest, given)
-    if "-" in found["calibration"] and "-" in found["text"]:
-        raise UsageError("--text and --calibration both read stdin.", "Give one of them a file.")
     if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     from attnlens.requests.swap import SwapOptions  # late, because it loads the kernels

@@ -43,7 +43,7 @@ SOURCE = (
 
 
 @dataclass(frozen=True)
-class Read:
+class HeldOutReading:
     """What a trained model shows on windows that it was not trained on."""
 
     loss: float
@@ -76,7 +76,7 @@ def compared(
 
     `published` is None: the paper's figures are those of other models and data.
     """
-    found: dict[str, list[Read]] = {way: [] for way in WAYS}
+    found: dict[str, list[HeldOutReading]] = {way: [] for way in WAYS}
     total, done = len(seeds) * len(WAYS) * training.steps, 0
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
@@ -92,7 +92,7 @@ def _tell(progress: Progress, done: int, total: int, step: int) -> None:
     progress("decay by training", done + step, total)
 
 
-def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> Read:
+def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> HeldOutReading:
     """The loss, and the three kernels of the last layer."""
     with torch.no_grad():
         loss = float(nats(model, held))
@@ -103,7 +103,7 @@ def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> Read:
         "cosine": cosine_curve(call),
         "running_cosine": cosine_curve(call, averaged=True),
     }
-    return Read(loss, {name: values.mean(0) for name, values in found.items()})
+    return HeldOutReading(loss, {name: values.mean(0) for name, values in found.items()})
 
 
 def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] | None:
@@ -115,7 +115,7 @@ def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] |
     return None
 
 
-def _experiment(found: dict[str, list[Read]], settings: dict[str, object]) -> Experiment:
+def _experiment(found: dict[str, list[HeldOutReading]], settings: dict[str, object]) -> Experiment:
     return Experiment(
         name="decay by training",
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
@@ -127,7 +127,7 @@ def _experiment(found: dict[str, list[Read]], settings: dict[str, object]) -> Ex
     )
 
 
-def _rows(found: dict[str, list[Read]]) -> dict[str, Figure]:
+def _rows(found: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:
     """The loss and each matrix's σ₁/Σσ both ways, primal − canonical, and in which share of seeds primal has more."""
     first = {
         matrix: {way: torch.stack([one.curves[matrix][:, 0].mean() for one in found[way]]) for way in WAYS}
@@ -155,7 +155,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _curve(reads: list[Read], matrix: str, way: str) -> Curve:
+def _curve(reads: list[HeldOutReading], matrix: str, way: str) -> Curve:
     """Median and quartiles over the heads of all seeds."""
     heads = torch.cat([one.curves[matrix] for one in reads])
     steps = range(1, heads.shape[-1] + 1)

@@ -20,7 +20,7 @@ NAMES = {"t": "T", "head_function": "head"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """The settings of the experiments; each uses some of them. The defaults are those of Tarzanagh et al. 2023."""
 
     trials: int
@@ -50,7 +50,7 @@ class Settings:
     start: Literal["random", "zero"] = "random"
     """Where W begins; K and Q always begin at random."""
 
-    def same_but_for_trials(self, other: Settings) -> bool:
+    def same_but_for_trials(self, other: ExperimentSettings) -> bool:
         """Whether it asks the same, but for the seed and for at least as many trials."""
         return replace(self, seed=other.seed, trials=other.trials) == other and self.trials >= other.trials
 
@@ -59,11 +59,11 @@ class Settings:
 class Study:
     """One experiment: its function, and the settings that it uses."""
 
-    function: Callable[[Settings, bool, Progress], Experiment]
+    function: Callable[[ExperimentSettings, bool, Progress], Experiment]
     """(settings, whether they are the published ones, progress) → what was found."""
-    full: Settings
+    full: ExperimentSettings
     """The published sizes."""
-    quick: Settings
+    quick: ExperimentSettings
     """The same sizes with fewer trials, or fewer of the sizes."""
     uses: frozenset[str]
     """Names of the settings that it uses."""

@@ -1,14 +1,13 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
+from attnlens.hooks.implementations import implementation, is_attention
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
-    Door,
-    Swap,
-    implementation,
+    CallCounter,
+    Replacement,
     install,
     is_answered,
-    is_attention,
     opened,
     replace,
     swapped,
@@ -34,9 +33,9 @@ from attnlens.kernels import OWN
 __all__ = [
     "IDENTITY_TOLERANCE",
     "OWN",
-    "Door",
+    "CallCounter",
     "Reached",
-    "Swap",
+    "Replacement",
     "allow_float64",
     "as_dtype",
     "at_real_tokens",

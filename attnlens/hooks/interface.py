@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from itertools import count
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,16 @@ from transformers.modeling_utils import AttentionInterface
 from attnlens.attention import Route, attend
 from attnlens.errors import ModelError
 from attnlens.hooks.call import read_call
+from attnlens.hooks.implementations import choose, implementation, implementations
 from attnlens.kernels import OWN, Kernel
 from attnlens.records import Call, Site
 from attnlens.tracer import Refused, tracing
-
-IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
-"""Whose attention goes through transformers' interface."""
 
 NAMES = "attnlens_"
 """How the names begin under which transformers knows attnlens' answers."""
 
 _door_numbers = count()
+_answering: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
@@ -52,6 +52,7 @@ def opened(
     skipped = nullcontext(nothing) if modules is not None and not modules else None
     try:
         with (
+            _noted(model),
             implementation(model, *names),
             skipped or tracing(model, answer, modules=modules, content=content, prove=prove) as refused,
         ):
@@ -68,7 +69,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
     transformers then knows it by `name`, in this process. Raises ModelError where no part of the model goes through the
     interface.
     """
-    _choose(model, *_register(name, answer))
+    choose(model, *_register(name, answer))
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
@@ -95,38 +96,9 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
     return name, f"{name}_eager"
 
 
-@contextmanager
-def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Inside the block the model uses the attention implementation `name`; every configuration is restored at its end.
-
-    Those parts whose own implementation is the eager one use `in_place_of_eager`, if it is given; a part that computes
-    its attention by hand has no other.
-    """
-    before = _implementations(model)
-    try:
-        if _parts(model):
-            _choose(model, name, in_place_of_eager or name)
-        yield
-    finally:
-        for config, own in before:
-            config._attn_implementation_internal = own
-
-
-def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
-    """Set the implementation of every part that goes through the interface; the model's own class need not."""
-    if not (parts := _parts(model)):
-        raise out_of_reach(model)
-    before = _implementations(model)
-    for part in parts[:1] if parts[0] is model else parts:
-        part.set_attn_implementation(name)
-    for config, own in before:
-        if own == "eager" and config._attn_implementation_internal == name:
-            config._attn_implementation_internal = in_place_of_eager
-
-
 @dataclass
-class Door:
-    """Counts the calls of an open door, so that each is known by its site."""
+class CallCounter:
+    """Counts calls while attention is watched or replaced, so that each is known by its site."""
 
     sites: Mapping[tuple[str, int], Site]
     """The sites to expect, by path and ordinal."""
@@ -157,7 +129,7 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Swap:
+class Replacement:
     """Which kernel takes the place of a site's own, and in which heads."""
 
     kernel: Kernel
@@ -172,7 +144,7 @@ def watch(
     sites: tuple[Site, ...],
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
-) -> Iterator[Door]:
+) -> Iterator[CallCounter]:
     """Show every attention computation to `visit` and answer it with the model's own kernel.
 
     `answered` is shown the answer, (batch, queries, heads, value_dim), as the model goes on with it.
@@ -185,20 +157,20 @@ def watch(
             answered(site, found)
         return found
 
-    with _counted(model, sites, answer) as door:
-        yield door
+    with _counted(model, sites, answer) as counter:
+        yield counter
 
 
 @contextmanager
 def replace(
     model: PreTrainedModel,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, Swap],
+    swaps: Mapping[Site, Replacement],
     path: Route = "auto",
     *,
     every_site: bool = True,
     visit: Callable[[Site, Call], None] | None = None,
-) -> Iterator[Door]:
+) -> Iterator[CallCounter]:
     """Answer the sites of `swaps` with their new kernels and the others with the model's own.
 
     `path` is how the new kernels are computed; `visit` sees what the sites of `swaps` are asked for. Raises
@@ -213,9 +185,9 @@ def replace(
             visit(site, call)
         return swapped(call, swaps[site], path)
 
-    with _counted(model, sites, answer) as door:
-        yield door
-    missed = [site.name for site in swaps if not door.calls[site.path]]
+    with _counted(model, sites, answer) as counter:
+        yield counter
+    missed = [site.name for site in swaps if not counter.calls[site.path]]
     if missed and every_site:
         raise ModelError(
             f"The swap never reached {len(missed)} of {len(swaps)} sites, first {missed[0]}.",
@@ -223,7 +195,7 @@ def replace(
         )
 
 
-def swapped(call: Call, swap: Swap, path: Route = "auto") -> Tensor:
+def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
     """The output of one site under a swap: (batch, queries, heads, value_dim)."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
@@ -235,64 +207,37 @@ def swapped(call: Call, swap: Swap, path: Route = "auto") -> Tensor:
 
 
 @contextmanager
-def _counted(model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]) -> Iterator[Door]:
+def _counted(
+    model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]
+) -> Iterator[CallCounter]:
     by_call = {(site.path, site.ordinal): site for site in sites}
-    door = Door(by_call, {module: name for name, module in model.named_modules()})
+    counter = CallCounter(by_call, {module: name for name, module in model.named_modules()})
 
     def numbered(call: Call) -> Tensor:
-        site = door.site(cast("nn.Module", call.module))
+        site = counter.site(cast("nn.Module", call.module))
         return answer(site, changed(call, cross=site.part == "cross"))
 
-    begins = model.register_forward_pre_hook(door.begin)
+    begins = model.register_forward_pre_hook(counter.begin)
     traced = [model.get_submodule(site.path) for site in sites if site.traced]
     try:
         with opened(model, numbered, modules=traced):
-            yield door
+            yield counter
     finally:
         begins.remove()
 
 
 def is_answered(model: PreTrainedModel) -> bool:
-    """Whether attnlens answers attention of the model: a door is open, or was installed for good."""
-    return any((name or "").startswith(NAMES) for _, name in _implementations(model))
+    """Whether attnlens answers attention of the model: for a while, or installed for good."""
+    return model in _answering or any((name or "").startswith(NAMES) for _, name in implementations(model))
 
 
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Of the model and the models inside it, those whose attention goes through the interface."""
-    inside = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [part for part in inside if part._can_set_attn_implementation()]
-
-
-def configs_of(model: PreTrainedModel) -> list[Any]:
-    """Every configuration in use, each once."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
-    return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
-
-
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    """Every configuration that carries the name of an attention implementation, with that name."""
-    named = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
-    return [(config, config._attn_implementation_internal) for config in named]
-
-
-def out_of_reach(model: PreTrainedModel, refused: Mapping[str, str] | None = None) -> ModelError:
-    """The error for a model none of whose attention is read: it has none, or computes it in another way.
-
-    `refused` says by module what was found and why it can't be read.
-    """
-    name = type(model).__name__
-    if refused:
-        path, reason = next(iter(refused.items()))
-        return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
-    if not any(is_attention(module) for module in model.modules()):
-        return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
-    return ModelError(
-        f"{name} computes its attention by hand, without a softmax of queries times keys that sums up values.",
-        f"Choose a model with softmax attention: {IN_REACH}.",
-    )
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module's class calls itself attention."""
-    return "Attention" in type(module).__name__
+@contextmanager
+def _noted(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block the model is known to be answered, also where its configurations name no implementation."""
+    first = model not in _answering
+    _answering.add(model)
+    try:
+        yield
+    finally:
+        if first:
+            _answering.discard(model)

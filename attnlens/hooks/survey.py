@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from attnlens.attention import attend
 from attnlens.choices import Part
-from attnlens.hooks.interface import configs_of, is_attention, opened, out_of_reach
+from attnlens.hooks.implementations import configs_of, is_attention, out_of_reach
+from attnlens.hooks.interface import opened
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 from attnlens.tracer import Refused
@@ -27,7 +28,7 @@ CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_st
 UNTRACED = "no softmax of queries times keys that sums up values was found in it"
 """Why a module that runs, and calls itself attention, is no site."""
 IDENTITY_TOLERANCE = 1e-5
-"""Largest relative difference between a model's outputs and those recomputed through the door."""
+"""Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Modifier:
 
 
 @dataclass(frozen=True)
-class Filter:
+class KeyFilter:
     """A filter with its parameters: the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
 
     modifier: Modifier

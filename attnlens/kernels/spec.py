@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import TIES, Filter
+from attnlens.kernels.modifiers import TIES, KeyFilter
 from attnlens.registry import KernelInfo
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Kernel:
     """Its parameters, defaults included."""
     tie: str | None = None
     """A name among TIES."""
-    filter: Filter | None = None
+    filter: KeyFilter | None = None
     """Which keys a query keeps, beside the model's own mask."""
     fitted: Mapping[str, Float[Tensor, "heads ..."]] = field(default_factory=dict)
     """Parameters chosen per head."""

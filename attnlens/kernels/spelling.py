@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from attnlens.errors import UsageError
 from attnlens.kernels.loading import kernels
-from attnlens.kernels.modifiers import FILTERS, TIES, Filter
+from attnlens.kernels.modifiers import FILTERS, TIES, KeyFilter
 from attnlens.kernels.spec import Kernel
 from attnlens.registry import Parameter, checked_name
 
@@ -32,7 +32,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
             tie.append(name)
         elif name in FILTERS:
             values = _numbers(name, numbers, FILTERS[name].parameters)
-            filtered.append(Filter(FILTERS[name], {key: int(value) for key, value in values.items()}))
+            filtered.append(KeyFilter(FILTERS[name], {key: int(value) for key, value in values.items()}))
         else:
             base.append(Kernel(known[name], _numbers(name, numbers, known[name].parameters)))
     for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered)):

@@ -40,7 +40,7 @@ from attnlens.ksvd.nystrom import Nystrom, nystrom
 from attnlens.ksvd.objective import objective, regulariser
 from attnlens.ksvd.primal import Primal, primal
 from attnlens.ksvd.spaces import mean_angle, principal_angles, share_inside
-from attnlens.ksvd.truncated import Solver, truncated
+from attnlens.ksvd.truncated import SparseSolver, truncated
 
 __all__ = [
     "ETA",
@@ -48,7 +48,7 @@ __all__ = [
     "Dual",
     "Nystrom",
     "Primal",
-    "Solver",
+    "SparseSolver",
     "centred",
     "cosine_features",
     "dual",

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from numpy import ndarray
     from torch import Tensor
 
-Solver = Literal["arpack", "propack"]
+SparseSolver = Literal["arpack", "propack"]
 """arpack: restarted Lanczos on KᵀK; residuals near 1e-15, but directions with σ below 1e-8·σ₁ are lost.
 propack: Lanczos bidiagonalisation of K itself; about 1.5 times as fast, residuals near 1e-10."""
 
 
-def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: Solver = "arpack") -> Dual:
+def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver = "arpack") -> Dual:
     """The s leading singular triplets of a dense K, head by head, by Lanczos; the start vector is fixed.
 
     A library function, which no command calls: `truncated(attention, s=8)` of attention matrices (heads, n, m). It is
@@ -44,7 +44,7 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: Solver = "arp
 
 
 def _one(
-    matrix: Float[ndarray, "n m"], s: int, solver: Solver
+    matrix: Float[ndarray, "n m"], s: int, solver: SparseSolver
 ) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
     n, m = matrix.shape
     if not matrix.any():

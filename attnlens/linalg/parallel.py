@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 PIECE = 1 << 18
 """Numbers in one worker's piece: 2 MB of float64 stay in the second-level cache."""
@@ -37,7 +37,7 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | 
     return result.reshape(*lead, *result.shape[1:])
 
 
-def in_pool(function: Callable[[Item], Found], items: Sequence[Item], workers: int | None = None) -> list[Found]:
+def in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
     """`function` of every item, in their order, by the same pool of threads with a single BLAS thread each.
 
     numpy's BLAS, which knows no thread's own setting, is held to one thread as long as the pool works.

@@ -12,12 +12,12 @@ from attnlens import arguments
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
 from attnlens.models.bounds import bounded
-from attnlens.models.classes import Kind, kind_of, model_class, refuse_own_code
+from attnlens.models.classes import InputKind, kind_of, model_class, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.hub import first_line
 from attnlens.models.integrity import check_loaded, nonfinite_tensors
-from attnlens.models.locate import CONFIG, Place, find
+from attnlens.models.locate import CONFIG, Location, find
 from attnlens.models.placement import device_of, dtype_of
 from attnlens.models.quiet import no_kernels, quiet
 from attnlens.models.stored import Stored, tensors_in
@@ -47,7 +47,7 @@ class Loaded:
     """Why there is no tokenizer; empty where there is one."""
     info: ModelInfo
     """Which model it is; its conventions are not known yet."""
-    kind: Kind
+    kind: InputKind
     """What it reads."""
     missing_keys: tuple[str, ...] = ()
     """Parameters that the checkpoint lacks, so that they hold random numbers."""
@@ -98,7 +98,7 @@ def load(
     return Loaded(model, tokenizer, problem, _info(place, model, unused), kind_of(model), missing, unused)
 
 
-def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
+def _checked(place: Location, trust_remote_code: bool) -> dict[str, Stored]:
     """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
     names = names_in(place.folder)
     refuse_other_forms(place.folder, names)
@@ -113,7 +113,7 @@ def _checked(place: Place, trust_remote_code: bool) -> dict[str, Stored]:
     return stored
 
 
-def _refuse_swapped(place: Place) -> None:
+def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
         raise ModelError(
             f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
@@ -136,7 +136,7 @@ def _written(name: object) -> str:
     return arguments.word("model", name)
 
 
-def _info(place: Place, model: PreTrainedModel, unused: tuple[str, ...]) -> ModelInfo:
+def _info(place: Location, model: PreTrainedModel, unused: tuple[str, ...]) -> ModelInfo:
     return ModelInfo(
         id=place.id,
         revision=place.revision,
@@ -147,7 +147,7 @@ def _info(place: Place, model: PreTrainedModel, unused: tuple[str, ...]) -> Mode
     )
 
 
-def _check_packages(place: Place) -> None:
+def _check_packages(place: Location) -> None:
     """Raise ModelError where a GGUF file is to be read and one of the two packages that this takes is missing."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
@@ -158,7 +158,7 @@ def _check_packages(place: Place) -> None:
         )
 
 
-def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
+def _config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     where = place.folder / (place.file if place.gguf else CONFIG)
@@ -171,7 +171,7 @@ def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _model(
-    place: Place, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+    place: Location, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """The model, and what transformers tells of its loading."""
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
 from attnlens.models.configs import fields
-from attnlens.models.locate import CONFIG, Place
+from attnlens.models.locate import CONFIG, Location
 from attnlens.models.stored import Stored, numbers_in
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 
 
 @contextmanager
-def bounded(place: Place, stored: Mapping[str, Stored]) -> Iterator[None]:
+def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
     """Inside, a model that outgrows its files is given up while it is built, when its tensors take no memory yet.
 
     Raises ModelError there, with the largest size in the config.
@@ -65,7 +65,7 @@ def bounded(place: Place, stored: Mapping[str, Stored]) -> Iterator[None]:
         yield
 
 
-def _outgrown(place: Place, stored: Mapping[str, Stored]) -> ModelError:
+def _outgrown(place: Location, stored: Mapping[str, Stored]) -> ModelError:
     counts = [(value, path) for path, value in fields(place.config) if isinstance(value, int) and value > 1]
     size, path = max(counts, default=(0, ""))
     largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if counts else ""

@@ -10,7 +10,7 @@ from attnlens.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
+InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
 
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
 """The heads that predict tokens, for a checkpoint that brings its own code."""
@@ -57,7 +57,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config.get_text_config(encoder=True)
 
 
-def kind_of(model: PreTrainedModel) -> Kind:
+def kind_of(model: PreTrainedModel) -> InputKind:
     """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
-from attnlens.models.locate import CONFIG, Place
+from attnlens.models.locate import CONFIG, Location
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ LARGEST_SHARE = 16
 SAY_MEND = "Mend the config, or download the model again."
 
 
-def check_config(place: Place) -> None:
+def check_config(place: Location) -> None:
     """Raise ModelError, with the file and the field, for sizes below 1 and for names that are no names."""
     config, file = place.config, place.folder / CONFIG
     for path, size in sizes(config):
@@ -85,7 +85,7 @@ def _check_quantised(file: Path, path: str, settings: object) -> None:
     )
 
 
-def check_counts(place: Place, tensors: int) -> None:
+def check_counts(place: Location, tensors: int) -> None:
     """Raise ModelError for more layers or labels than a model of so many tensors can have."""
     for path, value in fields(place.config):
         if not (found := LISTED.search(path)):
@@ -123,7 +123,7 @@ def take_choices(config: object) -> None:
             left += inside
 
 
-def refuse_mismatch(place: Place, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
     """Raise ModelError where tensors of the checkpoint (name, its shape, the config's shape) don't have their size."""
     if not mismatched:
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
 from attnlens.models.configs import is_quantised, refuse_mismatch
-from attnlens.models.locate import Place
+from attnlens.models.locate import Location
 from attnlens.models.stored import SAY_ONCE, Stored, named
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ LOW_RANK = re.compile(r"(^|[._])lora_")
 """What marks the tensors of an adapter of low rank."""
 
 
-def check_loaded(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]) -> None:
+def check_loaded(
+    place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]
+) -> None:
     """Raise ModelError where transformers loaded a model that its files don't hold, as `found` tells of the loading.
 
     It leaves an adapter's tensors out, takes codes for numbers, fills at random what does not fit, and takes either of
@@ -55,7 +57,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _codes(place: Place, model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
+def _codes(place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
     """The tensors whose codes were taken for numbers: all that are no buffers, are not left out, and have no scale."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = {name for name, _ in model.named_buffers()} | unexpected

@@ -13,25 +13,25 @@ from attnlens.files import shortened, with_home
 from attnlens.models.folders import SMALL_FILES, names_in, read_json, shards_in, weight_file
 from attnlens.models.hub import Hub
 
-Form = Literal["safetensors", "pickle", "gguf"]
+Storage = Literal["safetensors", "pickle", "gguf"]
 
 DEMO = Path(__file__).parent.parent / "demo"
 CONFIG = "config.json"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-SUFFIXES: dict[Form, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
+SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
 SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a model lies on this machine, and in which form."""
 
     id: str
     """The name as given, without the revision."""
     folder: Path
     """The folder of config, tokenizer and weights."""
-    form: Form
+    form: Storage
     """How the weights are stored."""
     file: str
     """The weight file in that folder, or the index that names its shards."""
@@ -63,7 +63,7 @@ class Place:
         return {"gguf_file": self.file} if self.form == "gguf" else {}
 
 
-def find(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Place:
+def find(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Location:
     """The place of the model called `name`: `demo`, a path, or a hub id (`org/name@revision`), in this order.
 
     Raises ModelError where there is no such model, or it has no weights that may be read; UsageError for a revision of
@@ -91,29 +91,29 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Place:
+def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
     form, file = _weights_among(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
-    return Place(name, folder, form, file, revision)
+    return Location(name, folder, form, file, revision)
 
 
-def _in_file(name: str, path: Path) -> Place:
+def _in_file(name: str, path: Path) -> Location:
     """A bare weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
-        return Place(name, path.parent, "gguf", path.name, named=True)
+        return Location(name, path.parent, "gguf", path.name, named=True)
     if path.suffix != ".safetensors":
         raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
     if not (path.parent / CONFIG).is_file():
         raise ModelError(f"There is no config.json beside {path}.", "Put the model's config.json into the same folder.")
     index = path.parent / SHARDED
     if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
-        return Place(name, path.parent, "safetensors", SHARDED)
-    return Place(name, path.parent, "safetensors", path.name, named=True)
+        return Location(name, path.parent, "safetensors", SHARDED)
+    return Location(name, path.parent, "safetensors", path.name, named=True)
 
 
-def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Place:
+def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Location:
     id_, _, after = name.partition("@")
     if not id_:
         raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
@@ -141,7 +141,7 @@ def _looks_like_path(name: str) -> bool:
     )  # fmt: skip
 
 
-def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Form, str]:
+def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
     """The form of the weights among those files, and the file to read first: safetensors before GGUF before pickles."""
     for file in (SINGLE, SHARDED):
         if file in names:
@@ -168,7 +168,7 @@ def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tu
     raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")
 
 
-def _files_of(names: Collection[str], form: Form, file: str) -> list[str]:
+def _files_of(names: Collection[str], form: Storage, file: str) -> list[str]:
     """What of a hub repository is needed: the weights of that form, and the small files beside them."""
     sharded = file.endswith(".index.json")
     stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")

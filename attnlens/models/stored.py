@@ -13,7 +13,7 @@ from attnlens.files import shortened
 from attnlens.models.gguf import read_header
 
 if TYPE_CHECKING:
-    from attnlens.models.locate import Place
+    from attnlens.models.locate import Location
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the types in which a number is stored as itself."""
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
         return self.type not in (*FLOATS, DECODED)
 
 
-def tensors_in(place: Place) -> dict[str, Stored]:
+def tensors_in(place: Location) -> dict[str, Stored]:
     """All tensors of the weight files.
 
     Raises ModelError where one can't be read, is cut off or something else, and where two hold a tensor of one name: of

@@ -11,7 +11,7 @@ from attnlens.errors import TextError
 from attnlens.models.classes import text_config
 from attnlens.models.folders import TOKENIZERS
 from attnlens.models.hub import first_line
-from attnlens.models.locate import Place
+from attnlens.models.locate import Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,12 +20,12 @@ TINY = 10
 """A tokenizer that knows less than one in TINY of the model's tokens was made up from nothing."""
 
 
-def has_tokenizer(place: Place) -> bool:
+def has_tokenizer(place: Location) -> bool:
     """Whether a tokenizer's files lie beside the weights, or within them."""
     return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
 
 
-def load_tokenizer(place: Place, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
+def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
     """The tokenizer and an empty text, or None and why there is none.
 
     Where files are missing, transformers returns a tokenizer of about five tokens that reads everything as unknown; the

@@ -6,7 +6,7 @@ import textwrap
 
 from attnlens.plots.bands import bands
 from attnlens.registry import MeasureInfo
-from attnlens.shapes import Reading, Shapes, group_of
+from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import (
     big,
     clean,
@@ -19,15 +19,8 @@ from attnlens.wording import (
     written,
 )
 
-MATRICES = {
-    "weights.singular_values": " of M",
-    "tokens.singular_values": " of P",
-    "tokens.singular_values_energy": " of P",
-}
-"""Of which matrix curves of the same name are."""
 
-
-def full_caption(shapes: Shapes, reading: Reading, width: int, mark: str = "") -> str:
+def full_caption(shapes: Shapes, reading: MeasureMap, width: int, mark: str = "") -> str:
     """The lines under a map: meaning, formula, null and where its `mark` is, error, what is missing, which model."""
     info = reading.info
     note = ", ".join(text for text in (short_caption(reading), mark) if text)
@@ -60,7 +53,7 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
     return "median black, quartiles dashed"
 
 
-def short_caption(reading: Reading) -> str:
+def short_caption(reading: MeasureMap) -> str:
     """One line: the null as mean ± sd, or the error and what it rests on."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
@@ -95,9 +88,9 @@ def settings_line(shapes: Shapes) -> str:
     return f"{fed}{clean(tool.name)} {clean(tool.version)}"
 
 
-def heading(name: str) -> str:
+def heading(info: MeasureInfo) -> str:
     """A measure's name as a title: `effective rank`, `singular values of M`."""
-    return fitted(title_of(name) + MATRICES.get(name, ""), 60)
+    return fitted(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
 def source_heading(shapes: Shapes, name: str) -> str:
@@ -130,7 +123,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _range(reading: Reading) -> str:
+def _range(reading: MeasureMap) -> str:
     info, present = reading.info, reading.present
     if reading.labels:
         return ""
@@ -147,6 +140,6 @@ def _possible(info: MeasureInfo) -> str:
     return f"; possible: at least {low}" if low else f"; possible: at most {high}" if high else ""
 
 
-def _counts(reading: Reading) -> str:
+def _counts(reading: MeasureMap) -> str:
     counts = reading.counts
     return listed(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"

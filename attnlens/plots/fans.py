@@ -68,7 +68,9 @@ def fan_figure(shapes: Shapes, name: str) -> Figure:
             formula = clean(shapes.info(name).formula)
             axes.set_ylabel(formula if 0 < len(formula) <= ASIDE else title_of(name), labelpad=1.5)
     right = (page - 0.75) / page
-    figure.text(0.75 / page, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
+    figure.text(
+        0.75 / page, 1 - 0.2 / tall, heading(shapes.info(name)), fontsize=11, weight="bold", va="center", color=INK
+    )
     figure.text(right, 1 - 0.2 / tall, source_of(name), fontsize=8, ha="right", va="center", color=MUTED)
     figure.text(0.75 / page, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     return figure

@@ -19,7 +19,7 @@ from attnlens.plots.style import (
     new_figure,
     size_in_points,
 )
-from attnlens.shapes import Reading, Shapes
+from attnlens.shapes import MeasureMap, Shapes
 from attnlens.wording import clean, decimals_for, source_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     draw_map(axes, shapes, reading)
     write_numbers(axes, reading)
     source = source_of(name)
-    figure.text(0.65 / page, 1 - 0.2 / tall, heading(name), fontsize=11, weight="bold", va="center", color=INK)
+    figure.text(0.65 / page, 1 - 0.2 / tall, heading(reading.info), fontsize=11, weight="bold", va="center", color=INK)
     figure.text((0.65 + width) / page, 1 - 0.2 / tall, source, fontsize=8, ha="right", va="center", color=MUTED)
     figure.text(0.65 / page, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     if not reading.full:
@@ -58,7 +58,7 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     return figure
 
 
-def draw_map(axes: Axes, shapes: Shapes, reading: Reading, *, named: bool = True) -> None:
+def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, named: bool = True) -> None:
     """The map in the axes: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
     bar = heat_map(axes, reading.values, shapes.layers, shapes.heads, shapes.parts, scale(reading), named=named)
     if reading.labels:
@@ -73,7 +73,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: Reading, *, named: bool = True
         _mark_null(bar.ax, *reading.null)
 
 
-def scale(reading: Reading) -> tuple[Colormap, Normalize, str]:
+def scale(reading: MeasureMap) -> tuple[Colormap, Normalize, str]:
     """Colours, their norm, and which ends are cut: a diverging map centred at 0 where values can be negative.
 
     Values far outside what the other heads show (beyond the 1st–99th percentile by more than its width) are drawn in
@@ -93,7 +93,7 @@ def scale(reading: Reading) -> tuple[Colormap, Normalize, str]:
     return colormaps["viridis"], Normalize(low, high), extend
 
 
-def null_mark(reading: Reading) -> str:
+def null_mark(reading: MeasureMap) -> str:
     """Where the null's mean stands on the colour bar, in words; empty where there is no null."""
     norm = scale(reading)[1]
     if reading.null is None or norm.vmin is None or norm.vmax is None:
@@ -103,7 +103,7 @@ def null_mark(reading: Reading) -> str:
     return f"which lies {'below' if reading.null[0] < norm.vmin else 'above'} the colour bar"
 
 
-def write_numbers(axes: Axes, reading: Reading, size: float = 6.5) -> None:
+def write_numbers(axes: Axes, reading: MeasureMap, size: float = 6.5) -> None:
     """The value in every cell, where every cell has room for it."""
     if reading.labels:
         return
@@ -124,7 +124,7 @@ def write_numbers(axes: Axes, reading: Reading, size: float = 6.5) -> None:
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color=ink)
 
 
-def _limits(reading: Reading) -> tuple[float, float, str]:
+def _limits(reading: MeasureMap) -> tuple[float, float, str]:
     values = reading.present
     least, most = float(values.min()), float(values.max())
     low, high = (float(value) for value in np.percentile(values, [1, 99]))

@@ -26,7 +26,7 @@ from attnlens.plots.maps import draw_map
 from attnlens.plots.page import head, picture_title
 from attnlens.plots.shares import draw_shares, has_all
 from attnlens.plots.style import MUTED, new_figure
-from attnlens.shapes import Reading, Shapes, group_of
+from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import big, clean, model_name, source_of
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ RIGHT = 0.968
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One picture of the page."""
+class MeasurePanel:
+    """A panel of the overview: one measure, curve or whole."""
 
     name: str
     """The measure, curve or whole that it shows."""
@@ -77,13 +77,13 @@ def overview_figure(shapes: Shapes) -> Figure:
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
             axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
-            title = fitted(panel.title or heading(panel.name), 32)
+            title = fitted(panel.title or heading(shapes.info(panel.name)), 32)
             picture_title(axes, f"{next(letters)}  {title}", panel.note)
             panel.draw(axes, named=column == 0)
     return figure
 
 
-def page_rows(shapes: Shapes) -> list[list[Panel]]:
+def page_rows(shapes: Shapes) -> list[list[MeasurePanel]]:
     """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show.
 
     Where the one source has a curve that is to be seen by depth, its thirds are the first row, and maps the second;
@@ -108,7 +108,7 @@ def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
     return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
 
 
-def _panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
+def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
     """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place.
 
     Where there is room for more maps than there are, the parts of the shares get theirs.
@@ -124,15 +124,18 @@ def _panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
     return [
         *(_shares_panel(shapes, whole) for whole in wholes),
         *(_map_panel(shapes, of_source[name]) for name in maps),
-        *(Panel(name, short_curve_caption(shapes, name), partial(_fan, shapes=shapes, name=name)) for name in curves),
+        *(
+            MeasurePanel(name, short_curve_caption(shapes, name), partial(_fan, shapes=shapes, name=name))
+            for name in curves
+        ),
     ]
 
 
-def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
+def _depth_panels(shapes: Shapes, name: str) -> list[MeasurePanel]:
     found = depths(shapes, name)
     section = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
     return [
-        Panel(
+        MeasurePanel(
             name,
             group.note,
             partial(_depth, shapes=shapes, name=name, number=number, bar=number == len(found) - 1),
@@ -143,22 +146,22 @@ def _depth_panels(shapes: Shapes, name: str) -> list[Panel]:
     ]
 
 
-def _maps(shapes: Shapes) -> list[Panel]:
+def _maps(shapes: Shapes) -> list[MeasurePanel]:
     parts = {name for names in shapes.shares.values() for name in names}
     shown = [reading for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
     return [_map_panel(shapes, reading) for reading in shown[:ACROSS]]
 
 
-def _shares_panel(shapes: Shapes, whole: str) -> Panel:
+def _shares_panel(shapes: Shapes, whole: str) -> MeasurePanel:
     names = shapes.shares[whole]
     open_ = any(shapes.info(name).identified == "nowhere" for name in names)
-    title = f"{heading(whole)} (not identified)" if open_ else ""
-    return Panel(whole, "", partial(draw_shares, shapes=shapes, whole=whole), not has_all(shapes, names), title)
+    title = f"{heading(shapes.info(whole))} (not identified)" if open_ else ""
+    return MeasurePanel(whole, "", partial(draw_shares, shapes=shapes, whole=whole), not has_all(shapes, names), title)
 
 
-def _map_panel(shapes: Shapes, reading: Reading) -> Panel:
+def _map_panel(shapes: Shapes, reading: MeasureMap) -> MeasurePanel:
     note = short_caption(reading) or fitted(reading.info.meaning, NOTE)
-    return Panel(reading.name, note, partial(_map, shapes=shapes, name=reading.name), not reading.full)
+    return MeasurePanel(reading.name, note, partial(_map, shapes=shapes, name=reading.name), not reading.full)
 
 
 def _map(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
@@ -179,7 +182,7 @@ def _name_formula(axes: Axes, shapes: Shapes, name: str) -> None:
     # not along the side, where the colour bar of the picture beside it stands
     info = shapes.info(name)
     value = (
-        formula if 0 < len(formula := clean(info.formula)) <= FORMULA else heading(name).removeprefix(f"{info.space} ")
+        formula if 0 < len(formula := clean(info.formula)) <= FORMULA else heading(info).removeprefix(f"{info.space} ")
     )
     axes.set_xlabel(f"{value} over {axes.get_xlabel()}", labelpad=1.5)
 

@@ -1,14 +1,15 @@
-"""What a page of pictures has around them: its head and foot, and a title and note over each picture."""
+"""A panel of a page of pictures, the page's head and foot, and the title and note over each panel."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import INK, MUTED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -20,6 +21,32 @@ LINE = 0.13
 """Inches of a further line of a legend."""
 TITLE, FACTS, FOOTNOTE = 80, 155, 170
 """Characters that fit into the page's title, into a line of facts, and at the foot, on ten inches."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture."""
+
+    stem: str
+    """Its file's name, without the ending."""
+    title: str
+    """What it shows."""
+    note: str
+    """The line under the title; empty where a legend stands there."""
+    caption: str
+    """What a reader must know, in a file of its own."""
+    draw: Callable[[Axes], None]
+    """Draws it."""
+    rows: int = 12
+    """About how many rows it has."""
+    left: float = 0.42
+    """Inches that the names beside it take."""
+    wide: float = 4.6
+    """Inches that it takes on a page of its own."""
+    bar: bool = False
+    """Whether a colour bar stands beside it."""
+    legend: int = 1
+    """Lines between the title and the axes."""
 
 
 def head(

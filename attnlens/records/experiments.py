@@ -33,6 +33,8 @@ class Curve(Record):
     """How it is written among the lines of its picture, where that is not its name: `from zero`."""
     published: bool = False
     """Whether it is what was published, which is drawn dashed."""
+    null_of: str | None = None
+    """The name of the curve whose null it is: mean in `median`, and one sd below and above."""
 
 
 class Trajectory(Record):
@@ -102,6 +104,10 @@ class Experiment(Record):
         if bound == "at most":
             return found <= expected + slack
         return abs(found - expected) <= slack
+
+    def null(self, name: str) -> Curve | None:
+        """The null of one of the curves; None where it has none."""
+        return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judged(self) -> Experiment:
         """The same experiment with `passed` filled in."""

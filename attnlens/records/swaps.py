@@ -100,6 +100,8 @@ class Outcome(Record):
     """The same for each text, where there are several."""
     hidden_cka: Number | None = None
     """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
+    diverged: bool = False
+    """Whether the changed model's predictions or hidden states are not finite."""
     reasons: dict[str, str] = {}
     """Why a field of this record is null, by its name."""
 
@@ -166,7 +168,9 @@ class Swap(Outcome):
     kernel: str
     """As typed, with its parameters: `rbf:gamma=0.5+window:64`."""
     formula: str
-    """log k(q, k)."""
+    """log k(q, k), or the whole output where the kernel is none of queries and keys."""
+    formula_of: Literal["log k", "output"] = "log k"
+    """Which of the two."""
     parameters: dict[str, Number] = {}
     """Its numbers, defaults included."""
     fitted: list[str] = []

@@ -49,7 +49,7 @@ class Analyzer(Named):
 
 
 @dataclass(frozen=True)
-class Place:
+class GatheringPlace:
     """Where a gatherer works, and on what terms."""
 
     site: Site
@@ -97,7 +97,7 @@ class Gatherer(Protocol):
 class Gathering(Named):
     """One question over several sequences at once, answered by an object that gathers them."""
 
-    begin: Callable[[Place], Gatherer]
+    begin: Callable[[GatheringPlace], Gatherer]
     """Makes the gatherer of one site."""
     by_default: bool = True
     """Whether it runs where no analyzer is named."""
@@ -124,13 +124,13 @@ def analyzer(
 
 def gathering(
     name: str, source: Source, measures: Iterable[MeasureInfo], **traits: bool
-) -> Callable[[Callable[[Place], Gatherer]], Callable[[Place], Gatherer]]:
-    """Enter a function Place → Gatherer as the analyzer `name`, which poses one question over several sequences.
+) -> Callable[[Callable[[GatheringPlace], Gatherer]], Callable[[GatheringPlace], Gatherer]]:
+    """Enter a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
 
     `traits` are the last fields of Gathering.
     """
 
-    def enter(begin: Callable[[Place], Gatherer]) -> Callable[[Place], Gatherer]:
+    def enter(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
         question = (begin.__doc__ or name).splitlines()[0]
         _GATHERINGS[name, source] = Gathering(name, source, question, tuple(measures), begin, **traits)
         return begin
@@ -159,6 +159,11 @@ def every_analyzer() -> list[Analyzer | Gathering]:
 def measure_infos() -> dict[str, MeasureInfo]:
     """Every measure and curve of every analyzer, by qualified name."""
     return {info.name: info for found in every_analyzer() for info in found.measures}
+
+
+def info_of(name: str) -> MeasureInfo:
+    """What is known of a measure or curve; empty texts where it is of no analyzer."""
+    return measure_infos().get(name) or MeasureInfo(name, meaning="", formula="")
 
 
 def measure_sources() -> dict[str, Source]:

@@ -34,6 +34,8 @@ class MeasureInfo:
     """Whether it is proportional to ‖Q‖‖K‖ (its null is then rescaled to the head's own norms)."""
     has_null: bool = True
     """Whether independent Gaussian factors are a null for it (weights.* scalars only)."""
+    null: Literal["factors", "rotations"] = "factors"
+    """What its null draws, where it has one: those factors, or random rotations of the head's own M."""
     steps: str = "index"
     """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
     headline: bool = False
@@ -49,6 +51,10 @@ class MeasureInfo:
     """Which of its ends are worth a place among the most extreme heads; empty where neither is."""
     beside: str = ""
     """The measure that says what even attention would read, for one whose size says little without it."""
+    matrix: str = ""
+    """Which matrix it is of, where others of its name are of others: `M`."""
+    series: int = 0
+    """Its place, from 1 on, among the measures that a series of checkpoints is about; 0: it stands behind them."""
     space: str = ""
     """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
     different questions, and stand apart from each other in tables and pictures."""

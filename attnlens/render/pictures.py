@@ -15,7 +15,7 @@ from attnlens.sections.section import Picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "Drawing", "drawings", "encoded_picture", "figure", "file_names", "is_file"]
+__all__ = ["FORMATS", "Drawing", "encoded_picture", "figure", "file_names", "files_of", "is_file"]
 
 Drawing = Callable[[], bytes]
 """Draws one picture; the bytes of its file."""
@@ -33,7 +33,7 @@ def encoded_picture(picture: Picture, suffix: str = ".png") -> bytes:
         return encoded(picture.draw(), suffix)
 
 
-def drawings(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
+def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
     """What draws each picture's file in the folder; nothing is drawn yet."""
     names = file_names(picture.stem for picture in pictures)
     return {folder / name: partial(encoded_picture, picture) for name, picture in zip(names, pictures, strict=True)}

@@ -10,9 +10,10 @@ from attnlens.requests.run_options import (
     InspectRequest,
     Loading,
     ModelRequest,
+    SeriesRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Numbers, Words, head, numbers, whole, words
+from attnlens.requests.values import Numbers, Words, head, numbers, one_head, whole, words
 
 __all__ = [
     "OUTPUT",
@@ -22,12 +23,14 @@ __all__ = [
     "ModelRequest",
     "Numbers",
     "Option",
+    "SeriesRequest",
     "SwapRequest",
     "Words",
     "alternatives",
     "checked",
     "head",
     "numbers",
+    "one_head",
     "options",
     "value_of",
     "whole",

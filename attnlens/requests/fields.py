@@ -12,6 +12,8 @@ from attnlens.arguments import LARGEST, switch
 from attnlens.registry import checked_name
 from attnlens.requests.values import Numbers, Words, numbers, whole, words
 
+CallOnly = Literal["", "dangerous", "read", "written"]
+
 
 def unchecked(_name: str, given: Any) -> Any:
     """Any value, as it is."""
@@ -34,6 +36,9 @@ class Option:
     least: int | None = None
     most: int | None = None
     """Bounds of a whole number."""
+    call_only: CallOnly = ""
+    """Why no file of defaults may set it, for a file may lie beside a stranger's model: it is dangerous, or names what
+    is read or written; empty where one may."""
     names: tuple[str, ...] = ()
     """The words that there are; none: any."""
     noun: str = ""

@@ -37,10 +37,15 @@ class Loading(TypedDict, total=False):
     ]
     offline: Annotated[bool, Option("Use local files only.", False, panel=INPUT)]
     revision: Annotated[
-        str | None, Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word)
+        str | None,
+        Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word, call_only="read"),
     ]
-    trust_remote_code: Annotated[bool, Option("Run Python code that comes with the model.", False, panel=DANGEROUS)]
-    allow_pickle: Annotated[bool, Option("Load `.bin` weights (pickles, tensors only).", False, panel=DANGEROUS)]
+    trust_remote_code: Annotated[
+        bool, Option("Run Python code that comes with the model.", False, panel=DANGEROUS, call_only="dangerous")
+    ]
+    allow_pickle: Annotated[
+        bool, Option("Load `.bin` weights (pickles, tensors only).", False, panel=DANGEROUS, call_only="dangerous")
+    ]
 
 
 class Feeding(Loading, total=False):
@@ -55,6 +60,7 @@ class Feeding(Loading, total=False):
             panel=INPUT,
             metavar="FILE",
             typed=list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
+            call_only="read",
         ),
     ]
     tokens: Annotated[
@@ -100,8 +106,8 @@ class ModelRequest(Feeding, total=False):
     heads: Annotated[Numbers | None, Option("Only these heads, as in `0,5`.", metavar="NUMBERS")]
 
 
-class InspectRequest(ModelRequest, total=False):
-    """What `inspect` can be asked for."""
+class SeriesRequest(ModelRequest, total=False):
+    """What is read of every checkpoint of a series."""
 
     source: Annotated[Sources, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
     analyzers: Annotated[
@@ -124,6 +130,11 @@ class InspectRequest(ModelRequest, total=False):
             check=values.rule,
         ),
     ]
+
+
+class InspectRequest(SeriesRequest, total=False):
+    """What `inspect` can be asked for."""
+
     show: Annotated[
         Literal["selection"] | None,
         Option(
@@ -162,6 +173,7 @@ class SwapRequest(ModelRequest, total=False):
             metavar="FILE",
             typed=str | None,
             check=values.file,
+            call_only="read",
         ),
     ]
     heal: Annotated[
@@ -196,9 +208,16 @@ class SwapRequest(ModelRequest, total=False):
             panel=INPUT,
             metavar="FILE",
             typed=list[Path] | None,
+            call_only="read",
         ),
     ]
     save: Annotated[
         str | os.PathLike[str] | None,
-        Option("Write the changed model to this folder.", panel=OUTPUT, metavar="DIR", check=values.folder),
+        Option(
+            "Write the changed model to this folder.",
+            panel=OUTPUT,
+            metavar="DIR",
+            check=values.folder,
+            call_only="written",
+        ),
     ]

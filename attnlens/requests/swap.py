@@ -45,6 +45,8 @@ class SwapOptions:
     @classmethod
     def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
         """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
+        if "-" in asked["text"] and "-" in asked["calibration"]:
+            raise UsageError("--text and --calibration both read stdin.", "Give one of them a file.")
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:

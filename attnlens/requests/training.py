@@ -54,7 +54,7 @@ class DescentRequest(TypedDict, total=False):
     iterations: Annotated[int | None, Option("Steps of gradient descent.", panel=PANEL, least=1, most=10_000_000)]
 
 
-class Sizes(DescentRequest, total=False):
+class SizesRequest(DescentRequest, total=False):
     """Sizes and settings of the synthetic experiments; None leaves each at the paper's value."""
 
     n: Annotated[int | None, Option("Inputs of an instance.", panel=PANEL, least=1, most=MOST)]
@@ -76,7 +76,7 @@ class Sizes(DescentRequest, total=False):
     seed: Annotated[int, Option("Seed of everything random.", 0, least=0, most=LARGEST - 100_000)]
 
 
-class SyntheticRequest(Sizes, total=False):
+class SyntheticRequest(SizesRequest, total=False):
     """What the synthetic experiments can be asked for."""
 
     experiments: Annotated[

@@ -67,9 +67,24 @@ def head(given: Any) -> tuple[int, int]:
         parts = [int(part) for part in parts]
     found = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
     if len(found) != 2 or any(part is None or not 0 <= part <= LARGEST for part in found):
-        raise UsageError(f"head={shown(given)} is no head.", "Give layer and head, such as (3, 7) or '3.7'.")
+        raise UsageError(
+            f"head={shown(given)} is no head.", "Write LAYER.HEAD, like 3.7; in Python (3, 7) will do too."
+        )
     layer, number = (part for part in found if part is not None)
     return layer, number
+
+
+def one_head(given: Any, layers: object, heads: object) -> dict[str, list[int]]:
+    """The head that is named as the layers and heads to look at; nothing where none is.
+
+    Raises UsageError where layers or heads are named beside it.
+    """
+    if given is None:
+        return {}
+    if layers is not None or heads is not None:
+        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
+    layer, number = head(given)
+    return {"layers": [layer], "heads": [number]}
 
 
 def _integer(given: Any) -> int | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from attnlens.records import Curve, Experiment, Report
+from attnlens.registry import info_of
 from attnlens.sections.section import Cell, Column, Section, Table
-from attnlens.sentences.followed import NULL, asked_for, heads_of, told_of
+from attnlens.sentences.followed import asked_for, heads_of, told_of
 from attnlens.sentences.nulls import null_words
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, written
 
@@ -23,7 +24,7 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     shown = every if whole else [name for name in every if asked_for(name)] or every
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
-    nulls = [name for name in shown if name + NULL in experiment.curves]
+    nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
     yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
@@ -49,7 +50,7 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
         curves = [experiment.curves[name] for name in measures]
         quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
         columns.append(Column("last", "quartiles", quartiles))
-    nulls = [experiment.curves.get(name + NULL) for name in measures]
+    nulls = [experiment.null(name) for name in measures]
     if any(nulls):
         columns.append(Column("chance", "null", tuple(map(_null, nulls))))
     return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))

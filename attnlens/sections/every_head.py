@@ -8,7 +8,7 @@ import numpy as np
 
 from attnlens.sections.section import Column, Section, Table
 from attnlens.sentences.population import no_errors, population
-from attnlens.shapes import Reading, Shapes, group_of
+from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
 
 
@@ -53,7 +53,7 @@ def _names(shapes: Shapes) -> tuple[Column, ...]:
     return tuple(columns)
 
 
-def _column(shapes: Shapes, reading: Reading, *, nulls: bool = False) -> Column:
+def _column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
     heads = shapes.report.heads
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
@@ -62,7 +62,7 @@ def _column(shapes: Shapes, reading: Reading, *, nulls: bool = False) -> Column:
     return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
 
 
-def _cell(reading: Reading, at: tuple[int, int], decimals: int) -> str:
+def _cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
     value, error = reading.values[at], reading.errors[at]
     if np.isnan(value):
         return NO_VALUE
@@ -71,7 +71,7 @@ def _cell(reading: Reading, at: tuple[int, int], decimals: int) -> str:
     return written(value, decimals) if np.isnan(error) else f"{written(value, decimals)}±{written(error, decimals)}"
 
 
-def _null(reading: Reading) -> str:
+def _null(reading: MeasureMap) -> str:
     if reading.null is None:
         return ""
     mean, sd = reading.null

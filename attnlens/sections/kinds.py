@@ -25,7 +25,7 @@ from attnlens.shapes import Shapes
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
-    from attnlens.plots.swaps.panels import Panel
+    from attnlens.plots.page import Panel
 
 FURTHEST = 1e300
 """The largest number, either side of 0, that an axis reaches: float64 ends at 1.8e308, and differences are drawn."""

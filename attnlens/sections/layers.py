@@ -13,7 +13,7 @@ from attnlens.registry import NOT_IDENTIFIED
 from attnlens.sections.section import Column, Section, Table
 from attnlens.sentences.nulls import null_words
 from attnlens.sentences.population import no_errors, population
-from attnlens.shapes import Reading, Shapes, by_turns, group_of, middle
+from attnlens.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
     clean,
@@ -119,7 +119,7 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     if any(text.reasons for text in summary.texts):
         said.append("one window of a text has no spread: no errors in its row")
     if any(reading.null for reading in shapes.readings.values()):
-        chance = null_words(name for name, reading in shapes.readings.items() if reading.null)
+        chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
         said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
     if summary.texts:
         said.append("beside a text stands how many windows are its")
@@ -149,7 +149,7 @@ def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _column(reading: Reading, rows: LayerRows, shapes: Shapes) -> Column:
+def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     title, over = title_of(reading.name), group_of(reading.info)
     everything = tuple(range(len(reading.values)))
     height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
@@ -189,7 +189,7 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
     return number if error is None or np.isnan(median) else f"{number}±{spread(error, decimals)}"
 
 
-def _commonest(reading: Reading, group: tuple[int, ...]) -> str:
+def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
     values = reading.values[list(group)]
     found = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not found:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from attnlens.kernels import TIES
-from attnlens.records import Change, Healing, Outcome, Pair, Report, Stage, Swap
+from attnlens.records import Change, Healing, Pair, Report, Stage, Swap
 from attnlens.sentences.judged import EFFECTS, UNITS, distance
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
 
@@ -29,7 +29,7 @@ TRIFLE = 5e-4
 
 def verdict(swap: Swap) -> str:
     """What the swap, as it stands after its last stage, means in plain words."""
-    if diverged(swap):
+    if swap.diverged:
         return "The model diverges: with this kernel its predictions are no finite numbers."
     if swap.loss is not None:
         return _loss_sentence(swap.loss, UNITS[swap.task])
@@ -50,11 +50,6 @@ def _bounded(ci95: tuple[float, float] | None, number: float) -> str:
     return "" if ci95 is None else f", 95 % interval {interval(ci95, decimals_for([number], 3))}"
 
 
-def diverged(outcome: Outcome) -> bool:
-    """Whether the changed model's predictions or hidden states were not finite."""
-    return any("diverged" in reason for reason in outcome.reasons.values())
-
-
 def cautions(swaps: Sequence[Swap]) -> list[str]:
     """What must be known of the ties among these kernels."""
     ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
@@ -72,7 +67,7 @@ def ranking(swaps: Sequence[Swap]) -> str:
         told.append(f"The loss is lowest under {least}, highest under {most}.")
     told += [] if ranked else _nearest(swaps)
     same = [name for loss, name in losses if _unchanged(loss)]
-    lost = [swap.kernel for swap in swaps if diverged(swap)]
+    lost = [swap.kernel for swap in swaps if swap.diverged]
     told += [f"No measurable change: {listed(same, 8)}."] if same else []
     told += [f"Diverged: {listed(lost, 8)}."] if lost else []
     return " ".join(told)
@@ -122,7 +117,7 @@ def kernel(swap: Swap) -> str:
 def formula(swap: Swap) -> str:
     """`log k = …`, and which parameters were fitted."""
     fitted = f"; fitted per head: {listed(swap.fitted)}" if swap.fitted else ""
-    left = "" if swap.formula.startswith("output") else "log k = "
+    left = "" if swap.formula_of == "output" else "log k = "
     return f"{left}{clean(swap.formula)}{fitted}"
 
 

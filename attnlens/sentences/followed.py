@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from attnlens.records import Experiment
-from attnlens.shapes import by_turns
+import math
 
-NULL = ": null"
-"""What the name of a measure's null curve ends in."""
-SELECTION = ("decided", "svm_cosine", "efficiency_q05", "efficiency")
-ASKED = (
-    "loss",
-    *SELECTION,
-    *(f"projected_{name}" for name in SELECTION[1:]),
-    "symmetry",
-    "effective_rank",
-    "entropy",
-)
-"""What a series of checkpoints is about, by source or by name; these measures stand before the others."""
+from attnlens.records import Experiment
+from attnlens.registry import info_of
+from attnlens.shapes import by_turns
 
 
 def heads_of(experiment: Experiment) -> int:
@@ -26,13 +16,13 @@ def heads_of(experiment: Experiment) -> int:
 
 def asked_for(name: str) -> bool:
     """Whether a measure is among those that a series of checkpoints is about."""
-    return _rank(name) < len(ASKED)
+    return _place(name) < math.inf
 
 
 def measures_of(experiment: Experiment) -> list[str]:
     """The measures of a series in the order in which they are shown: what was asked first, then by turns of sources."""
-    names = [name for name in experiment.curves if not name.endswith(NULL)]
-    asked = sorted(filter(asked_for, names), key=_rank)
+    names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
+    asked = sorted(filter(asked_for, names), key=_place)
     return [*asked, *by_turns(name for name in names if name not in asked)]
 
 
@@ -41,6 +31,6 @@ def told_of(experiment: Experiment) -> list[str]:
     return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
 
 
-def _rank(name: str) -> int:
-    parts = {name.partition(".")[0], name.rpartition(".")[2]}
-    return next((place for place, word in enumerate(ASKED) if word in parts), len(ASKED))
+def _place(name: str) -> float:
+    """Where it stands, the loss, which is no measure of heads, first; ∞ for what a series is not about."""
+    return 0 if name == "loss" else info_of(name).series or math.inf

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from attnlens.attention.masks import split_mask
 from attnlens.records import Call
 from attnlens.tracer.lead import Lead, lead_of
-from attnlens.tracer.softmax import Softmax, affine, check_moved, unread
+from attnlens.tracer.softmax import TracedSoftmax, affine, check_moved, unread
 
 
-def traced_call(softmax: Softmax, value: Tensor, tokens: int | None, module: nn.Module) -> tuple[Call, Lead]:
+def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: int | None, module: nn.Module) -> tuple[Call, Lead]:
     """Queries, keys, scale, mask and bias behind a softmax whose weights sum up `value`, (…, keys, value_dim).
 
     `tokens` are those that `module` was called with. Raises UnreadableError where the softmax's argument is not

@@ -21,15 +21,12 @@ from attnlens.records import Call
 from attnlens.tracer.call import fused_call, traced_call
 from attnlens.tracer.lead import Lead
 from attnlens.tracer.products import Product, operands, product, weighted_sum
-from attnlens.tracer.provenance import Provenance, Scores, Standins, tensors
-from attnlens.tracer.softmax import Softmax, unread
+from attnlens.tracer.provenance import Provenance, Standins, TracedScores, tensors
+from attnlens.tracer.softmax import TracedSoftmax, unread
 
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 TOLERANCE = 1e-4
 """Largest relative difference between a module's own output and the one computed from what was traced."""
-
-Answer = Callable[[Call], Tensor]
-
 
 Refused = dict[nn.Module, str]
 """Attention that was found and can't be read: the module that computes it → why."""
@@ -38,7 +35,7 @@ Refused = dict[nn.Module, str]
 @contextmanager
 def tracing(
     model: nn.Module,
-    answer: Answer,
+    answer: Callable[[Call], Tensor],
     *,
     modules: Collection[nn.Module] | None = None,
     content: Collection[Tensor] | None = None,
@@ -66,7 +63,7 @@ def tracing(
 
 
 class _Tracer(TorchFunctionMode):
-    def __init__(self, answer: Answer, modules: set[nn.Module] | None, *, prove: bool) -> None:
+    def __init__(self, answer: Callable[[Call], Tensor], modules: set[nn.Module] | None, *, prove: bool) -> None:
         super().__init__()
         self.answer, self.modules, self.prove = answer, modules, prove
         self.shown: Callable[[nn.Module, Tensor], None] | None = None
@@ -136,7 +133,7 @@ class _Tracer(TorchFunctionMode):
         """Note that scores begin here; where something is to be proven, with other queries and keys beside them."""
         moved = _moved(found) if self.prove else None
         left, right = (_signs(part) for part in (found.left, found.right))
-        scores = Scores(found, content, tuple(module for module, _ in self.running), left @ right.T, moved)
+        scores = TracedScores(found, content, tuple(module for module, _ in self.running), left @ right.T, moved)
         wide = torch.promote_types(result.dtype, torch.float32)
         if found.plain:
             zero = torch.zeros_like(result, dtype=wide)
@@ -158,7 +155,7 @@ class _Tracer(TorchFunctionMode):
             self.known.inputs[result] = True
         # without scores it chooses among something else than keys: experts, classes
         if dim in (-1, logits.dim() - 1) and (carried := self.known.scores.get(logits)):
-            self.known.weights[result] = Softmax(logits, carried)
+            self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
     def _sum(self, function: Any, args: Any, kwargs: Any, weights: Tensor) -> Tensor:

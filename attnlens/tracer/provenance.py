@@ -16,7 +16,7 @@ from attnlens.tracer.products import Product
 
 
 @dataclass(eq=False)
-class Scores:
+class TracedScores:
     """A product of queries and keys on its way to a softmax, and what every step would give for other products.
 
     A step is executed on each of the stand-ins as it is on the model's own tensor. So the softmax's argument is known
@@ -44,9 +44,9 @@ class Standins:
     zero: Tensor
     """If the product were 0: what is added to it."""
     signs: Tensor
-    """If the product were `Scores.signs`."""
+    """If the product were `TracedScores.signs`."""
     moved: Tensor | None
-    """If the product were that of `Scores.moved`."""
+    """If the product were that of `TracedScores.moved`."""
 
     def map(self, change: Callable[[str], Any]) -> list[Any]:
         """`change` of each stand-in's name, None for one that there is not."""
@@ -72,7 +72,7 @@ MULTIPLYING = frozenset(
 class Provenance:
     """What is known of the tensors of one forward pass; none of them is kept alive."""
 
-    scores: MutableMapping[Tensor, dict[Scores, Standins]] = field(default_factory=WeakIdKeyDictionary)
+    scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
     """Tensor → what it is for other products, by product."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """The tensors that depend on the model's inputs, masks and positions apart."""
@@ -82,7 +82,7 @@ class Provenance:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result, with what is known of it."""
         given = list(tensors((args, kwargs)))
-        carried: dict[Scores, None] = {}
+        carried: dict[TracedScores, None] = {}
         if function not in STEPS_END:
             for tensor in given:
                 carried.update(dict.fromkeys(self.scores.get(tensor, ())))
@@ -100,7 +100,9 @@ class Provenance:
                 self.weights[tensor] = weighing
         return result
 
-    def _step(self, scores: Scores, function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Any] | None:
+    def _step(
+        self, scores: TracedScores, function: Any, args: Any, kwargs: Any, given: list[Tensor]
+    ) -> list[Any] | None:
         """The function's results on the three stand-ins; None where it can't be executed on them."""
         others = [tensor for tensor in given if scores not in self.scores.get(tensor, ())]
         if function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
@@ -125,7 +127,7 @@ class Provenance:
         except RuntimeError:  # somebody's function, on numbers of another type than it was made for
             return None
 
-    def _keep(self, scores: Scores, steps: list[Any] | None, target: Any) -> None:
+    def _keep(self, scores: TracedScores, steps: list[Any] | None, target: Any) -> None:
         """Note the stand-ins of every tensor of a result."""
         if steps is None:
             return

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from attnlens.attention.masks import split_mask
 from attnlens.errors import UnreadableError
-from attnlens.tracer.provenance import Scores, Standins
+from attnlens.tracer.provenance import Standins, TracedScores
 
 TOLERANCE = 1e-4
 """Largest relative difference between what was predicted and what the model's own steps give."""
 
 
 @dataclass(eq=False)
-class Softmax:
+class TracedSoftmax:
     """A softmax over keys, and the products that reach it."""
 
     logits: Tensor
     """Its argument."""
-    carried: Mapping[Scores, Standins]
+    carried: Mapping[TracedScores, Standins]
     """The products in it."""
     used: bool = False
     """Whether its weights have summed up values."""
 
-    def scores(self) -> Scores:
+    def scores(self) -> TracedScores:
         """The one product of queries and keys in it.
 
         What is added may hold products with positions, one side of which does not depend on the inputs. Raises

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
 from attnlens.analyzers.selection.measures import MEASURES, SPACES
-from attnlens.registry import Gatherer, Place, gathering
+from attnlens.registry import Gatherer, GatheringPlace, gathering
 
 __all__ = ["BIASED", "MEASURES", "NULL_DRAWS", "SPACES", "Selector", "selector"]
 
 
 @gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
-def selector(place: Place) -> Gatherer:
+def selector(place: GatheringPlace) -> Gatherer:
     """Does a head select tokens as its max-margin SVM does, and with what margin?
 
     Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the

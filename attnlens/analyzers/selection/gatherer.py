@@ -17,10 +17,10 @@ from attnlens.analyzers.selection.measures import (
     SPACES,
     qualified,
 )
-from attnlens.analyzers.selection.readings import Reading, Readings, measured, reading_of
+from attnlens.analyzers.selection.readings import BySpace, SelectionReading, measured, reading_of
 from attnlens.choices import Space
 from attnlens.records import QueryKey
-from attnlens.registry import Answer, Place
+from attnlens.registry import Answer, GatheringPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens.attsvm.head import Chosen, Form, Scene, Softmax
+    from attnlens.attsvm.head import Chosen, FactoredForm, Scene, Softmax
     from attnlens.attsvm.nearness import Nearness
 
 MOST_TOKENS = 4096
@@ -69,7 +69,7 @@ class Selector:
     selects its own tokens and has its own most decided queries among the same sequences.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GatheringPlace) -> None:
         self.place = place
         self.kept: list[Kept] = []
         self.shares: dict[int, dict[int, float]] = defaultdict(dict)
@@ -154,9 +154,9 @@ class Selector:
             return self.kept[-1].copies[at]
         return copies
 
-    def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], Form]:
+    def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
         """The sequences and the head's form in one of its spaces; the scores are the same in all."""
-        from attnlens.attsvm.head import Form
+        from attnlens.attsvm.head import FactoredForm
 
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
@@ -164,7 +164,7 @@ class Selector:
         index = form.heads.index(head)
         key, query = form.key[form.key_of[index]].double().cpu(), form.query[index].double().cpu()
         if space == "input":
-            return scenes, Form(key, form.scale * query)
+            return scenes, FactoredForm(key, form.scale * query)
         projected = [replace(scene, tokens=scene.tokens @ key, queries=scene.queries @ query) for scene in scenes]
         return projected, _unit(key.shape[-1], form.scale)
 
@@ -182,7 +182,7 @@ class Selector:
                 chosen = choose(scenes, form, self.softmax[head], MOST_QUERIES, self.place.top_p)
             yield space, chosen, nearness_of(scenes, form, chosen)
 
-    def _readings(self, task: tuple[int, int | None]) -> Readings:
+    def _readings(self, task: tuple[int, int | None]) -> BySpace:
         """One head's problems, or those of its null's draw."""
         head, draw = task
         numbers = [kept.sequence for kept in self.kept if head in kept.place_of]
@@ -192,7 +192,7 @@ class Selector:
             for space, chosen, found in self._judged(head, draw)
         }
 
-    def _answer(self, head: int, own: Readings, draws: Sequence[Readings]) -> Answer:
+    def _answer(self, head: int, own: BySpace, draws: Sequence[BySpace]) -> Answer:
         first = own[self.spaces[0]]
         measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
         for space in SPACES:
@@ -204,7 +204,7 @@ class Selector:
             shown=self._selection(head, first, draws) if first.picks else None,
         )
 
-    def _of_space(self, space: Space, own: Readings, draws: Sequence[Readings]) -> dict[str, records.Measure]:
+    def _of_space(self, space: Space, own: BySpace, draws: Sequence[BySpace]) -> dict[str, records.Measure]:
         """What the problem of one space reads beside its null; where the head has no such space, why not."""
         kinds = [info.name for info in OF_SPACE if not info.curve]
         if space not in own:
@@ -218,7 +218,7 @@ class Selector:
         names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
         return Answer(dict.fromkeys(names, nothing), {DECIDED.name: self.shares[head]})
 
-    def _selection(self, head: int, own: Reading, draws: Sequence[Readings]) -> records.Selection:
+    def _selection(self, head: int, own: SelectionReading, draws: Sequence[BySpace]) -> records.Selection:
         site, space = self.place.site, self.spaces[0]
         return records.Selection(
             site=site.name,
@@ -252,14 +252,14 @@ def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: flo
     return share_decided(log_odds(logits.masked_fill(~visible, -torch.inf), weights, Softmax(sink=sink)))
 
 
-def _unit(size: int, scale: float) -> Form:
+def _unit(size: int, scale: float) -> FactoredForm:
     """s·I between keys and queries."""
     import torch
 
-    from attnlens.attsvm.head import Form
+    from attnlens.attsvm.head import FactoredForm
 
     unit = torch.eye(size, dtype=torch.float64)
-    return Form(unit, scale * unit)
+    return FactoredForm(unit, scale * unit)
 
 
 def _seed(*parts: int | str) -> int:

@@ -27,6 +27,7 @@ DECIDED = MeasureInfo(
     missing="no query may see a key",
     has_null=False,
     ends="largest",
+    series=1,
 )
 POSED = (
     MeasureInfo(
@@ -65,6 +66,7 @@ OF_SPACE = (
         high=1,
         self_only=False,
         has_null=False,
+        series=4,
     ),
     MeasureInfo(
         "efficiency_q05",
@@ -74,6 +76,7 @@ OF_SPACE = (
         has_null=False,
         headline=True,
         ends="largest",
+        series=3,
     ),
     MeasureInfo(
         "svm_cosine",
@@ -85,6 +88,7 @@ OF_SPACE = (
         has_null=False,
         headline=True,
         ends="both",
+        series=2,
     ),
     MeasureInfo(
         "support",
@@ -116,7 +120,9 @@ def qualified(what: str, space: Space) -> str:
 def _placed(info: MeasureInfo, space: Space) -> MeasureInfo:
     words = WORDS[space]
     texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
-    return replace(info, name=qualified(info.name, space), space=space, **texts)
+    behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
+    series = info.series and info.series + behind
+    return replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
 
 
 MEASURES = (DECIDED, *POSED, *(_placed(info, space) for space in SPACES for info in OF_SPACE))

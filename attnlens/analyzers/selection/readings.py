@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class SelectionReading:
     """What one problem read, without its tensors."""
 
     values: dict[str, float]
@@ -31,17 +31,17 @@ class Reading:
     """What was posed, where that is to be shown."""
 
 
-Readings = dict[Space, Reading]
+BySpace = dict[Space, SelectionReading]
 """What the problems of one form read, space by space."""
 
 
-def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | None) -> Reading:
+def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
     """A solved problem without its tensors; with its picks where the sequences' `numbers` are given."""
     posed = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         posed["least_decided"] = float(chosen.log_odds.min().sigmoid())
     if isinstance(found, str):
-        return Reading(posed, found)
+        return SelectionReading(posed, found)
     values = {
         "margin": float(found.margins.min()),
         "efficiency": float(found.shares.min()),
@@ -50,17 +50,17 @@ def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | N
         "support": float(found.solution.support.double().mean()),
     }
     picks = [] if numbers is None else _picks(found, numbers)
-    return Reading(posed | values, None, found.shares.sort().values.tolist(), found.best, picks)
+    return SelectionReading(posed | values, None, found.shares.sort().values.tolist(), found.best, picks)
 
 
-def measured(what: str, own: Reading, draws: Sequence[Reading] = ()) -> records.Measure:
+def measured(what: str, own: SelectionReading, draws: Sequence[SelectionReading] = ()) -> records.Measure:
     """A problem's reading with the null that its draws make, where there are any."""
     if what not in own.values:
         return records.Measure(value=None, reason=own.reason)
     return records.Measure(value=own.values[what], n=round(own.values["queries"]), null=_null(what, draws))
 
 
-def _null(what: str, draws: Sequence[Reading]) -> records.Null | None:
+def _null(what: str, draws: Sequence[SelectionReading]) -> records.Null | None:
     """Mean and sd over the draws that have the measure; None for fewer than two."""
     import torch
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from numpy import ndarray
 
-    from attnlens.attsvm.solvers.gram import Constraints
+    from attnlens.attsvm.solvers.gram import UnitConstraints
 
 INSIDE = 1e-10
 """Squared share of an inequality's length outside the equalities' span below which it may contradict them."""
@@ -22,13 +22,13 @@ REFINEMENTS = 2
 
 
 class Eliminated:
-    """The inequalities a_c of a problem, projected off the span of its equalities, in place of its Constraints.
+    """The inequalities a_c of a problem, projected off the span of its equalities, in place of its UnitConstraints.
 
     G_EE = LLᵀ is factored once, pivoted, so that equalities which repeat others drop out. Inequalities then have the
     inner products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E, and no equality is left.
     """
 
-    def __init__(self, constraints: Constraints) -> None:
+    def __init__(self, constraints: UnitConstraints) -> None:
         self.whole = constraints
         self.blocks, self.order = constraints.blocks, constraints.order
         self.free = np.zeros_like(constraints.free)

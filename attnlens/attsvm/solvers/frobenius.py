@@ -10,7 +10,7 @@ import torch
 from attnlens.attsvm.certificates import PROOF, certified
 from attnlens.attsvm.solvers.active_set import EPS, damped, nearest, pivoted
 from attnlens.attsvm.solvers.equalities import Eliminated
-from attnlens.attsvm.solvers.gram import Constraints
+from attnlens.attsvm.solvers.gram import UnitConstraints
 from attnlens.attsvm.validation import bounded, ordinary
 from attnlens.errors import UnposedError
 
@@ -43,7 +43,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     ordinary(problem)
     if not len(problem.margins):
         raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
-    constraints = Constraints(problem)
+    constraints = UnitConstraints(problem)
     hopeless = constraints.hopeless
     if len(hopeless):
         return certified(problem, unscaled(constraints, hopeless, np.sign(constraints.bounds[hopeless])), tolerance)
@@ -90,7 +90,7 @@ def solve_eliminated(problem: Problem, space: Eliminated, tolerance: float, limi
 class Working:
     """The constraints that are worked on, and their λ."""
 
-    def __init__(self, constraints: Constraints | Eliminated, rows: Int[ndarray, " k"], tolerance: float) -> None:
+    def __init__(self, constraints: UnitConstraints | Eliminated, rows: Int[ndarray, " k"], tolerance: float) -> None:
         self.constraints = constraints
         self.tolerance = tolerance
         self.rows = rows
@@ -174,7 +174,7 @@ class Working:
 
 
 def unscaled(
-    constraints: Constraints, rows: Int[ndarray, " k"], loads: Float[ndarray, " k"]
+    constraints: UnitConstraints, rows: Int[ndarray, " k"], loads: Float[ndarray, " k"]
 ) -> Float[Tensor, " constraints"]:
     """λ of every constraint as it was posed, before its length was divided out."""
     multipliers = np.zeros(len(constraints.u))

@@ -18,7 +18,7 @@ LARGE = 2**22
 """Numbers of an explicit form (32 MB) beyond which the Gram matrix is factored instead."""
 
 
-class Constraints:
+class UnitConstraints:
     """The constraints a_c = u_c z_q(c)ᵀ of a problem, each divided by its length, so that ⟨a_c, a_c⟩ = 1 or a_c = 0.
 
     Only ⟨a_c, a_e⟩ = (u_c·u_e)(z_q(c)·z_q(e)) is ever needed, which is never d × d_query.

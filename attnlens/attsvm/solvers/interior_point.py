@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Each = Float[ndarray, " constraints"]
     Block = Float[ndarray, "order order"]
     """Of order d + d_query."""
-    Form = Float[ndarray, "d d_query"]
+    BilinearForm = Float[ndarray, "d d_query"]
     Gram = Float[ndarray, "constraints constraints"]
 
 EPS = float(np.finfo(np.float64).eps)
@@ -41,9 +41,9 @@ class Constraints:
     b: Each
     equal: Bool[ndarray, " constraints"]
 
-    def form(self, multipliers: Each) -> Form:
+    def form(self, multipliers: Each) -> BilinearForm:
         """M = Σ_c λ_c u_c z_cᵀ."""
-        form: Form = (self.u * multipliers[:, None]).T @ self.z
+        form: BilinearForm = (self.u * multipliers[:, None]).T @ self.z
         return form
 
     def block(self, multipliers: Each) -> Block:
@@ -59,7 +59,7 @@ class Constraints:
         scores: Each = 2 * ((self.u @ self.corner(block)) * self.z).sum(1)
         return scores
 
-    def corner(self, block: Block) -> Form:
+    def corner(self, block: Block) -> BilinearForm:
         """W of [[P, W], [Wᵀ, Q]]."""
         return block[: self.u.shape[1], self.u.shape[1] :]
 
@@ -94,7 +94,7 @@ class Direction:
 class Found:
     """Where the method stopped."""
 
-    W: Form
+    W: BilinearForm
     multipliers: Each
     iterations: int
 

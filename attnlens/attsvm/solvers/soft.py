@@ -12,7 +12,7 @@ import torch
 from scipy.linalg.lapack import dposv
 
 from attnlens.attsvm.solvers.frobenius import solve
-from attnlens.attsvm.solvers.gram import Constraints
+from attnlens.attsvm.solvers.gram import UnitConstraints
 from attnlens.attsvm.validation import bounded, ordinary
 from attnlens.errors import UnposedError, UsageError
 
@@ -66,7 +66,7 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
         raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
     if not len(problem.margins):
         raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
-    constraints = Constraints(problem)
+    constraints = UnitConstraints(problem)
     every = np.arange(len(constraints.u))
     # A constraint of length 0 keeps its loss whatever W is, so that its λ is C where b > 0 and matters to nothing else.
     high = C * constraints.scale

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens import attsvm
-from attnlens.attsvm.instances import Head, Instances, Linear, Relu
+from attnlens.attsvm.instances import Instances, Linear, PredictionHead, Relu
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -42,7 +42,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     parts = [_one(n, T, d, head, generator) for generator in generators]
     read, labels, tokens, queries = (torch.stack(column).double() for column in zip(*parts, strict=True))
-    made: Head = Linear(read) if head == "linear" else Relu(read)
+    made: PredictionHead = Linear(read) if head == "linear" else Relu(read)
     z = queries if attention == "cross" else tokens[:, :, 0]
     return Drawn(Instances(tokens, z, labels, made), generators)
 

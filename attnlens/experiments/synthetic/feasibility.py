@@ -8,7 +8,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import Figure, columns, share_of
-from attnlens.experiments.settings import Progress, Settings, Study, uses
+from attnlens.experiments.settings import ExperimentSettings, Progress, Study, uses
 from attnlens.experiments.synthetic.data import draw
 from attnlens.records.experiments import Curve, Experiment
 
@@ -24,7 +24,7 @@ EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be
 SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
 
 
-def feasibility(settings: Settings, published: bool, progress: Progress) -> Experiment:
+def feasibility(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Share of draws for which the SVM of each input's first token (any other is as good) has a solution, by d.
 
     `sure_n_T` is that share at d = max(T−1, n), where theory puts it at 1 for almost all data; not at d = 1, where
@@ -59,7 +59,7 @@ def feasibility(settings: Settings, published: bool, progress: Progress) -> Expe
     )
 
 
-def _share(s: Settings, n: int, T: int, d: int, progress: Progress) -> float:
+def _share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
     instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
     there, first = 0, torch.zeros(n, dtype=torch.long)
     for trial in range(s.trials):
@@ -70,5 +70,5 @@ def _share(s: Settings, n: int, T: int, d: int, progress: Progress) -> float:
     return there / s.trials
 
 
-FULL = Settings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
+FULL = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
 STUDY = Study(feasibility, FULL, replace(FULL, trials=30), uses("feasibility"))

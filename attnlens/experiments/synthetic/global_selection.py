@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attnlens.attsvm.descent import descend
 from attnlens.experiments.figures import columns, share_of
-from attnlens.experiments.settings import Progress, Settings, Study, uses
+from attnlens.experiments.settings import ExperimentSettings, Progress, Study, uses
 from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 
@@ -15,7 +15,7 @@ PUBLISHED_TRIALS = 200
 SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
 
 
-def global_selection(settings: Settings, published: bool, progress: Progress) -> Experiment:
+def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Share of trials whose α_i is argmax_t Y_i γ_it for every input i, by d.
 
     The tolerance is three standard errors of the difference of the two shares.
@@ -37,7 +37,7 @@ def global_selection(settings: Settings, published: bool, progress: Progress) ->
     )
 
 
-def _share(s: Settings, d: int, place: int, progress: Progress) -> float:
+def _share(s: ExperimentSettings, d: int, place: int, progress: Progress) -> float:
     hits, done = 0, 0
     for trials, seed in chunks(s.trials, s.seed):
         drawn = draw(s.n, s.T, d, trials, seed, s.attention)
@@ -54,6 +54,6 @@ def _share(s: Settings, d: int, place: int, progress: Progress) -> float:
     return hits / s.trials
 
 
-FULL = Settings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
+FULL = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
 QUICK = replace(FULL, trials=50, d=(2, 4, 10))
 STUDY = Study(global_selection, FULL, QUICK, uses("global-selection"))

@@ -11,7 +11,7 @@ from attnlens import attsvm
 from attnlens.attsvm.descent import Descent, descend, longest
 from attnlens.attsvm.instances import Instances
 from attnlens.experiments.figures import CORRELATION, NORMS, Figure, Published, averaged, columns, curve
-from attnlens.experiments.settings import Progress, Settings, Study, uses
+from attnlens.experiments.settings import ExperimentSettings, Progress, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw, grid, starts
 from attnlens.records.experiments import Curve, Experiment
 
@@ -36,7 +36,7 @@ SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
 
 
 @dataclass(frozen=True)
-class Read:
+class DescentFigures:
     """What one parameterisation's descent came to."""
 
     rows: dict[str, Figure]
@@ -45,7 +45,7 @@ class Read:
     """The figure of the longer training, where there is one; it stands below all others."""
 
 
-def local_convergence(settings: Settings, published: bool, progress: Progress) -> Experiment:
+def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Mean over trials of ⟨W, W_svm⟩/(‖W‖‖W_svm‖), the SVM posed on the tokens that the trained model selects.
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
@@ -68,7 +68,7 @@ def local_convergence(settings: Settings, published: bool, progress: Progress) -
     )
 
 
-def _normaliser(s: Settings) -> attsvm.Normaliser:
+def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
     """Both factors by ‖∇_W‖, as the published figures; each by its own norm where that would overflow."""
     return "form" if s.iterations <= longest(s.lr) else "own"
 
@@ -76,11 +76,11 @@ def _normaliser(s: Settings) -> attsvm.Normaliser:
 def _trained(
     instances: Instances,
     start: Tensor | tuple[Tensor, Tensor],
-    s: Settings,
+    s: ExperimentSettings,
     known: Mapping[str, Published],
     name: str,
     progress: Progress,
-) -> Read:
+) -> DescentFigures:
     longer = f"{name}_to_frobenius_longer"
     last = LONGER * s.iterations if longer in known else s.iterations
     descent = descend(
@@ -102,10 +102,10 @@ def _trained(
         curves[f"{name} to {svm}"] = curve(short.steps, read, CORRELATION, bounded=True, label=words)
     rows[f"{name}_largest_weight"] = averaged(descent.largest[at - 1].mean(-1))
     if last == s.iterations:
-        return Read(rows, curves, {})
+        return DescentFigures(rows, curves, {})
     end, words = _correlations(instances, descent, name, "frobenius", progress), f"{name} to Frobenius, longer"
     curves[f"{name} to frobenius, longer"] = curve(descent.steps, end, CORRELATION, bounded=True, label=words)
-    return Read(rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])})
+    return DescentFigures(rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])})
 
 
 def _correlations(
@@ -116,5 +116,5 @@ def _correlations(
     return descent.correlation(directions(SVMS[svm], instances, descent.chosen[-1], tick))
 
 
-FULL = Settings(trials=100)
+FULL = ExperimentSettings(trials=100)
 STUDY = Study(local_convergence, FULL, replace(FULL, trials=20), uses("local-convergence"))

@@ -13,7 +13,7 @@ from attnlens.attsvm.descent import Descent, descend
 from attnlens.attsvm.instances import Instances
 from attnlens.errors import UnposedError
 from attnlens.experiments.figures import Figure, averaged, columns, curve
-from attnlens.experiments.settings import Progress, Settings, Study, uses
+from attnlens.experiments.settings import ExperimentSettings, Progress, Study, uses
 from attnlens.experiments.synthetic.data import chunks, draw, starts
 from attnlens.records.experiments import Curve, Experiment
 
@@ -43,7 +43,7 @@ READING = 0.3
 SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs"
 
 
-def multi_token(settings: Settings, published: bool, progress: Progress) -> Experiment:
+def multi_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM, by d.
 
     Kept instances have a label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs.
@@ -78,7 +78,7 @@ def _figure(values: Float[Tensor, " kept"], label: str, published: float | None)
     return replace(found, published=published, tolerance=READING * published + 3 * (found.error or 0.0))
 
 
-def _size(s: Settings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
+def _size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
     """1 − correlation to each of DIRECTIONS, of the instances that are kept."""
     rows: list[list[float]] = []
     done = 0
@@ -138,6 +138,6 @@ def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) ->
     return curve(list(found), torch.stack(padded), "1 − correlation", label=label)
 
 
-FULL = Settings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
+FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
 QUICK = replace(FULL, trials=150, d=(4, 6))
 STUDY = Study(multi_token, FULL, QUICK, uses("multi-token"))

@@ -13,7 +13,7 @@ from attnlens.attsvm.descent import gradient, unit
 from attnlens.attsvm.instances import Instances, Scores
 from attnlens.errors import UnposedError, UsageError
 from attnlens.experiments.figures import CORRELATION, Published, averaged, columns, curve
-from attnlens.experiments.settings import Progress, Settings, Study, uses
+from attnlens.experiments.settings import ExperimentSettings, Progress, Study, uses
 from attnlens.experiments.synthetic.data import grid
 from attnlens.records.experiments import Experiment
 
@@ -48,7 +48,7 @@ FINITE: Published = {"published": 0.0, "tolerance": 1e-9}
 """The theorems' limits, and how near them the last iteration must be."""
 
 
-def next_token(settings: Settings, published: bool, progress: Progress) -> Experiment:
+def next_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Correlation of W's part off the cyclic subspace to the graph SVM, and ‖W_cyc − W_fin‖ (Li et al. 2024).
 
     d tokens with orthonormal embeddings E; n sequences of T tokens that hold their label y; f = e_yᵀ Xᵀ softmax(X W z),
@@ -81,7 +81,7 @@ def next_token(settings: Settings, published: bool, progress: Progress) -> Exper
     )
 
 
-def _kind(s: Settings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
+def _kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """(correlation, distance of the finite part, both (steps, trials); the steps; the least weight that is to be 1)."""
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (
@@ -103,7 +103,7 @@ def _kind(s: Settings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor
 
 
 def descended(
-    instances: Instances, s: Settings, steps: list[int], tick: Callable[[int, int], None]
+    instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
     """W at those steps, and the log-weights at the end: normalised off the cyclic subspace, plain in it."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
@@ -162,5 +162,5 @@ def _featured(
     return Corpus(torch.cat([off, within], -1), hits.double(), component, W.flatten())
 
 
-FULL = Settings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
+FULL = ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
 STUDY = Study(next_token, FULL, replace(FULL, trials=10), uses("next-token"))

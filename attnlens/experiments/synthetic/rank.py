@@ -11,7 +11,7 @@ import torch
 
 from attnlens import attsvm
 from attnlens.experiments.figures import NORMS, Figure, Published, averaged, columns, curve
-from attnlens.experiments.settings import Progress, Settings, Study, uses
+from attnlens.experiments.settings import ExperimentSettings, Progress, Study, uses
 from attnlens.experiments.synthetic.data import directions, draw
 from attnlens.records.experiments import Experiment
 
@@ -33,7 +33,7 @@ PUBLISHED: dict[str, Published] = {
 SOURCE = "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
 
 
-def rank(settings: Settings, published: bool, progress: Progress) -> Experiment:
+def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Number of σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens, by d.
 
     `nuclear_least` and `nuclear_most` are the least and the largest mean rank over d, `beyond_bound` is the largest
@@ -62,7 +62,7 @@ def rank(settings: Settings, published: bool, progress: Progress) -> Experiment:
     )
 
 
-def _ranks(s: Settings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
+def _ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
     """The rank in each trial; NaN where there is no solution."""
     drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
     found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
@@ -70,6 +70,6 @@ def _ranks(s: Settings, d: int, svm: str, progress: Progress) -> Float[Tensor, "
     return torch.tensor(there, dtype=torch.float64)
 
 
-FULL = Settings(trials=50, d=(4, 6, 8, 10, 15, 20))
+FULL = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))
 QUICK = replace(FULL, trials=10, d=(6, 10))
 STUDY = Study(rank, FULL, QUICK, uses("rank"))

@@ -11,8 +11,8 @@ import numpy as np
 from attnlens.plots.captions import fitted
 from attnlens.plots.experiments.steps import scale_steps, scale_values
 from attnlens.plots.experiments.trajectories import trajectory_panels
+from attnlens.plots.page import Panel
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, legend_above
-from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Curve, Experiment, Report
 from attnlens.sentences.labels import setting, worded
 from attnlens.sentences.verdicts import judgement

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.experiments.curves import experiment_panels
-from attnlens.plots.page import FOOT, HEAD, LINE, head, picture_title
+from attnlens.plots.page import FOOT, HEAD, LINE, Panel, head, picture_title
 from attnlens.plots.style import new_figure
-from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Report
 from attnlens.sentences.reports import ran_on, title
 from attnlens.sentences.verdicts import outcome

@@ -13,11 +13,11 @@ from matplotlib.colors import Normalize
 from attnlens.plots.captions import fitted, heading
 from attnlens.plots.experiments.steps import ROOM, scale_steps, scale_values
 from attnlens.plots.fans import DEPTH
+from attnlens.plots.page import Panel
 from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, tick_positions
-from attnlens.plots.swaps.panels import Panel
 from attnlens.records import Experiment, Trajectory
-from attnlens.registry import MeasureInfo, measure_infos
-from attnlens.sentences.followed import NULL, measures_of, told_of
+from attnlens.registry import info_of
+from attnlens.sentences.followed import measures_of, told_of
 from attnlens.wording import clean, counted, source_of
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ STRAY = 2.0
 
 def trajectory_panels(experiment: Experiment) -> list[Panel]:
     """A panel for every measure that changes, what a series is about first."""
-    infos = measure_infos()
     every = told_of(experiment) or measures_of(experiment)
-    return [_panel(experiment, name, infos.get(name) or MeasureInfo(name, "", "")) for name in every]
+    return [_panel(experiment, name) for name in every]
 
 
-def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
+def _panel(experiment: Experiment, name: str) -> Panel:
+    info = info_of(name)
     lines = _lines(experiment, name)
     kind = clean(fitted(experiment.curves[name].quantity or source_of(name), 30))
-    null = "; grey: null ± sd" if name + NULL in experiment.curves else ""
+    null = "; grey: null ± sd" if experiment.null(name) is not None else ""
     beyond = _beyond(experiment, name)
     cut = f"; {counted(beyond, 'head')} cut" if beyond else ""
     said = f"{info.meaning}: {info.formula}. " if info.meaning else ""
@@ -51,7 +51,7 @@ def _panel(experiment: Experiment, name: str, info: MeasureInfo) -> Panel:
     left = f" {counted(beyond, 'head')} of {len(lines)} partly beyond the frame." if beyond else ""
     caption = f"{said[:1].upper()}{said[1:]}{heads}{left}"
     draw = partial(draw_trajectories, experiment=experiment, name=name)
-    return Panel(name, heading(name), f"{kind}{null}{cut}", caption, draw, bar=_deep(experiment))
+    return Panel(name, heading(info), f"{kind}{null}{cut}", caption, draw, bar=_deep(experiment))
 
 
 def _heads(experiment: Experiment, lines: list[Trajectory]) -> str:
@@ -68,7 +68,7 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: boo
     curve = experiment.curves[name]
     steps = np.asarray(curve.steps, dtype=float)
     lines = _lines(experiment, name)
-    null = experiment.curves.get(name + NULL)
+    null = experiment.null(name)
     if null is not None and null.low is not None and null.high is not None:
         axes.fill_between(steps, _numbers(null.low), _numbers(null.high), color=BAND, linewidth=0, zorder=0)
         axes.plot(steps, _numbers(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)

@@ -10,7 +10,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
-from attnlens.sentences.effects import diverged
 from attnlens.sentences.judged import distance, distance_ci95, effect_name
 from attnlens.wording import clean
 
@@ -61,7 +60,7 @@ def _draw(axes: Axes, swap: Swap, row: int) -> None:
     effect = effect_of(swap)
     if effect is None:
         axes.annotate(
-            "diverged" if diverged(swap) else "no value",
+            "diverged" if swap.diverged else "no value",
             (0.99, row),
             xycoords=("axes fraction", "data"),
             ha="right",

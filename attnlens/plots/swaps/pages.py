@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.plots.captions import wrapped
-from attnlens.plots.page import FOOT, HEAD, LINE, head, picture_title
+from attnlens.plots.page import FOOT, HEAD, LINE, Panel, head, picture_title
 from attnlens.plots.style import MUTED, new_figure
-from attnlens.plots.swaps.panels import Panel, panels
+from attnlens.plots.swaps.panels import panels
 from attnlens.records import Report
 from attnlens.sentences.effects import formula
 from attnlens.wording import big, clean, model_name

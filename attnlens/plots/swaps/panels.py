@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnlens.plots.page import Panel
 from attnlens.plots.swaps.healing import draw_healing
 from attnlens.plots.swaps.kernels import NAME, draw_kernels, effect_of
 from attnlens.plots.swaps.ranks import draw_ranks
@@ -29,38 +29,12 @@ RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "dist
 ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One picture."""
-
-    stem: str
-    """Its file's name, without the ending."""
-    title: str
-    """What it shows."""
-    note: str
-    """The line under the title; empty where a legend stands there."""
-    caption: str
-    """What a reader must know, in a file of its own."""
-    draw: Callable[[Axes], None]
-    """Draws it."""
-    rows: int = 12
-    """About how many rows it has."""
-    left: float = 0.42
-    """Inches that the names beside it take."""
-    wide: float = 4.6
-    """Inches that it takes on a page of its own."""
-    bar: bool = False
-    """Whether a colour bar stands beside it."""
-    legend: int = 1
-    """Lines between the title and the axes."""
-
-
 def panels(report: Report) -> list[Panel]:
     """The panels of the overview, in order."""
     return list(_several(report) if report.more_swaps else _one(report.swaps[0], report.plan))
 
 
-def pictures(report: Report) -> list[Panel]:
+def swap_panels(report: Report) -> list[Panel]:
     """The panels that get files of their own; where several kernels were swept, each has its own sweep."""
     found = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep")]
     swept = [swap for swap in report.swaps if swap.sweep]

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.plots.captions import typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
-from attnlens.sentences.effects import diverged, loss_decimals
+from attnlens.sentences.effects import loss_decimals
 from attnlens.sentences.judged import distance, distance_ci95, effect_name
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _original(swap: Swap) -> float | None:
 def _draw(axes: Axes, swap: Swap, stage: Stage, row: int) -> None:
     place = _place(swap, stage)
     if place is None:
-        text = "diverged" if diverged(stage) else "no value"
+        text = "diverged" if stage.diverged else "no value"
         axes.annotate(text, (0.03, row), xycoords=("axes fraction", "data"), va="center", color=ORANGE, style="italic")
         return
     ends = _ends(swap, stage)

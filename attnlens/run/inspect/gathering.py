@@ -12,7 +12,7 @@ from attnlens import hooks
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, QueryKey, Selection, Site
-from attnlens.registry import Gatherer, Gathering, Place
+from attnlens.registry import Gatherer, Gathering, GatheringPlace
 from attnlens.run.inspect.chunks import finite_heads, sequences
 from attnlens.run.inspect.collector import Collector
 from attnlens.weights import Factors
@@ -38,7 +38,7 @@ class Gathered:
     """Which analyzers."""
     collector: Collector
     """Where their answers go."""
-    place: Callable[[Site, QueryKey | str], Place]
+    place: Callable[[Site, QueryKey | str], GatheringPlace]
     """The terms on which they work, by site and form."""
     forms: dict[Site, QueryKey | str] = field(default_factory=dict)
     """M on (x, 1), or why the logits are not bilinear in the module's inputs x; filled before the first sequence."""

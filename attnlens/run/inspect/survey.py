@@ -15,7 +15,7 @@ from attnlens.arguments import selection_share
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
-from attnlens.registry import Analyzer, Gathering, Place
+from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
@@ -58,8 +58,10 @@ class Inspection:
         gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
         self.gathered = Gathered(gatherings, self.collector, self._place)
 
-    def _place(self, site: Site, form: QueryKey | str) -> Place:
-        return Place(site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown)
+    def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
+        return GatheringPlace(
+            site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown
+        )
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""
@@ -110,7 +112,7 @@ class Inspection:
         return found.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> list[Reached]:
-        """Find the sites, prove that the door changes nothing, and choose the layers; returns the one-token survey."""
+        """Find the sites, prove that watching changes nothing, and choose the layers; returns the one-token survey."""
         sample = texts.placeholder(self.loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
         window_sites = checks.sites(self.loaded, sample)
         probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
@@ -132,7 +134,7 @@ class Inspection:
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
-        """The door must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
+        """Watching must change nothing; a model with NaN in its weights can't be compared and is left to the heads."""
         self.identity_error, broken = checks.proven(self.loaded, inputs)
         if broken is not None:
             self.collector.skip(broken, f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")

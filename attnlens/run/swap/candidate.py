@@ -18,7 +18,7 @@ from attnlens.run.swap.ranks.search import Choice
 from attnlens.run.swap.resources import speed
 from attnlens.run.swap.sites import Local, mean_of
 
-Swaps = dict[Site, hooks.Swap]
+Replacements = dict[Site, hooks.Replacement]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Candidate:
 
     kernel: Kernel
     """As asked for."""
-    stages: dict[str, Swaps]
+    stages: dict[str, Replacements]
     """The swap at each stage: swapped, fitted, healed."""
     found: dict[str, Comparison] = field(default_factory=dict)
     """What was measured at each stage."""
@@ -39,7 +39,7 @@ class Candidate:
     """The ranks that a budget allows."""
 
     @property
-    def last(self) -> Swaps:
+    def last(self) -> Replacements:
         """The swap at the last stage."""
         return list(self.stages.values())[-1]
 
@@ -56,6 +56,7 @@ class Candidate:
         return Swap(
             kernel=kernel.spelling if self.choice is None else kernel.info.name,
             formula=kernel.formula,
+            formula_of="output" if kernel.info.form == "output" else "log k",
             parameters=dict(kernel.parameters) if self.choice is None else {},
             fitted=sorted(next(iter(self.last.values())).kernel.fitted),
             sites=local.sites,

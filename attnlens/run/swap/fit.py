@@ -72,10 +72,10 @@ def _with_sink(call: Call, rows: Tensor) -> Tensor:
 def fit(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Swap],
+    swaps: Mapping[Site, hooks.Replacement],
     batches: Batches,
     progress: Callable[[int], None],
-) -> dict[Site, hooks.Swap]:
+) -> dict[Site, hooks.Replacement]:
     """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
     Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
@@ -91,12 +91,12 @@ def fit(
         chosen = {site: swaps[site] for site in searches}
         _each(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
     solved |= {site: search.best() for site, search in searches.items()}
-    return {site: hooks.Swap(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
+    return {site: hooks.Replacement(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
 
 
 def unfitted(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: Mapping[Site, hooks.Swap], batches: Iterable[Batch]
-) -> dict[Site, hooks.Swap]:
+    loaded: Loaded, sites: tuple[Site, ...], swaps: Mapping[Site, hooks.Replacement], batches: Iterable[Batch]
+) -> dict[Site, hooks.Replacement]:
     """The same swaps with the free parameters that can be trained written out per head, at their typed values.
 
     A fit knows their shapes; it needs some text to tell them.
@@ -110,14 +110,14 @@ def unfitted(
             for name, part in fitting.solve().items()
             if name in kernel.info.trainable
         }
-        found[site] = hooks.Swap(kernel.with_fitted(start), bare[site].heads)
+        found[site] = hooks.Replacement(kernel.with_fitted(start), bare[site].heads)
     return found
 
 
 def _solvable(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Swap],
+    swaps: Mapping[Site, hooks.Replacement],
     batches: Iterable[Batch],
     progress: Callable[[int], None],
 ) -> dict[Site, Fit | OutputFit]:
@@ -142,7 +142,7 @@ def _solvable(
 def _each(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Swap],
+    swaps: Mapping[Site, hooks.Replacement],
     batches: Iterable[Batch],
     visit: Callable[[Site, Call], None],
     progress: Callable[[int], None],

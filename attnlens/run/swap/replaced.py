@@ -37,7 +37,7 @@ def replaced(
     part: Part | None = None,
     batch: Mapping[str, Any] | None = None,
     allow_signed: bool = False,
-) -> AbstractContextManager[hooks.Door]:
+) -> AbstractContextManager[hooks.CallCounter]:
     """Attention is softmax(log k + mask) v, with k of that spelling, in every forward pass inside the `with` block.
 
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
@@ -63,7 +63,7 @@ def replaced(
         idle_sites(loaded.model, inputs, reached, layers)  # refuses attention out of reach
         refuse_crossing(new, list(chosen))
         sites = tuple(found.site for found in reached)
-        swaps = {site: hooks.Swap(new, its) for site, its in chosen.items()}
+        swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
     return hooks.replace(loaded.model, sites, swaps)

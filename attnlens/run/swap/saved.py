@@ -89,15 +89,15 @@ class Swapped:
     """Its tokenizer, where it has one."""
     kernel: str
     """The kernel's spelling."""
-    door: ExitStack
+    replacing: ExitStack
     """Holds the kernel in its place."""
 
     def close(self) -> None:
         """Give the model its own kernel back."""
-        self.door.close()
+        self.replacing.close()
 
 
-def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap]) -> None:
+def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Replacement]) -> None:
     """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
 
     The folder gets its name when all is written, so that a killed run leaves none. Raises OutputError where it can't be
@@ -131,7 +131,7 @@ def _part(parent: Path) -> Iterator[Path]:
         shutil.rmtree(secret, ignore_errors=True)
 
 
-def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Swap]) -> None:
+def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Replacement]) -> None:
     with quiet(), _dequantised(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
@@ -190,10 +190,10 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
     swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
     _try(loaded, inputs, sites, swaps, place)
-    door = ExitStack()
+    replacing = ExitStack()
     # A tool may use the encoder alone, or nothing at all before it closes.
-    door.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
-    return Swapped(loaded.model, loaded.tokenizer, facts.kernel, door)
+    replacing.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
+    return Swapped(loaded.model, loaded.tokenizer, facts.kernel, replacing)
 
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
@@ -253,7 +253,7 @@ def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> t
 
 def _swaps(
     facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path
-) -> dict[Site, hooks.Swap]:
+) -> dict[Site, hooks.Replacement]:
     """The kernel at each swapped site, whose fitted parameters must be of the same names at all of them."""
     try:
         kernel = parsed(facts.kernel, allow_signed=True)
@@ -263,14 +263,17 @@ def _swaps(
     if len({tuple(sorted(parameters)) for parameters in own.values()}) > 1:
         raise _none(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
-    return {sites[layer]: hooks.Swap(kernel.with_fitted(parameters), heads[layer]) for layer, parameters in own.items()}
+    return {
+        sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
+        for layer, parameters in own.items()
+    }
 
 
 def _try(
     loaded: Loaded,
     inputs: Mapping[str, Tensor],
     sites: tuple[Site, ...],
-    swaps: dict[Site, hooks.Swap],
+    swaps: dict[Site, hooks.Replacement],
     place: Path,
 ) -> None:
     """Raise ModelError where the swapped model can't run."""
@@ -285,7 +288,7 @@ def _none(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
     return ModelError(f"{place} holds no swapped model: {why}.", remedy)
 
 
-def _saved(site: Site, swap: hooks.Swap | None) -> SavedSite:
+def _saved(site: Site, swap: hooks.Replacement | None) -> SavedSite:
     heads = None if swap is None or swap.heads is None else list(swap.heads)
     return SavedSite(
         path=site.path, ordinal=site.ordinal, layer=site.layer, part=site.part, repeated=site.repeated, heads=heads

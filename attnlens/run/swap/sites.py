@@ -92,7 +92,7 @@ class Local:
 def locally(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Swap],
+    swaps: Mapping[Site, hooks.Replacement],
     inputs: Mapping[str, Tensor],
     path: Route,
 ) -> Local:

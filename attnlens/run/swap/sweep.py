@@ -20,7 +20,7 @@ Unit = tuple[Site, int | None]
 """A site, and one of its heads or all."""
 
 
-def units(swaps: Mapping[Site, hooks.Swap], what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
+def units(swaps: Mapping[Site, hooks.Replacement], what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
     """What is swapped alone, one after the other: every chosen head, or every chosen layer."""
     if what == "layers":
         return [(site, None) for site in swaps]
@@ -30,7 +30,7 @@ def units(swaps: Mapping[Site, hooks.Swap], what: str, heads_of: Mapping[Site, i
 def sweep(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Swap],
+    swaps: Mapping[Site, hooks.Replacement],
     chosen: Sequence[Unit],
     batches: Sequence[Fed],
     task: Task,
@@ -79,13 +79,13 @@ def _tested(effects: Sequence[Effect], differences: Tensor, sizes: Tensor, desig
     ]
 
 
-def _alone(swap: hooks.Swap, head: int | None) -> hooks.Swap:
+def _alone(swap: hooks.Replacement, head: int | None) -> hooks.Replacement:
     """The swap of one head, with its own fitted parameters."""
     if head is None:
         return swap
     index = head if swap.heads is None else swap.heads.index(head)
     fitted = {name: part[index : index + 1] for name, part in swap.kernel.fitted.items()}
-    return hooks.Swap(swap.kernel.with_fitted(fitted), (head,))
+    return hooks.Replacement(swap.kernel.with_fitted(fitted), (head,))
 
 
 def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:

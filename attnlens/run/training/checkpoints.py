@@ -12,7 +12,7 @@ from attnlens import models
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.configs import sizes
 from attnlens.models.folders import read_json
-from attnlens.models.locate import DEMO, Place, find
+from attnlens.models.locate import DEMO, Location, find
 from attnlens.models.tokenizers import has_tokenizer
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
@@ -29,7 +29,7 @@ class Checkpoint:
     """As `load` takes it."""
     revision: str | None
     """Of a hub model."""
-    place: Place
+    place: Location
     """Where it lies."""
     step: int | None
     """The training step that its name tells, None where it tells none."""
@@ -107,7 +107,7 @@ def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
     return sorted(found, key=lambda one: cast("int", one.step))
 
 
-def _shape(place: Place) -> dict[str, object]:
+def _shape(place: Location) -> dict[str, object]:
     """What two checkpoints of one model have in common; empty for a GGUF file, whose weights will tell."""
     config = place.config
     kept: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}

@@ -17,13 +17,12 @@ from attnlens.arguments import public
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.instances import Instances, Scores
 from attnlens.attsvm.nearness import Nearness, span
-from attnlens.choices import SHOWN as SELECTION
-from attnlens.choices import WHERE_POSED, Space
+from attnlens.choices import SHOWN, WHERE_POSED, Space
 from attnlens.errors import UsageError
 from attnlens.experiments.figures import CORRELATION
-from attnlens.experiments.settings import Settings as Sizes
+from attnlens.experiments.settings import ExperimentSettings
 from attnlens.records import Curve, Experiment, Report, Settings
-from attnlens.registry import Gatherer, Gathering, Place, analyzers, checked_name
+from attnlens.registry import Gatherer, Gathering, GatheringPlace, analyzers, checked_name
 from attnlens.requests import reading
 from attnlens.requests.training import DescentRequest
 from attnlens.run import feeding
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens.attsvm.descent import Descent, Factors, Form
+    from attnlens.attsvm.descent import BilinearForm, Descent, KeyQueryPair
     from attnlens.attsvm.head import Scene
     from attnlens.attsvm.problem import Problem
 
@@ -49,7 +48,7 @@ ITERATIONS = 2000
 PARAMETERISATIONS = ("W", "KQ")
 NORM = "‖W‖ / ‖W_mm‖"
 """How the norm is written."""
-SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
+SETTINGS = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 
 @public
@@ -78,7 +77,7 @@ def converge_head(
     fed = requests.checked(requests.Feeding, more)
     given = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
-    wanted = Sizes(trials=1, seed=asked.seed, **descent)
+    wanted = ExperimentSettings(trials=1, seed=asked.seed, **descent)
     named = texts.read_each(given["text"])
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     feeding.refuse_text(loaded, given["text"], asked.tokens)
@@ -110,11 +109,11 @@ def posed(
     """
     selectors: list[Selector] = []
 
-    def begin(place: Place) -> Gatherer:
+    def begin(place: GatheringPlace) -> Gatherer:
         selectors.append(Selector(place))
         return selectors[-1]
 
-    (selection,) = (found for found in analyzers([SELECTION]) if isinstance(found, Gathering))
+    (selection,) = (found for found in analyzers([SHOWN]) if isinstance(found, Gathering))
     keeping = replace(selection, begin=begin)
     inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
     report = inspection.run(contents, cut)
@@ -125,7 +124,7 @@ def posed(
     return report, selectors[0], found
 
 
-def trained(found: Nearness, head: tuple[int, int], s: Sizes, progress: Progress = silent) -> Experiment:
+def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent) -> Experiment:
     """Descent from zero (K, Q: from small random factors) and from the head's own M, against the SVM of its selection.
 
     `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).
@@ -156,7 +155,7 @@ def trained(found: Nearness, head: tuple[int, int], s: Sizes, progress: Progress
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
         question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
-        settings=size_of(found) | {name: getattr(s, name) for name in SHOWN},
+        settings=size_of(found) | {name: getattr(s, name) for name in SETTINGS},
         labels={f"norm, from {name}": f"{NORM}, from {name}" for name in begun},
         final=final,
         curves=curves,
@@ -220,7 +219,7 @@ def as_instances(problem: Problem) -> Instances:
     return Instances(tokens[None], problem.queries[None], torch.ones(1, n).double(), Scores(scores), allowed[None])
 
 
-def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, Form | Factors]:
+def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
     """Where training begins: nowhere, and at the head, ΠM: what lies outside the problem's span never moves."""
     basis = span(found.posed.problem.differences)
     left, right = basis @ (basis.mT @ found.posed.form.left), found.posed.form.right

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
-from attnlens.choices import SHOWN, Sources
+from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
@@ -22,7 +22,7 @@ from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.comparison.compare import mean_loss
 from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
-from attnlens.run.training.trajectories import Reading, training
+from attnlens.run.training.trajectories import CheckpointReading, training
 
 
 @public
@@ -31,13 +31,8 @@ def converge_checkpoints(
     *,
     revisions: requests.Words = (),
     head: tuple[int, int] | str | None = None,
-    source: Sources = "both",
-    analyzers: requests.Words = (),
-    select: str = "argmax",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     progress: Progress = silent,
-    **more: Unpack[requests.Feeding],
+    **more: Unpack[requests.SeriesRequest],
 ) -> Report:
     """Every measure of every head against the training step, in one experiment with the heads' trajectories.
 
@@ -46,33 +41,22 @@ def converge_checkpoints(
     Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
     One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
     series to it.
-    `more` are the options of `requests.Feeding`. Raises UsageError, ModelError (one is missing, or they are of
+    `more` are the options of `requests.SeriesRequest`. Raises UsageError, ModelError (one is missing, or they are of
     different shapes), TextError, and Interrupted, which carries the finished checkpoints.
     """
-    where = _one(head, layers, heads) or {"layers": layers, "heads": heads}
-    own = {"source": source, "analyzers": analyzers, "select": select, **where}
-    given = requests.checked(requests.InspectRequest, {**requests.checked(requests.Feeding, more), **own})
+    one = requests.one_head(head, more.get("layers"), more.get("heads"))
+    given = requests.checked(requests.SeriesRequest, {**more, **one})
     loading = feeding.loading_of(more, None)
-    wanted = given["analyzers"] or _usual(source)
-    chosen, asked = reading.chosen(reading.settings(given), wanted, select, None)
-    reading.refuse_unread(given["text"], source)
+    wanted = given["analyzers"] or _usual(given["source"])
+    chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
+    reading.refuse_unread(given["text"], asked.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     found = _found(names, requests.words("revisions", revisions), loading)
     refuse_different(found)
     contents = texts.read_each(given["text"])
-    if source != "weights" and not contents:
+    if asked.source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()
-
-
-def _one(head: tuple[int, int] | str | None, layers: object, heads: object) -> dict[str, Any]:
-    """The layer and head of the one that is named. Raises UsageError where layers or heads are named too."""
-    if head is None:
-        return {}
-    if layers is not None or heads is not None:
-        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
-    layer, number = requests.head(head)
-    return {"layers": [layer], "heads": [number]}
 
 
 def _usual(source: str) -> list[str]:
@@ -109,7 +93,7 @@ class Series:
 
     def run(self) -> Report:
         """Checkpoint by checkpoint; an interruption keeps those that are finished."""
-        done: list[Reading] = []
+        done: list[CheckpointReading] = []
         total = len(self.checkpoints)
         try:
             reader = self._reader()
@@ -140,7 +124,7 @@ class Series:
         options: models.Loading = {**self.loading, "revision": checkpoint.revision}
         return models.load(checkpoint.model, **options)
 
-    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> Reading:
+    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> CheckpointReading:
         loaded = replace(self._load(checkpoint), **reader)
         settings = feeding.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
@@ -150,7 +134,7 @@ class Series:
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
-        return Reading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
+        return CheckpointReading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
 
     def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
@@ -170,7 +154,7 @@ class Series:
         loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
-    def _report(self, done: list[Reading]) -> Report:
+    def _report(self, done: list[CheckpointReading]) -> Report:
         last = done[-1].report
         files = [
             File(name=f"{reading.checkpoint.name}/{file.name}", sha256=file.sha256)
@@ -190,7 +174,7 @@ class Series:
         )
 
 
-def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
+def _coverage(done: Sequence[CheckpointReading], asked: Sequence[Checkpoint]) -> Coverage:
     """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not reached."""
     found = [reading.report.coverage for reading in done]
     missing = [entry for reading in done for entry in _missing(reading, found)]
@@ -206,7 +190,7 @@ def _coverage(done: Sequence[Reading], asked: Sequence[Checkpoint]) -> Coverage:
     )
 
 
-def _missing(reading: Reading, every: Sequence[Coverage]) -> Iterator[Skipped]:
+def _missing(reading: CheckpointReading, every: Sequence[Coverage]) -> Iterator[Skipped]:
     """What one checkpoint lacks; what others don't lack names it."""
     for entry in reading.report.coverage.skipped:
         everywhere = all(entry in coverage.skipped for coverage in every)
@@ -214,7 +198,7 @@ def _missing(reading: Reading, every: Sequence[Coverage]) -> Iterator[Skipped]:
         yield entry.model_copy(update={"reason": reason})
 
 
-def _refuse_other_heads(first: Reading, other: Reading) -> None:
+def _refuse_other_heads(first: CheckpointReading, other: CheckpointReading) -> None:
     """Raise ModelError where two checkpoints don't have the same heads, which a config need not tell."""
     own, its = (_heads(reading.report.heads) for reading in (first, other))
     if own != its:

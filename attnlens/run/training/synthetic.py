@@ -10,7 +10,7 @@ from attnlens import requests
 from attnlens.arguments import public
 from attnlens.experiments import run_experiments
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
-from attnlens.requests.training import Sizes, checked_synthetic
+from attnlens.requests.training import SizesRequest, checked_synthetic
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Interrupted, Progress, silent
 
@@ -24,7 +24,7 @@ def converge_synthetic(
     *,
     quick: bool = False,
     progress: Progress = silent,
-    **more: Unpack[Sizes],
+    **more: Unpack[SizesRequest],
 ) -> Report:
     """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
 

@@ -13,7 +13,7 @@ QUESTION = "How do the heads change while the model is trained?"
 
 
 @dataclass(frozen=True)
-class Reading:
+class CheckpointReading:
     """What was read of one checkpoint."""
 
     checkpoint: Checkpoint
@@ -25,7 +25,7 @@ class Reading:
     """Why there is none."""
 
 
-def training(done: Sequence[Reading]) -> Experiment:
+def training(done: Sequence[CheckpointReading]) -> Experiment:
     """The readings as one experiment: trajectories head by head, and their medians and quartiles over heads."""
     by_step = all(reading.checkpoint.step is not None for reading in done)
     steps = [float(reading.checkpoint.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
@@ -41,7 +41,7 @@ def training(done: Sequence[Reading]) -> Experiment:
             nulls = [reading.report.summary.median_nulls.get(name) for reading in done]
             curves |= _curves(name, steps, columns, nulls)
             trajectories += _trajectories(name, columns)
-    final = {name: curve.median[-1] for name, curve in curves.items() if not name.endswith(": null")}
+    final = {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
     return Experiment(
         name="training",
         question=QUESTION,
@@ -58,18 +58,18 @@ def training(done: Sequence[Reading]) -> Experiment:
     )
 
 
-Column = dict[tuple[int, int], Measure]
+HeadMeasures = dict[tuple[int, int], Measure]
 """One measure of every head at one checkpoint."""
 
 
-def _numeric(columns: Sequence[Column]) -> bool:
+def _numeric(columns: Sequence[HeadMeasures]) -> bool:
     """Whether any head has a number, and none has a category."""
     measures = [measure for column in columns for measure in column.values()]
     return any(measure.value is not None for measure in measures) and all(measure.label is None for measure in measures)
 
 
 def _curves(
-    name: str, steps: list[float], columns: Sequence[Column], nulls: Sequence[Null | None]
+    name: str, steps: list[float], columns: Sequence[HeadMeasures], nulls: Sequence[Null | None]
 ) -> Iterator[tuple[str, Curve]]:
     """Median and quartiles over heads; and what the median reads by chance, where that is known, ± one sd."""
     values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
@@ -81,7 +81,7 @@ def _curves(
             (None,) * 3 if null is None else (null.mean - null.sd, null.mean, null.mean + null.sd) for null in nulls
         ]
         low, middle, high = (list(column) for column in zip(*chance, strict=True))
-        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high)
+        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high, null_of=name)
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
@@ -91,7 +91,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, flo
     return low, middle, high
 
 
-def _trajectories(name: str, columns: Sequence[Column]) -> Iterator[Trajectory]:
+def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
     for layer, head in sorted({place for column in columns for place in column}):
         found = [column.get((layer, head)) for column in columns]
         values = [None if measure is None else measure.value for measure in found]

@@ -53,7 +53,7 @@ def site_sections(report: Report) -> Iterator[Section]:
 def _one(report: Report, swap: Swap) -> Iterator[Section]:
     unit = UNITS[swap.task]
     yield Section(lines=_said(effects.kernel(swap), effects.reach(report), _calibration(report)))
-    help_ = () if effects.diverged(swap) else (_reading_help(swap, report),)
+    help_ = () if swap.diverged else (_reading_help(swap, report),)
     lines = _said(effects.verdict(swap), effects.stages_sentence(swap))
     yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
     yield from _by_text([swap])

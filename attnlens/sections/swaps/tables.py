@@ -7,7 +7,7 @@ from statistics import median
 
 from attnlens.records import Change, Effect, KeyRank, Outcome, Plan, Swap, TextChange, TextCosine
 from attnlens.sections.section import Column, Table
-from attnlens.sentences.effects import diverged, figures, interval, loss_decimals, percent, ratio
+from attnlens.sentences.effects import figures, interval, loss_decimals, percent, ratio
 from attnlens.wording import NO_VALUE, clean, decimals_for, written
 
 DIVERGED = "diverged"
@@ -35,8 +35,8 @@ def stage_rows(swap: Swap) -> Table:
         cells = [tell(stage) for stage in swap.stages]
         if set(cells) != {NO_VALUE}:
             columns.append(Column("", title, (original, *cells)))
-    if any(map(diverged, swap.stages)):
-        cells = [DIVERGED if diverged(stage) else "" for stage in swap.stages]
+    if any(stage.diverged for stage in swap.stages):
+        cells = [DIVERGED if stage.diverged else "" for stage in swap.stages]
         columns.insert(0, Column("", "outcome", ("", *cells), words=True))
     names = Column("", "stage", ("original", *(stage.name for stage in swap.stages)), words=True)
     return Table((names,), tuple(columns))
@@ -95,7 +95,7 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
         "hidden": states,
     }[swaps[0].judged_by]
     original = written(losses[0].before, decimals) if losses else ""
-    outcomes = (DIVERGED if diverged(swap) else tell(swap) for swap in swaps)
+    outcomes = (DIVERGED if swap.diverged else tell(swap) for swap in swaps)
     columns = [Column("", first, (original, *outcomes))]
     columns += [Column("", title, ("", *map(told, swaps))) for title, told in (*others, ("speed", _speed))]
     names = Column("", "kernel", ("original", *map(_named, swaps)), words=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnlens.records import Change, Task, TextChange, TextCosine
 from attnlens.run.swap.comparison.likeness import Likeness
 from attnlens.run.swap.comparison.outputs import (
-    Outputs,
+    PassOutputs,
     divergence,
     owned_means,
     run,
@@ -71,7 +71,7 @@ class Comparison:
     sizes: list[int] = field(default_factory=list)
     """Tokens of each pass."""
 
-    def add(self, own: Outputs, new: Outputs, targets: Tensor | None, sizes: int) -> None:
+    def add(self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int) -> None:
         """Take in one batch."""
         self.seconds.append(new.seconds)
         self.own_seconds.append(own.seconds)
@@ -114,7 +114,7 @@ class Comparison:
         if not self.before:
             return {"reasons": dict.fromkeys(names, "the model has no head that predicts tokens or classes")}
         if not torch.cat((*self.divergences, *self.after)).isfinite().all():
-            return {"reasons": dict.fromkeys(names, DIVERGED)}
+            return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
         kl, ends = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
         losses, reasons = self._losses(seed, texts)
         top = self.agreeing / float(torch.cat(self.counts).sum())
@@ -127,7 +127,7 @@ class Comparison:
         if self.likeness is None:
             return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
         if not torch.cat(self.cosines).isfinite().all():
-            return {"reasons": dict.fromkeys(names, DIVERGED)}
+            return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
         if self.directionless:
             return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
         cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)

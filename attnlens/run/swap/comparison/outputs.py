@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class PassOutputs:
     """What one forward pass gives."""
 
     logits: Float[Tensor, "predicted classes"] | None
@@ -56,7 +56,7 @@ def owned_means(
     return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
 
 
-def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
+def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
     """One forward pass, timed."""
     _wait(model)
     start = time.perf_counter()
@@ -64,7 +64,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> Outputs:
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
     _wait(model)
     seconds = time.perf_counter() - start
-    return Outputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
+    return PassOutputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
 
 
 def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:

@@ -48,7 +48,7 @@ class Healer:
 
     loaded: Loaded
     sites: tuple[Site, ...]
-    swaps: dict[Site, hooks.Swap]
+    swaps: dict[Site, hooks.Replacement]
     task: Task
     path: Route
     eta: float | None = None
@@ -105,10 +105,10 @@ class Healer:
         """The regulariser's fields of a Healing."""
         return {} if self.eta is None else {"eta": self.eta, "ksvd_convention": self.convention}
 
-    def healed_swaps(self) -> dict[Site, hooks.Swap]:
+    def healed_swaps(self) -> dict[Site, hooks.Replacement]:
         """The swaps with the kernels' parameters as trained so far."""
         return {
-            site: hooks.Swap(
+            site: hooks.Replacement(
                 swap.kernel.with_fitted(
                     dict(swap.kernel.fitted) | {name: part.value for name, part in self.parameters[site].items()}
                 ),
@@ -173,13 +173,13 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
     return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
 
 
-def _as_code(swap: hooks.Swap) -> hooks.Swap:
+def _as_code(swap: hooks.Replacement) -> hooks.Replacement:
     """The same swap with √(nΛ) in the place of Λ, n the length of a sequence: J in the code's convention is 0 there."""
     kernel = swap.kernel
     if kernel.info.form != "output":
         return swap
     changed = (kernel.fitted["log_multipliers"] + kernel.fitted["tokens"].log()[:, None]) / 2
-    return hooks.Swap(kernel.with_fitted({**kernel.fitted, "log_multipliers": changed}), swap.heads)
+    return hooks.Replacement(kernel.with_fitted({**kernel.fitted, "log_multipliers": changed}), swap.heads)
 
 
 @contextmanager

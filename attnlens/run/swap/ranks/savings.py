@@ -27,7 +27,7 @@ SHARED = "one module computes several sites, whose ranks differ"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SiteSizes:
     """What one site's queries and keys are made of."""
 
     query_width: int
@@ -63,7 +63,7 @@ class Costs:
     """Bytes of a token."""
 
 
-def costs(size: Sizes, group: int, rank: int) -> Costs:
+def costs(size: SiteSizes, group: int, rank: int) -> Costs:
     """Of one key head of that rank and the `group` query heads that share it; at rank head_dim, of the model's own.
 
     Where the maps fold, W_Q A and W_K B are d_model × r. Where they don't, W_Q and W_K stay, A and B (head_dim × r, one
@@ -84,7 +84,7 @@ def costs(size: Sizes, group: int, rank: int) -> Costs:
     )
 
 
-def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, Sizes | str]:
+def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
     """The sizes of each of these sites at the length of `inputs`, or the reason why they are not known."""
     reached = {found.site: found.call for found in hooks.survey(loaded.model, inputs)}
     layers = {site.layer for site in sites}
@@ -99,9 +99,9 @@ def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -
     }
 
 
-def _sizes(site: Site, call: Call, made: Factors) -> Sizes:
+def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
     seen, keys = call.visible(), call.key.shape[2]
-    return Sizes(
+    return SiteSizes(
         query_width=made.maps.query.shape[1],
         key_width=made.maps.key.shape[1],
         head_dim=call.key.shape[-1],
@@ -116,7 +116,7 @@ def _sizes(site: Site, call: Call, made: Factors) -> Sizes:
     )
 
 
-def saving(choice: Choice, found: Mapping[Site, Sizes | str]) -> dict[str, Any]:
+def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
     """The fields of a Plan that say what is saved, and why one of them is not known."""
     unknown = next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
     names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
@@ -125,7 +125,7 @@ def saving(choice: Choice, found: Mapping[Site, Sizes | str]) -> dict[str, Any]:
             "reasons": dict.fromkeys(names.values(), unknown)
         }
     both = [Counter[str](), Counter[str]()]
-    known = {site: size for site, size in found.items() if isinstance(size, Sizes)}
+    known = {site: size for site, size in found.items() if isinstance(size, SiteSizes)}
     for site, size in known.items():
         for rank in choice.ranks[site]:
             for total, kept in zip(both, (size.head_dim, rank), strict=True):
@@ -139,13 +139,13 @@ def saving(choice: Choice, found: Mapping[Site, Sizes | str]) -> dict[str, Any]:
     return pairs | {name: Pair(before=None, after=None) for name in reasons} | {"reasons": reasons}
 
 
-def break_even(choice: Choice, found: Mapping[Site, Sizes | str]) -> float | None:
+def break_even(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> float | None:
     """How many keys a query must see before the maps cost fewer operations than they save; None where always."""
     added = saved = 0.0
     for site, size in found.items():
         group = choice.bases[site].group
         for rank in choice.ranks[site]:
-            if isinstance(size, Sizes):
+            if isinstance(size, SiteSizes):
                 bare = replace(size, keys_seen=0.0)
                 added += costs(bare, group, rank).flops - costs(bare, group, size.head_dim).flops
                 saved += 2 * group * (size.head_dim - rank)

@@ -51,7 +51,7 @@ class Choice:
     """The directions of every site."""
     ranks: dict[Site, list[int]]
     """The rank of every swapped key head."""
-    swaps: dict[Site, hooks.Swap]
+    swaps: dict[Site, hooks.Replacement]
     """The swap that has them."""
     estimated: Rise | None
     """On the calibration text that chose it; None where the ranks were given."""
@@ -69,7 +69,7 @@ class Budgeting:
 
     loaded: Loaded
     sites: tuple[Site, ...]
-    swaps: Mapping[Site, hooks.Swap]
+    swaps: Mapping[Site, hooks.Replacement]
     task: Task
     path: Route
     seed: int
@@ -152,13 +152,13 @@ class Budgeting:
         left = iter(ranks)
         return {site: [next(left) for _ in basis.kv_heads] for site, basis in self.found.items()}
 
-    def swapped(self, ranks: Mapping[Site, Sequence[int]]) -> dict[Site, hooks.Swap]:
+    def swapped(self, ranks: Mapping[Site, Sequence[int]]) -> dict[Site, hooks.Replacement]:
         """The swaps with these ranks; the kernel names the largest of them."""
         most = max(max(found) for found in ranks.values())
         kernel = next(iter(self.swaps.values())).kernel
         named: Kernel = replace(kernel, parameters={"rank": max(1, most)})
         return {
-            site: hooks.Swap(
+            site: hooks.Replacement(
                 named.with_fitted(self.found[site].maps(found)),
                 None if self.swaps[site].heads is None else self.found[site].heads,
             )

@@ -74,7 +74,7 @@ class Basis:
 def bases(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Swap],
+    swaps: Mapping[Site, hooks.Replacement],
     batches: Sequence[Fed],
     progress: Callable[[int], None],
 ) -> dict[Site, Basis]:
