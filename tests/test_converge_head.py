@@ -9,7 +9,7 @@ from experiment_words import assert_in_words
 from loaded import family
 
 from attnlens import attsvm
-from attnlens.analyzers.selection import Selector
+from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError

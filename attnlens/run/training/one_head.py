@@ -12,7 +12,7 @@ import torch
 from pydantic import JsonValue
 
 from attnlens import attsvm, models, requests, texts
-from attnlens.analyzers.selection import Selector
+from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.arguments import public
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.instances import Instances, Scores
