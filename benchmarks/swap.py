@@ -181,10 +181,10 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Swap], inpu
     import torch
 
     from attnlens import hooks
-    from attnlens.run.swap.comparison.targets import feed, task_of
     from attnlens.run.swap.sweep import sweep, units
     from attnlens.statistics import Design
     from attnlens.texts import Batch
+    from attnlens.texts.targets import feed, task_of
 
     task = task_of(loaded.model)
     short = {name: value[:2, :128] for name, value in inputs.items()}

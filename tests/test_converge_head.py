@@ -13,9 +13,10 @@ from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.attsvm.head import Form, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
+from attnlens.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
 from attnlens.experiments.settings import Settings as Sizes
 from attnlens.requests import reading
-from attnlens.run.training.one_head import FACTORS, as_instances, converge_head, hardening, posed, starts, trained
+from attnlens.run.training.one_head import converge_head, posed
 
 HEAD = (3, 2)
 

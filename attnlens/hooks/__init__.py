@@ -1,6 +1,7 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
+from attnlens.hooks.eager import handed_out
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
     Door,
@@ -43,6 +44,7 @@ __all__ = [
     "blocks",
     "difference",
     "forward",
+    "handed_out",
     "identity_error",
     "implementation",
     "inputs_of",

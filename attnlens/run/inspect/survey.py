@@ -14,6 +14,7 @@ from attnlens import hooks, linalg, models, texts, weights
 from attnlens.arguments import selection_share
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
+from attnlens.hooks.padding import hiding_padding
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, Place
 from attnlens.run import checks, feeding
@@ -24,7 +25,6 @@ from attnlens.run.inspect.collector import Collector, environment, peak_memory, 
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
 from attnlens.run.inspect.token_text import told
-from attnlens.run.padding import hiding_padding
 from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress
 from attnlens.statistics import gaussian_null

@@ -11,11 +11,11 @@ from torch import Tensor
 from attnlens import hooks
 from attnlens.attention import attend, weights
 from attnlens.attention.primal_scores import features
+from attnlens.hooks.padding import unpadded
 from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
 from attnlens.registry import Fit, OutputFit
-from attnlens.run.padding import unpadded
 from attnlens.texts import Batch, Batches
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

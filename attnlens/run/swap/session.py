@@ -26,7 +26,6 @@ from attnlens.run.swap.candidate import Candidate, Swaps, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
 from attnlens.run.swap.comparison.outputs import run, tokens_in
-from attnlens.run.swap.comparison.targets import Fed, meanings
 from attnlens.run.swap.comparison.windows import windows_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
@@ -40,6 +39,7 @@ from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.sites import Local, locally
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design
+from attnlens.texts.targets import Fed, meanings
 
 UNSWEPT = "The sweep was interrupted before it was finished."
 

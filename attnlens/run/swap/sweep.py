@@ -13,8 +13,8 @@ from attnlens.attention import Route
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
 from attnlens.run.swap.comparison.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.run.swap.comparison.targets import NOTHING, Fed, asking, states_of
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
+from attnlens.texts.targets import NOTHING, Fed, asking, states_of
 
 Unit = tuple[Site, int | None]
 """A site, and one of its heads or all."""

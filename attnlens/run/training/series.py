@@ -20,9 +20,9 @@ from attnlens.run.inspect.collector import Collector, environment, peak_memory, 
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.comparison.compare import mean_loss
-from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
 from attnlens.run.training.trajectories import Reading, training
+from attnlens.texts.targets import feed, task_of
 
 
 @public

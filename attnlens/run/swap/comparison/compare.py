@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from attnlens.linalg.likeness import Likeness
 from attnlens.records import Change, Task, TextChange, TextCosine
-from attnlens.run.swap.comparison.likeness import Likeness
 from attnlens.run.swap.comparison.outputs import (
     Outputs,
     divergence,
@@ -22,8 +22,8 @@ from attnlens.run.swap.comparison.outputs import (
     sequence_means,
     tokens_in,
 )
-from attnlens.run.swap.comparison.targets import NO_LOSS, NOTHING, Fed
 from attnlens.statistics import Design, paired_difference
+from attnlens.texts.targets import NO_LOSS, NOTHING, Fed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

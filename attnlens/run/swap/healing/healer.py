@@ -18,10 +18,10 @@ from attnlens.kernels import Kernel
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.swap.comparison.targets import asking, logits_of, states_of
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.healing.trainable import outputs_with, trainable
 from attnlens.texts import Batch
+from attnlens.texts.targets import asking, logits_of, states_of
 
 
 @dataclass

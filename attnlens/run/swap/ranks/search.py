@@ -14,13 +14,13 @@ from attnlens import hooks
 from attnlens.attention import Route
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
+from attnlens.linalg.nested import nested
 from attnlens.models import Loaded
 from attnlens.records import PlanStep, Rise, Site, Task
-from attnlens.run.swap.comparison.targets import Fed, feed
 from attnlens.run.swap.ranks.calibration import Sample
-from attnlens.run.swap.ranks.nested import nested
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.sensitivity import Basis, bases, sensitivities
+from attnlens.texts.targets import Fed, feed
 
 if TYPE_CHECKING:
     from jaxtyping import Float

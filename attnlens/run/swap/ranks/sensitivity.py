@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from attnlens import hooks
 from attnlens.attention import attend
 from attnlens.errors import ModelError, UsageError
+from attnlens.hooks.padding import unpadded
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.padding import unpadded
 from attnlens.run.swap.comparison.outputs import predictions
-from attnlens.run.swap.comparison.targets import Fed
+from attnlens.texts.targets import Fed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
