@@ -155,16 +155,16 @@ def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, 
     """Correlation, selections kept and norm along one descent."""
     steps = [float(step) for step in descent.steps]
 
-    def curve(picture: str, quantity: str, values: Tensor, bounded: bool = True) -> Curve:
+    def along(picture: str, quantity: str, values: Tensor, bounded: bool = True) -> Curve:
         median = [None if value != value else value for value in values.tolist()]
         return Curve(steps=steps, median=median, quantity=quantity, bounded=bounded, picture=picture, label=start)
 
     kept = (descent.chosen == 0).double().mean(-1)[:, 0]
     kept = kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
     read = (
-        curve("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
-        curve("selection kept", "share of queries", kept),
-        curve("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
+        along("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
+        along("selection kept", "share of queries", kept),
+        along("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
     )
     return {f"{found.picture}, {start}": found for found in read}
 

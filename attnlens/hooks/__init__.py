@@ -6,6 +6,7 @@ from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
     Door,
     Swap,
+    Swaps,
     implementation,
     install,
     is_answered,
@@ -38,6 +39,7 @@ __all__ = [
     "Door",
     "Reached",
     "Swap",
+    "Swaps",
     "allow_float64",
     "as_dtype",
     "at_real_tokens",

@@ -8,6 +8,8 @@ from attnlens.records import Report
 
 Progress = Callable[[str, int, int], None]
 """(stage, steps done, steps in all)."""
+Tell = Callable[[int], None]
+"""(steps more of a stage)."""
 
 
 class Interrupted(KeyboardInterrupt):

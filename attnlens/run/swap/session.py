@@ -22,7 +22,7 @@ from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.perplexity import guess_notes
 from attnlens.run.progress import Progress
-from attnlens.run.swap.candidate import Candidate, Swaps, swap_notes
+from attnlens.run.swap.candidate import Candidate, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
 from attnlens.run.swap.comparison.outputs import run, tokens_in
@@ -138,10 +138,10 @@ class Swapping:
             refuse_crossing(kernel, list(self.chosen))
         return self.options.kernels
 
-    def _swaps(self, kernel: Kernel) -> Swaps:
+    def _swaps(self, kernel: Kernel) -> hooks.Swaps:
         return {site: hooks.Swap(kernel, heads) for site, heads in self.chosen.items()}
 
-    def _variant(self, swaps: Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
+    def _variant(self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
         @contextmanager
         def changed() -> Iterator[None]:
             with ExitStack() as stack:
@@ -164,7 +164,7 @@ class Swapping:
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
         candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
 
-    def _chosen(self, swaps: Swaps, limit: float) -> Choice:
+    def _chosen(self, swaps: hooks.Swaps, limit: float) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
 
         def search(stage: str, work: int) -> Budgeting:

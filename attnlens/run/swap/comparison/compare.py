@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnlens.linalg.likeness import Likeness
 from attnlens.records import Change, Task, TextChange, TextCosine
+from attnlens.run.progress import Tell
 from attnlens.run.swap.comparison.outputs import (
     Outputs,
     divergence,
@@ -229,7 +230,7 @@ def compare(
     batches: Sequence[Fed],
     variants: Mapping[Name, Variant],
     task: Task,
-    progress: Callable[[int], None],
+    progress: Tell,
     design: Design,
 ) -> dict[Name, Comparison]:
     """Every variant against the original on the same batches; the original runs once a batch, by its own means."""

@@ -48,7 +48,7 @@ class Healer:
 
     loaded: Loaded
     sites: tuple[Site, ...]
-    swaps: dict[Site, hooks.Swap]
+    swaps: hooks.Swaps
     task: Task
     path: Route
     eta: float | None = None
@@ -105,7 +105,7 @@ class Healer:
         """The regulariser's fields of a Healing."""
         return {} if self.eta is None else {"eta": self.eta, "ksvd_convention": self.convention}
 
-    def healed_swaps(self) -> dict[Site, hooks.Swap]:
+    def healed_swaps(self) -> hooks.Swaps:
         """The swaps with the kernels' parameters as trained so far."""
         return {
             site: hooks.Swap(
