@@ -130,7 +130,7 @@ def extra(words: str, tokens: int) -> int:
 
     from attnlens.attention import attend
     from attnlens.kernels import parsed
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     torch.set_num_threads(1)
     kernel, asked = parsed(words), call(tokens)

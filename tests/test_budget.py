@@ -17,6 +17,7 @@ from program import refused
 
 import attnlens
 from attnlens import arguments, hooks, texts
+from attnlens.attention.costs import Sizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
@@ -25,7 +26,7 @@ from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks import search as room
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
-from attnlens.run.swap.ranks.savings import Sizes, break_even, costs, saving, sizes
+from attnlens.run.swap.ranks.savings import break_even, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
 from attnlens.sections.swaps.tables import plan_rows
 from attnlens.sentences.plans import plan_lines

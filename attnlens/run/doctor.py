@@ -21,8 +21,8 @@ from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteChe
 from attnlens.requests import ModelRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.initialised import attention, refuse_initialised
-from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Progress, silent
+from attnlens.run.provenance import report_of
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
@@ -46,9 +46,10 @@ def doctor(
     """
     start = time.perf_counter()
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
-    loading, asked = feeding.loading_of(more, model), reading.settings(given)
+    loading: models.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
+    asked = reading.settings(given)
     named = texts.read_each(given["text"])
-    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
+    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **loading)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, given["text"], asked.tokens)
@@ -60,24 +61,21 @@ def doctor(
 def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """The report of the model on these inputs, but for its timings."""
     reached = checks.sites(loaded, inputs)
-    checks.check_chosen(settings, reached)
+    checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = hooks.identity_error(loaded.model, inputs)
     first = checks.sites(loaded, texts.placeholder(loaded, 1, settings.seed).batches[0].inputs)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
-    return Report(
-        tool=tool(),
-        command="doctor",
+    return report_of(
+        "doctor",
         model=loaded.info,
         settings=feeding.seen(settings, loaded, reached),
-        environment=environment(),
         coverage=coverage,
         summary=Summary(
             identity_error=identity if identity == identity else None, verdict=_verdict(found, identity, coverage)
         ),
         doctor=found,
-        peak_memory_bytes=peak_memory(),
     )
 
 
@@ -109,10 +107,6 @@ def _verdict(found: Sequence[SiteCheck], identity: float, coverage: Coverage) ->
     if not identity <= TOLERANCE or not all(check.passed for check in found):
         return "differs"
     return "agrees" if coverage.complete else "partly checked"
-
-
-def _with_dtype(loading: models.Loading) -> models.Loading:
-    return {"dtype": "float64", **loading}
 
 
 def _precise(loaded: models.Loaded) -> models.Loaded:

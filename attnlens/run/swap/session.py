@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +18,9 @@ from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipp
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
-from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.perplexity import guess_notes
-from attnlens.run.progress import Progress
+from attnlens.run.progress import Progress, timed
+from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
@@ -81,7 +80,7 @@ class Swapping:
     def run(self) -> list[Swap]:
         """Gates, then every kernel: fit, comparison, sweep, healing."""
         probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        with self._timed("survey"), enough_memory(self.loaded.model, probe, nullcontext):
+        with timed(self.timings, "survey"), enough_memory(self.loaded.model, probe, nullcontext):
             self._survey()
         candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
         inputs = self.fed[0].inputs
@@ -90,26 +89,26 @@ class Swapping:
             return self._through(candidates)
 
     def _through(self, candidates: list[Candidate]) -> list[Swap]:
-        with self._timed("fit"):
+        with timed(self.timings, "fit"):
             for candidate in candidates:
                 self._fit(candidate)
         probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
         gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
-        with self._timed("compare"):
+        with timed(self.timings, "compare"):
             self._compare(candidates)
         if self.options.heal and self.calibrated is not None:
-            with self._timed("heal"):
+            with timed(self.timings, "heal"):
                 self._heal(candidates[0], self.calibrated)
         if (choice := candidates[0].choice) is not None and self.options.limit is not None:
-            with self._timed("plan"):
+            with timed(self.timings, "plan"):
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
-        with self._timed("sites"):
+        with timed(self.timings, "sites"):
             one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.options.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
         if self.options.sweep and not self.interrupted:
-            with self._timed("sweep"):
+            with timed(self.timings, "sweep"):
                 swaps = self._all_swept(swaps, candidates)
         if self.options.save is not None:
             with changed_weights(self.loaded.model, candidates[0].weights):
@@ -262,19 +261,16 @@ class Swapping:
     def report(self, swaps: list[Swap]) -> Report:
         """The report of `swap-kernel`."""
         heads = sum(len(site.heads) for site in swaps[0].sites)
-        return Report(
-            tool=tool(),
-            command="swap-kernel",
+        return report_of(
+            "swap-kernel",
             model=self.loaded.info,
             settings=self.settings,
-            environment=environment(),
             coverage=Coverage(sites=len(self.chosen), heads=heads, analysed=heads, skipped=self.idle),
             summary=Summary(identity_error=self.identity_error),
             swap=swaps[0],
             more_swaps=swaps[1:],
             plan=self.plan,
             timings=self.timings,
-            peak_memory_bytes=peak_memory(),
         ).with_windows(windows_of(self.found, self.settings))
 
     def _pass(self) -> None:
@@ -290,9 +286,3 @@ class Swapping:
 
         tell(0)
         return tell
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.timings[stage] = time.perf_counter() - start

@@ -18,6 +18,7 @@ from attnlens.kernels import Kernel
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
+from attnlens.run.swap.comparison.outputs import divergence
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.healing.trainable import outputs_with, trainable
 from attnlens.texts import Batch
@@ -146,8 +147,7 @@ class Healer:
             new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)
         if self.task == "hidden":
             return (1 - nn.functional.cosine_similarity(own, new, dim=-1)).mean()
-        own, new = own.log_softmax(-1), new.log_softmax(-1)
-        return (own.exp() * (own - new)).sum(-1).mean()
+        return divergence(own, new).mean()
 
     def _outputs(self, result: object, inputs: Mapping[str, Tensor]) -> Tensor:
         if self.task == "classification":
