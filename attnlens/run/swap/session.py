@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.perplexity import guess_notes
-from attnlens.run.progress import Progress, timed
+from attnlens.run.progress import Progress, Tell, timed
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
@@ -79,8 +79,7 @@ class Swapping:
 
     def run(self) -> list[Swap]:
         """Gates, then every kernel: fit, comparison, sweep, healing."""
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        with timed(self.timings, "survey"), enough_memory(self.loaded.model, probe, nullcontext):
+        with timed(self.timings, "survey"), enough_memory(self.loaded.model, self._probe, nullcontext):
             self._survey()
         candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
         inputs = self.fed[0].inputs
@@ -92,8 +91,9 @@ class Swapping:
         with timed(self.timings, "fit"):
             for candidate in candidates:
                 self._fit(candidate)
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
+        gates = [
+            leaks(self.loaded, self.sites, self._probe, self._variant(c.last), self.settings.seed) for c in candidates
+        ]
         with timed(self.timings, "compare"):
             self._compare(candidates)
         if self.options.heal and self.calibrated is not None:
@@ -104,7 +104,7 @@ class Swapping:
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
         with timed(self.timings, "sites"):
-            one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
+            one = {name: value[:1] for name, value in self._probe.items()}  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.options.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
         if self.options.sweep and not self.interrupted:
@@ -120,16 +120,15 @@ class Swapping:
 
     def _survey(self) -> None:
         """Find the sites, prove the door, choose the sites."""
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        reached = checks.sites(self.loaded, probe)
-        self.identity_error = checks.proven_whole(self.loaded, probe)
-        refuse_initialised(self.loaded, probe, predictions(self.task))
+        reached = checks.sites(self.loaded, self._probe)
+        self.identity_error = checks.proven_whole(self.loaded, self._probe)
+        refuse_initialised(self.loaded, self._probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
         if self.options.ranks is not None:
             check_fits(self.options.ranks, reached)
         self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
-        self.idle = idle_sites(self.loaded.model, probe, reached, self.settings.layers)
+        self.idle = idle_sites(self.loaded.model, self._probe, reached, self.settings.layers)
 
     def _kernels(self) -> list[Kernel]:
         """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
@@ -273,10 +272,15 @@ class Swapping:
             timings=self.timings,
         ).with_windows(windows_of(self.found, self.settings))
 
+    @property
+    def _probe(self) -> dict[str, Tensor]:
+        """Two of the sequences, by which the model is proven."""
+        return {name: value[:2] for name, value in self.fed[0].inputs.items()}
+
     def _pass(self) -> None:
         run(self.loaded.model, self.fed[0], self.task)
 
-    def _teller(self, stage: str, total: int) -> Callable[[int], None]:
+    def _teller(self, stage: str, total: int) -> Tell:
         done = 0
 
         def tell(more: int) -> None:
