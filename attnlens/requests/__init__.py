@@ -12,7 +12,7 @@ from attnlens.requests.run_options import (
     ModelRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Numbers, Words, head, numbers, whole, words
+from attnlens.requests.values import Words, head, numbers, whole, words
 
 __all__ = [
     "OUTPUT",
@@ -20,7 +20,6 @@ __all__ = [
     "InspectRequest",
     "Loading",
     "ModelRequest",
-    "Numbers",
     "Option",
     "SwapRequest",
     "Words",
