@@ -51,60 +51,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _SUBMODULES = ("analyzers", "attsvm", "kernels", "ksvd", "linalg", "primal", "records", "statistics")
-_HOMES = {
-    "AttnlensError": "attnlens.errors",
-    "MeasureInfo": "attnlens.registry",
-    "Parameter": "attnlens.registry",
-    "QueryKey": "attnlens.records",
-    "Report": "attnlens.records",
-    "analyzer": "attnlens.registry",
-    "capture": "attnlens.run",
-    "converge_checkpoints": "attnlens.run",
-    "converge_head": "attnlens.run",
-    "converge_synthetic": "attnlens.run",
-    "doctor": "attnlens.run",
-    "inspect": "attnlens.run",
-    "kernel": "attnlens.registry",
-    "load": "attnlens.models",
-    "load_swapped": "attnlens.run",
-    "read_plan": "attnlens.records",
-    "read_report": "attnlens.records",
-    "replaced": "attnlens.run",
-    "swap_kernel": "attnlens.run",
-    "verify": "attnlens.run",
+_ROOMS = {
+    "errors": ("AttnlensError",),
+    "models": ("load",),
+    "records": ("QueryKey", "Report", "read_plan", "read_report"),
+    "registry": ("MeasureInfo", "Parameter", "analyzer", "kernel"),
+    "run": (
+        *("capture", "converge_checkpoints", "converge_head", "converge_synthetic", "doctor", "inspect"),
+        *("load_swapped", "replaced", "swap_kernel", "verify"),
+    ),
 }
+_HOMES = {name: f"attnlens.{room}" for room, names in _ROOMS.items() for name in names}
 
-__all__ = [
-    "AttnlensError",
-    "MeasureInfo",
-    "Parameter",
-    "QueryKey",
-    "Report",
-    "__version__",
-    "analyzer",
-    "analyzers",
-    "attsvm",
-    "capture",
-    "converge_checkpoints",
-    "converge_head",
-    "converge_synthetic",
-    "doctor",
-    "inspect",
-    "kernel",
-    "kernels",
-    "ksvd",
-    "linalg",
-    "load",
-    "load_swapped",
-    "primal",
-    "read_plan",
-    "read_report",
-    "records",
-    "replaced",
-    "statistics",
-    "swap_kernel",
-    "verify",
-]
+__all__ = sorted([*_SUBMODULES, *_HOMES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

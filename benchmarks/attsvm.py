@@ -163,7 +163,7 @@ def svc(problem: Problem, tolerance: float) -> tuple[float, float]:
 def extra(model: str) -> int:
     """By how many bytes solving one head's problem raises this process's peak memory, the problem being there."""
     from attnlens.attsvm import solve
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     problem = next(heads("", model, quick=model == "demo"))[1]
     solve(random_problem(4, 4, 6))

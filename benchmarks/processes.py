@@ -82,7 +82,7 @@ def finished(*arguments: str) -> str:
 def peak(task: str, model: str, sequences: int) -> int:
     """Load the model, do the task, and say how much memory the process has held at most, in bytes."""
     from attnlens import models
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     loaded = models.load(model)
     if task == "forward":

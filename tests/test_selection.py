@@ -13,8 +13,8 @@ from loaded import package, smollm2
 
 import attnlens
 from attnlens import hooks, registry, texts, weights
-from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, SPACES, Selector
-from attnlens.analyzers.selection.measures import qualified
+from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
+from attnlens.analyzers.selection.measures import MEASURES, SPACES, qualified
 from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, pose
 from attnlens.attsvm.nearness import nearness, projected_norm
 from attnlens.errors import UsageError

@@ -27,9 +27,9 @@ from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
 from attnlens.run.swap import gates, resources
 from attnlens.run.swap.comparison import compare as comparing
-from attnlens.run.swap.comparison.targets import NOTHING, feed, task_of
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.statistics import Design, paired_difference
+from attnlens.texts.targets import NOTHING, feed, task_of
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 2}
 

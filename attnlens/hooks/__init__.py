@@ -1,10 +1,12 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
+from attnlens.hooks.eager import handed_out
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
     CallCounter,
     Replacement,
+    Swaps,
     implementation,
     install,
     is_answered,
@@ -37,12 +39,14 @@ __all__ = [
     "CallCounter",
     "Reached",
     "Replacement",
+    "Swaps",
     "allow_float64",
     "as_dtype",
     "at_real_tokens",
     "blocks",
     "difference",
     "forward",
+    "handed_out",
     "identity_error",
     "implementation",
     "inputs_of",

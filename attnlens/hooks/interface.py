@@ -149,6 +149,10 @@ class Replacement:
     """Query heads; None means all."""
 
 
+Swaps = Mapping[Site, Replacement]
+"""What is swapped at which sites."""
+
+
 @contextmanager
 def watch(
     model: PreTrainedModel,
@@ -176,7 +180,7 @@ def watch(
 def replace(
     model: PreTrainedModel,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, Replacement],
+    swaps: Swaps,
     path: Route = "auto",
     *,
     every_site: bool = True,
