@@ -1,8 +1,8 @@
 """A process that has imported the libraries and forks for each command, which saves the seconds that importing takes.
 
 Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
-attnlens` or `python SCRIPT` starts it; only what torch, transformers and others do while they are imported is done
-once.
+attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what torch, transformers and others do while they are
+imported is done once. What a command itself starts by `sys.executable` is forked as well.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "O
 """How variables begin that libraries read while they are imported: with another value a command starts afresh."""
 LARGEST = 1 << 17
 """Bytes of a request: its words and its environment."""
+CLIENTS = {"attnlens": ("-m", "attnlens"), "python": ()}
+"""Name → the words that come before the typed ones."""
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = {{"words": ["-m", "attnlens", *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ)}}
+request = {{"words": [*{words!r}, *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ)}}
 socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
 child = int(server.recv(64))
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -113,7 +116,7 @@ def _write(end: int, text: str) -> None:
 
 
 def commands() -> Path:
-    """A folder with the command `attnlens`, for the PATH of a shell; this test process's server runs behind it."""
+    """A folder with the commands `attnlens` and `python`, behind which this test process's server runs."""
     if not _folder:
         folder = Path(tempfile.mkdtemp(prefix="attnlens-tests-"))
         command = [sys.executable, __file__, str(folder / "socket")]
@@ -123,9 +126,10 @@ def commands() -> Path:
         while not (folder / "ready").exists():
             assert server.poll() is None, "the server broke down"
             time.sleep(0.05)
-        client = folder / "attnlens"
-        client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket")))
-        client.chmod(0o755)
+        for name, words in CLIENTS.items():
+            client = folder / name
+            client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket"), words=words))
+            client.chmod(0o755)
         _folder.append(folder)
     return _folder[0]
 
@@ -142,6 +146,7 @@ def _serve(address: Path) -> None:
         door.listen()
         for library in LIBRARIES:
             importlib.import_module(library)
+        sys.executable = str(address.parent / "python")
         (address.parent / "ready").touch()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -169,11 +174,19 @@ def _answer(connection: socket.socket) -> None:
     for file in files:
         os.close(file)
     connection.send(str(child).encode())
+    threading.Thread(target=_end_with, args=(connection, child), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         connection.send(str(code).encode())
     finally:
         os._exit(0)
+
+
+def _end_with(connection: socket.socket, child: int) -> None:
+    """Kill the command where who waits for it was killed."""
+    connection.recv(1)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:
@@ -195,6 +208,9 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         if flag == "-m":
             sys.argv, sys.path[0] = rest, request["cwd"]
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif flag == "-c":
+            sys.argv, sys.path[0] = ["-c", *rest[1:]], request["cwd"]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  # a test's program
         else:
             sys.argv, sys.path[0] = request["words"], str(Path(flag).parent)
             runpy.run_path(flag, run_name="__main__")

@@ -20,11 +20,16 @@ def environment_with(**changed):
 
 def attnlens(*words, cwd=None, stdin=None, **environment):
     """The finished program: returncode, stdout, stderr."""
+    return python("-m", "attnlens", *words, cwd=cwd, stdin=stdin, **environment)
+
+
+def python(*words, cwd=None, stdin=None, **environment):
+    """A Python of its own, which has imported torch and transformers already where this environment lets it."""
     env = environment_with(**environment)
     if forkserver.takes(env):
-        return forkserver.run(["-m", "attnlens", *map(str, words)], cwd, env, stdin, seconds=300)
+        return forkserver.run([*map(str, words)], cwd, env, stdin, seconds=300)
     return subprocess.run(
-        [sys.executable, "-m", "attnlens", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=cwd,
         env=env,
         input=stdin,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 from experiment_reports import converging, experiment_report, golden
-from program import attnlens, environment_with, refused, without_torch
+from program import attnlens, python, refused, without_torch
 from test_converge import checkpoint, other_shape
 from typer.testing import CliRunner
 
@@ -156,16 +154,8 @@ def test_a_heads_own_problem_is_drawn_like_the_others(tmp_path):
 
 def test_an_interruption_keeps_the_finished_checkpoints(tmp_path):
     words = ["converge", "--checkpoints", "--source", "weights", "--json", "r.json"]
-    program = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTING, *words],
-        cwd=tmp_path,
-        env=environment_with(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _, told = program.communicate(timeout=200)
-    assert program.returncode == 130, told
+    result = python("-c", INTERRUPTING, *words, cwd=tmp_path)
+    assert result.returncode == 130, result.stderr
     report = read_report(tmp_path / "r.json")
     assert report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
     assert "interrupted" in report.coverage.sentence

@@ -1,16 +1,12 @@
 """Runs every command and Python example of the README and of docs/, and compares what is shown with what comes out."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from program import in_shell
+from program import attnlens, in_shell, python
 from test_layers import FILES, LAYERS, room_of
 from typer.main import get_command
 
@@ -66,7 +62,7 @@ def test_every_command_runs(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("example", each(blocks("python")))
 def test_every_python_example_runs(example, tmp_path):
-    result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = python("-c", example, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     if "print(report, " in example:
         assert result.stdout.startswith("<Report inspect demo: COMPLETE")
@@ -112,9 +108,8 @@ def test_the_architecture_names_every_room_and_its_level():
 
 
 def test_the_shown_table_is_the_real_one():
-    program = shutil.which("attnlens", path=str(Path(sys.executable).parent))
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    result = subprocess.run([program, "inspect"], env=environment, capture_output=True, text=True, check=True)
+    result = attnlens("inspect")
+    assert result.returncode == 0, result.stderr
     shown = [line.strip() for line in re.findall(r"```text\n(.*?)```", README, re.DOTALL)[0].splitlines()]
     rows = [line for line in shown if re.match(r"^(\d+|all|null) ", line)]
     assert len(rows) >= 6
