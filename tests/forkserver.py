@@ -1,8 +1,8 @@
-"""A process that has imported the libraries and forks for each command, which saves the seconds that importing takes.
+"""A process that has imported attnlens and its libraries and forks for each command, which saves what importing takes.
 
 Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
-attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what torch, transformers and others do while they are
-imported is done once. What a command itself starts by `sys.executable` is forked as well.
+attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what attnlens, torch, transformers and others do while
+they are imported is done once. What a command itself starts by `sys.executable` is forked as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import attnlens
+
 LIBRARIES = (
+    "attnlens.cli.commands",
+    "attnlens.export",
+    "attnlens.plots",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",
@@ -35,10 +40,13 @@ LIBRARIES = (
     "scipy.optimize",
     "scipy.stats",
     "torch",
+    "torch._decomp.decompositions_for_jvp",
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt2.tokenization_gpt2",
     "transformers.models.llama.modeling_llama",
 )
 READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "OMP_", "MKL_", "LD_", "SSL_")
@@ -146,6 +154,8 @@ def _serve(address: Path) -> None:
         door.listen()
         for library in LIBRARIES:
             importlib.import_module(library)
+        for name in attnlens.__all__:
+            getattr(attnlens, name)  # each is imported by its first use
         sys.executable = str(address.parent / "python")
         (address.parent / "ready").touch()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them

@@ -43,17 +43,21 @@ def python(*words, cwd=None, stdin=None, **environment):
 
 def without_torch(*words, cwd=None):
     """The same where torch can't be imported, so that it can only answer before the work."""
-    program = "import sys; sys.argv[0] = 'attnlens'; from attnlens.cli import main; sys.modules['torch'] = None; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, words)],
-        cwd=cwd,
-        env=environment_with(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return python("-c", WITHOUT_TORCH, *words, cwd=cwd)
+
+
+WITHOUT_TORCH = """
+import sys
+there = dict(sys.modules)
+for name in there:
+    if name.partition(".")[0] in ("attnlens", "torch", "transformers"):
+        del sys.modules[name]
+sys.modules["torch"] = None
+sys.argv[0] = "attnlens"
+from attnlens.cli import main
+main()
+"""
+"""Makes of a process that has imported everything one that has not."""
 
 
 def in_shell(line, cwd=None, *, afresh=False, **environment):
