@@ -2,7 +2,7 @@
 
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
@@ -61,10 +61,14 @@ def once(*, typechecker: Callable) -> Callable:
 
 
 def _kind(given: object) -> object:
-    """What of an argument the checks see: of another object than a tensor, number or slice, which it is."""
+    """What of an argument the checks see: shapes and types; words themselves; of a longer collection which it is."""
     if isinstance(given, torch.Tensor | numpy.ndarray):
         return given.shape, given.dtype
-    return type(given) if isinstance(given, int | float | slice) else id(given)
+    if isinstance(given, str):
+        return given
+    if isinstance(given, tuple | list) and len(given) <= 8:
+        return type(given), *map(_kind, given)
+    return id(given) if isinstance(given, Iterable) else type(given)
 
 
 def import_rooms() -> None:
