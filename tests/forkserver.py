@@ -8,6 +8,7 @@ they are imported is done once. What a command itself starts by `sys.executable`
 from __future__ import annotations
 
 import atexit
+import fcntl
 import importlib
 import json
 import os
@@ -53,14 +54,17 @@ READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "O
 """How variables begin that libraries read while they are imported: with another value a command starts afresh."""
 LARGEST = 1 << 17
 """Bytes of a request: its words and its environment."""
+MOST, HIGH = 16, 200
+"""Files that a command begins with, at most, and a number above all of theirs."""
 CLIENTS = {"attnlens": ("-m", "attnlens"), "python": ()}
 """Name → the words that come before the typed ones."""
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+files = [number for number in map(int, os.listdir("/dev/fd")) if os.path.exists(f"/dev/fd/{{number}}")]
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = {{"words": [*{words!r}, *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ)}}
-socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+request = {{"words": [*{words!r}, *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ), "files": files}}
+socket.send_fds(server, [json.dumps(request).encode()], files)
 child = int(server.recv(64))
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: os.kill(child, number))
@@ -86,8 +90,8 @@ def run(
     server.connect(str(commands() / "socket"))
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     given, feed = (os.open(os.devnull, os.O_RDONLY), None) if stdin is None else os.pipe()
-    request = json.dumps({"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env)})
-    socket.send_fds(server, [request.encode()], [given, to_out, to_err])
+    request = {"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env), "files": [0, 1, 2]}
+    socket.send_fds(server, [json.dumps(request).encode()], [given, to_out, to_err])
     for end in (given, to_out, to_err):
         os.close(end)
     told: dict[int, str] = {}
@@ -176,7 +180,7 @@ def _serve(address: Path) -> None:
 def _answer(connection: socket.socket) -> None:
     """Run one command, tell its process number and its exit code, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+    request, files, _, _ = socket.recv_fds(connection, LARGEST, MOST)
     child = os.fork()
     if child == 0:
         connection.close()
@@ -203,11 +207,9 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     """Be the command, and end with its exit code."""
     code = 0
     try:
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
+        _take(files, request["files"])
         sys.stdin, sys.stdout, sys.stderr = (
-            open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            open(number, mode, encoding="utf-8", closefd=False) if number in request["files"] else None  # noqa: SIM115
             for number, mode in enumerate(("r", "w", "w"))
         )
         os.chdir(request["cwd"])
@@ -232,8 +234,19 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         traceback.print_exc()
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     os._exit(code)
+
+
+def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Have these files by these numbers, and none by another number of a stream."""
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
+    for file in (0, 1, 2, *files):
+        os.close(file)
+    for file, number in zip(above, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ main()
 
 
 def in_shell(line, cwd=None, *, afresh=False, **environment):
-    """Lines of bash, in which `attnlens` is the finished program; `afresh` where it is run without a stream."""
+    """Lines of bash, in which `attnlens` is the finished program; `afresh` where what it imports is the claim."""
     env = environment_with(**environment)
     folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
     env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])

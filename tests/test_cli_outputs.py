@@ -90,10 +90,8 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     both = (tmp_path / "both").read_text()
     assert both.startswith("site,layer,head")
     assert "COMPLETE: 1 of 1 heads" in both
-    assert (
-        in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub", afresh=True).stdout
-        == piped.stdout
-    )
+    substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
+    assert substituted.stdout == piped.stdout
 
 
 @pytest.mark.parametrize("option", ["png", "html"])
@@ -192,12 +190,12 @@ def test_a_full_stdout_is_told(words):
 
 @pytest.mark.parametrize("words", ["list", "list schema", "--help", LINE])
 def test_a_closed_stdout_is_told(words):
-    refused(in_shell(f"attnlens {words} >&-", afresh=True), "stdout is closed")
+    refused(in_shell(f"attnlens {words} >&-"), "stdout is closed")
 
 
 def test_a_closed_stdin_is_told_where_it_is_read():
-    refused(in_shell("attnlens inspect demo --text - <&-", afresh=True), "stdin is closed")
-    assert in_shell(f"attnlens {LINE} -q <&-", afresh=True).returncode == 0
+    refused(in_shell("attnlens inspect demo --text - <&-"), "stdin is closed")
+    assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0
 
 
 @pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --all-heads --json r.json"])
