@@ -96,7 +96,7 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("option", ["png", "html"])
 def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
-    report = synthetic_report(2, 2)
+    report = synthetic_report(2, 2, source="weights")
     empty = report.model_copy(update={"heads": []})
     files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / "pictures")}
     with pytest.raises(AttnlensError, match="no measures"):
@@ -116,7 +116,9 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
 
     monkeypatch.setattr(plots, "map_figure", breaking)
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
-        deliver(Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2))
+        deliver(
+            Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")
+        )
     drawn = {path.name for path in (tmp_path / "p").iterdir()}
     assert "overview.png" in drawn
     assert "weights.symmetry.png" not in drawn
@@ -152,7 +154,7 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
 
     monkeypatch.setattr(delivery, "write_atomically", full)
     with pytest.raises(OutputError, match="No space"):
-        deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2))
+        deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2, source="weights"))
     assert list(tmp_path.iterdir()) == []
 
 
