@@ -7,7 +7,7 @@
 `inspect`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `verify` and `doctor` return a
 `Report`; `read_report` reads one back, and `read_plan` a plan of ranks; `load` keeps a model for several calls, and
 `load_swapped` brings back one that was saved with another kernel. `capture` and `replaced` work on a model that your
-own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `Parameter` define measures and kernels of your own.
+own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter` define measures and kernels of your own.
 
 The submodules `analyzers`, `attsvm`, `kernels`, `ksvd`, `linalg`, `primal`, `records` and `statistics` are imported
 when they are first used, as in `attnlens.ksvd.dual`.
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from attnlens.records import Report as Report
     from attnlens.records import read_plan as read_plan
     from attnlens.records import read_report as read_report
+    from attnlens.registry import KernelParameter as KernelParameter
     from attnlens.registry import MeasureInfo as MeasureInfo
-    from attnlens.registry import Parameter as Parameter
     from attnlens.registry import analyzer as analyzer
     from attnlens.registry import kernel as kernel
     from attnlens.run.doctor import doctor as doctor
@@ -55,7 +55,7 @@ _ROOMS = {
     "errors": ("AttnlensError",),
     "models": ("load",),
     "records": ("QueryKey", "Report", "read_plan", "read_report"),
-    "registry": ("MeasureInfo", "Parameter", "analyzer", "kernel"),
+    "registry": ("MeasureInfo", "KernelParameter", "analyzer", "kernel"),
     "run": (
         *("capture", "converge_checkpoints", "converge_head", "converge_synthetic", "doctor", "inspect"),
         *("load_swapped", "replaced", "swap_kernel", "verify"),

@@ -46,7 +46,7 @@ def main() -> None:
     for name in (PEERS[package] for package in PEERS if find_spec(package) is None):
         print(f"{name} is not installed (pip install -r benchmarks/requirements.txt): its rows are left out.")
     name, model = subjects.main_model(quick=wanted.quick)
-    whole(name, model, *((16, 2) if wanted.quick else (64, 32)))
+    whole(name, model, *((8, 2) if wanted.quick else (64, 32)))
     megabytes = int(finished(__file__, "--extra", model)) / 1e6
 
     import torch

@@ -31,7 +31,7 @@ def main() -> None:
     print(subjects.machine())
     start(rounds=1 if wanted.quick else 5)
     whole(subjects.models(quick=wanted.quick), rounds=1 if wanted.quick else 3)
-    memory(*subjects.main_model(quick=wanted.quick), (4, 8) if wanted.quick else (32, 128))
+    memory(*subjects.main_model(quick=wanted.quick), (4,) if wanted.quick else (32, 128))
 
 
 def start(rounds: int) -> None:

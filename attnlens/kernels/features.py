@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from attnlens.kernels.spec import wide
-from attnlens.registry import Parameter, kernel
+from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -61,8 +61,8 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     source="Choromanski et al. 2021 (Performer), Lemma 1, orthogonal draws",
     **SUMMED,
     parameters=(
-        Parameter("count", "how many features m", int, default=256, low=1, high=65536),
-        Parameter("seed", "which draw of ω", int, default=0, low=0, high=2**63 - 1),
+        KernelParameter("count", "how many features m", int, default=256, low=1, high=65536),
+        KernelParameter("seed", "which draw of ω", int, default=0, low=0, high=2**63 - 1),
     ),
 )
 def random_features(

@@ -59,7 +59,7 @@ class KernelInfo:
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
     features: (x, scale, side, **parameters) → φ, side being "query" or "key";
     output: (φ(q), φ(k), **parameters) → output."""
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[KernelParameter, ...] = ()
     """What it takes."""
     sign: Callable[..., Tensor] | None = None
     """score: (score, **parameters) → the sign of k, for kernels that can be negative."""
