@@ -62,7 +62,7 @@ class KeyFilter:
         return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
 
 
-def _count(name: str, meaning: str) -> Parameter:
+def _count(name: str, meaning: str) -> KernelParameter:
     return KernelParameter(name, meaning, int, low=1, high=2**31)
 
 

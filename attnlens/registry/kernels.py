@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """A number that a kernel takes, as in `rbf:gamma=1`."""
 
     name: str

@@ -97,7 +97,7 @@ def _typed(name: str, parameters: Sequence[KernelParameter]) -> str:
     return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
-def _allowed(parameter: Parameter) -> str:
+def _allowed(parameter: KernelParameter) -> str:
     """Its range in words, after its meaning."""
     low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
     above = [] if parameter.above is None else [f"> {parameter.above:g}"]
