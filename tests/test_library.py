@@ -69,7 +69,8 @@ AFRESH = """
 import sys
 import attnlens
 assert "torch" not in sys.modules, "importing attnlens loads torch"
-print(attnlens.kernel.__name__, attnlens.analyzer.__name__, attnlens.MeasureInfo.__name__, attnlens.KernelParameter.__name__)
+of_ours = attnlens.kernel, attnlens.analyzer, attnlens.MeasureInfo, attnlens.KernelParameter
+print(*(one.__name__ for one in of_ours))
 assert "torch" not in sys.modules, "what a third party registers with loads torch"
 print(attnlens.ksvd.dual.__name__, attnlens.primal.build.__name__)
 """
