@@ -7,7 +7,8 @@
 `inspect`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `verify` and `doctor` return a
 `Report`; `read_report` reads one back, and `read_plan` a plan of ranks; `load` keeps a model for several calls, and
 `load_swapped` brings back one that was saved with another kernel. `capture` and `replaced` work on a model that your
-own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `Parameter` define measures and kernels of your own.
+own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter` define measures and kernels of your
+own.
 
 The submodules `analyzers`, `attsvm`, `kernels`, `ksvd`, `linalg`, `primal`, `records` and `statistics` are imported
 when they are first used, as in `attnlens.ksvd.dual`.
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from attnlens.records import Report as Report
     from attnlens.records import read_plan as read_plan
     from attnlens.records import read_report as read_report
+    from attnlens.registry import KernelParameter as KernelParameter
     from attnlens.registry import MeasureInfo as MeasureInfo
-    from attnlens.registry import Parameter as Parameter
     from attnlens.registry import analyzer as analyzer
     from attnlens.registry import kernel as kernel
     from attnlens.run.doctor import doctor as doctor
@@ -51,60 +52,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _SUBMODULES = ("analyzers", "attsvm", "kernels", "ksvd", "linalg", "primal", "records", "statistics")
-_HOMES = {
-    "AttnlensError": "attnlens.errors",
-    "MeasureInfo": "attnlens.registry",
-    "Parameter": "attnlens.registry",
-    "QueryKey": "attnlens.records",
-    "Report": "attnlens.records",
-    "analyzer": "attnlens.registry",
-    "capture": "attnlens.run",
-    "converge_checkpoints": "attnlens.run",
-    "converge_head": "attnlens.run",
-    "converge_synthetic": "attnlens.run",
-    "doctor": "attnlens.run",
-    "inspect": "attnlens.run",
-    "kernel": "attnlens.registry",
-    "load": "attnlens.models",
-    "load_swapped": "attnlens.run",
-    "read_plan": "attnlens.records",
-    "read_report": "attnlens.records",
-    "replaced": "attnlens.run",
-    "swap_kernel": "attnlens.run",
-    "verify": "attnlens.run",
+_ROOMS = {
+    "errors": ("AttnlensError",),
+    "models": ("load",),
+    "records": ("QueryKey", "Report", "read_plan", "read_report"),
+    "registry": ("MeasureInfo", "KernelParameter", "analyzer", "kernel"),
+    "run": (
+        *("capture", "converge_checkpoints", "converge_head", "converge_synthetic", "doctor", "inspect"),
+        *("load_swapped", "replaced", "swap_kernel", "verify"),
+    ),
 }
+_HOMES = {name: f"attnlens.{room}" for room, names in _ROOMS.items() for name in names}
 
-__all__ = [
-    "AttnlensError",
-    "MeasureInfo",
-    "Parameter",
-    "QueryKey",
-    "Report",
-    "__version__",
-    "analyzer",
-    "analyzers",
-    "attsvm",
-    "capture",
-    "converge_checkpoints",
-    "converge_head",
-    "converge_synthetic",
-    "doctor",
-    "inspect",
-    "kernel",
-    "kernels",
-    "ksvd",
-    "linalg",
-    "load",
-    "load_swapped",
-    "primal",
-    "read_plan",
-    "read_report",
-    "records",
-    "replaced",
-    "statistics",
-    "swap_kernel",
-    "verify",
-]
+__all__ = sorted([*_SUBMODULES, *_HOMES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

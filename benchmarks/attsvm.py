@@ -46,7 +46,7 @@ def main() -> None:
     for name in (PEERS[package] for package in PEERS if find_spec(package) is None):
         print(f"{name} is not installed (pip install -r benchmarks/requirements.txt): its rows are left out.")
     name, model = subjects.main_model(quick=wanted.quick)
-    whole(name, model, *((16, 2) if wanted.quick else (64, 32)))
+    whole(name, model, *((8, 2) if wanted.quick else (64, 32)))
     megabytes = int(finished(__file__, "--extra", model)) / 1e6
 
     import torch
@@ -163,7 +163,7 @@ def svc(problem: Problem, tolerance: float) -> tuple[float, float]:
 def extra(model: str) -> int:
     """By how many bytes solving one head's problem raises this process's peak memory, the problem being there."""
     from attnlens.attsvm import solve
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     problem = next(heads("", model, quick=model == "demo"))[1]
     solve(random_problem(4, 4, 6))

@@ -51,7 +51,7 @@ def main() -> None:
     print(machine())
     loaded = models.load(given.model)
     contents = texts.read_each(given.text) or texts.sample(given.model)
-    tokens, samples, most = (32, 40, 200) if given.quick else (128, given.samples, 1024)
+    tokens, samples, most = (16, 5, 64) if given.quick else (128, given.samples, 1024)
     found = []
     for content in contents[: 1 if given.quick else None]:
         read, losses = population(loaded, content, tokens, most)

@@ -33,7 +33,8 @@ def main() -> None:
     loaded = models.load(model)
     tokens, sequences = (32, 4) if quick else (128, 32)
     against_forward(loaded, name, tokens, sequences, rounds=1 if quick else 5)
-    definiteness(loaded, name, min(512, loaded.model.config.max_position_embeddings), rounds=1 if quick else 3)
+    most = 64 if quick else min(512, loaded.model.config.max_position_embeddings)
+    definiteness(loaded, name, most, rounds=1 if quick else 3)
     threads(loaded, name, tokens, sequences, rounds=1 if quick else 5)
 
 

@@ -138,7 +138,7 @@ def megabytes(way: str, tokens: int) -> float:
 
 def extra(way: str, tokens: int) -> int:
     """The same in bytes, in this process, after a small pass."""
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     way_of(way, 256)()
     work = way_of(way, tokens)

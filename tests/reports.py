@@ -244,28 +244,15 @@ def _summary(heads: list[Head], layers: int) -> Summary:
     """Two extreme heads, the layers' symmetry, errors and nulls of medians; medians are the tables' own business."""
     if not heads or "weights.symmetry" not in heads[0].measures:
         return Summary()
-    last = heads[-1]
     extremes = [
         Extreme(
-            layer=heads[0].layer,
-            head=heads[0].head,
-            measure="weights.symmetry",
-            value=0.9,
-            rank=1,
-            of=len(heads),
-            percentile=99,
-            text="largest weights.symmetry of them: 0.9",
-        ),
-        Extreme(
-            layer=last.layer,
-            head=last.head,
-            measure="weights.effective_rank",
-            value=2,
-            rank=1,
-            of=len(heads),
-            percentile=1,
-            text="smallest weights.effective_rank of them: 2",
-        ),
+            **{"layer": head.layer, "head": head.head, "measure": measure, "value": value},
+            **{"rank": 1, "of": len(heads), "percentile": percentile, "text": f"{end} {measure} of them: {value}"},
+        )
+        for head, measure, value, percentile, end in (
+            (heads[0], "weights.symmetry", 0.9, 99, "largest"),
+            (heads[-1], "weights.effective_rank", 2, 1, "smallest"),
+        )
     ]
     return Summary(
         extremes=extremes,

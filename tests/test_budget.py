@@ -17,21 +17,22 @@ from program import refused
 
 import attnlens
 from attnlens import arguments, hooks, texts
+from attnlens.attention.costs import SiteSizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.linalg.nested import nested
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
-from attnlens.run.swap.comparison.targets import feed
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks import search as room
-from attnlens.run.swap.ranks.nested import nested
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
-from attnlens.run.swap.ranks.savings import SiteSizes, break_even, costs, saving, sizes
+from attnlens.run.swap.ranks.savings import break_even, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
 from attnlens.sections.swaps.tables import plan_rows
 from attnlens.sentences.plans import plan_lines
 from attnlens.statistics import Design
 from attnlens.texts import Cut
+from attnlens.texts.targets import feed
 
 RANK = parsed("rank:65536")
 SHORT = {"sequences": 16, "tokens": 64}

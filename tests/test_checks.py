@@ -15,7 +15,7 @@ from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.run import checks
 from attnlens.run.swap import gates
-from attnlens.run.swap.comparison.targets import task_of
+from attnlens.texts.targets import task_of
 
 FEW = {"tokens": 12, "sequences": 2}
 

@@ -35,7 +35,7 @@ def rewritten(folder, alter):
 
 def test_inspect_alone_reads_the_demo_and_says_so(tmp_path):
     result = attnlens(
-        "inspect", "--json", "report.json", "--png", "pictures", "--csv", "heads.csv", *SMALL, cwd=tmp_path
+        "inspect", "--json", "report.json", "--png", "page.png", "--csv", "heads.csv", *SMALL, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr
@@ -43,7 +43,7 @@ def test_inspect_alone_reads_the_demo_and_says_so(tmp_path):
     assert "\x1b[" not in result.stdout, "no colours into a pipe"
     report = read_report(tmp_path / "report.json")
     assert len(report.heads) == 32
-    assert (tmp_path / "pictures" / "overview.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "heads.csv").read_text().splitlines()) == 33
 
 
@@ -313,6 +313,11 @@ def test_the_largest_seed_is_one():
     assert attnlens("inspect", "demo", "--seed", 2**63 - 1, *words).returncode == 0
 
 
+def test_without_torch_there_is_no_work():
+    """The control of all that is refused before it."""
+    assert without_torch("inspect", "demo", "-q").returncode == 70
+
+
 def test_words_that_no_command_knows():
     refused(
         without_torch("inspect", "--hedas", "2"), "No such option: --hedas", "--heads", "Run: attnlens inspect --help"
@@ -380,10 +385,10 @@ def test_a_picture_of_an_unknown_kind(tmp_path):
     refused(attnlens("inspect", "demo", "--png", tmp_path / "x.tiff", *SMALL), ".png")
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("wait", [0.0, 0.5, 2.0])
 def test_interruption_leaves_nothing_half_written(tmp_path, wait):
     text = tmp_path / "long.txt"
-    text.write_text((DEMO / "text.txt").read_text() * 200)
+    text.write_text((DEMO / "text.txt").read_text() * 50)
     words = ["inspect", "--json", str(tmp_path / "r.json"), "--sequences", "100000", "--text", str(text)]
     process = subprocess.Popen(
         [str(forkserver.commands() / "attnlens"), *words],

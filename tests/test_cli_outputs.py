@@ -90,15 +90,13 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     both = (tmp_path / "both").read_text()
     assert both.startswith("site,layer,head")
     assert "COMPLETE: 1 of 1 heads" in both
-    assert (
-        in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub", afresh=True).stdout
-        == piped.stdout
-    )
+    substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
+    assert substituted.stdout == piped.stdout
 
 
 @pytest.mark.parametrize("option", ["png", "html"])
 def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
-    report = synthetic_report(2, 2)
+    report = synthetic_report(2, 2, source="weights")
     empty = report.model_copy(update={"heads": []})
     files = {"json": str(tmp_path / "a.json"), "csv": str(tmp_path / "a.csv"), option: str(tmp_path / "pictures")}
     with pytest.raises(AttnlensError, match="no measures"):
@@ -118,7 +116,9 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
 
     monkeypatch.setattr(plots, "map_figure", breaking)
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
-        deliver(Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2))
+        deliver(
+            Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")
+        )
     drawn = {path.name for path in (tmp_path / "p").iterdir()}
     assert "overview.png" in drawn
     assert "weights.symmetry.png" not in drawn
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
 
     monkeypatch.setattr(delivery, "write_atomically", full)
     with pytest.raises(OutputError, match="No space"):
-        deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2))
+        deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2, source="weights"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,12 +192,12 @@ def test_a_full_stdout_is_told(words):
 
 @pytest.mark.parametrize("words", ["list", "list schema", "--help", LINE])
 def test_a_closed_stdout_is_told(words):
-    refused(in_shell(f"attnlens {words} >&-", afresh=True), "stdout is closed")
+    refused(in_shell(f"attnlens {words} >&-"), "stdout is closed")
 
 
 def test_a_closed_stdin_is_told_where_it_is_read():
-    refused(in_shell("attnlens inspect demo --text - <&-", afresh=True), "stdin is closed")
-    assert in_shell(f"attnlens {LINE} -q <&-", afresh=True).returncode == 0
+    refused(in_shell("attnlens inspect demo --text - <&-"), "stdin is closed")
+    assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0
 
 
 @pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --all-heads --json r.json"])

@@ -9,13 +9,14 @@ from experiment_words import assert_in_words
 from loaded import family
 
 from attnlens import attsvm
-from attnlens.analyzers.selection import Selector
+from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.attsvm.head import FactoredForm, Scene, Softmax, first_copies
 from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
 from attnlens.errors import UsageError
+from attnlens.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
 from attnlens.experiments.settings import ExperimentSettings
 from attnlens.requests import reading
-from attnlens.run.training.one_head import FACTORS, as_instances, converge_head, hardening, posed, starts, trained
+from attnlens.run.training.one_head import converge_head, posed
 
 HEAD = (3, 2)
 

@@ -10,7 +10,8 @@ import torch
 import attnlens
 from attnlens import hooks, weights
 from attnlens.errors import UsageError
-from attnlens.run.doctor import TOLERANCE, check_sites, from_weights
+from attnlens.run.doctor import TOLERANCE, check_sites
+from attnlens.weights import rebuilt
 
 REACHED = families.REACHED
 
@@ -54,8 +55,8 @@ def test_a_dropped_rotation_is_found():
     reached = hooks.survey(model, inputs)
     factors = list(weights.factors(model, hooks.survey(model, one), reached))
     own = reached[0].call.query_key(reached[0].site).logits
-    right = from_weights(reached[0], factors[0]).logits
-    wrong = from_weights(reached[0], replace(factors[0], rotation=None)).logits
+    right = rebuilt(reached[0], factors[0]).logits
+    wrong = rebuilt(reached[0], replace(factors[0], rotation=None)).logits
     assert (right - own).norm() < 1e-5 * own.norm()
     assert (wrong - own).norm() > 0.01 * own.norm()
 

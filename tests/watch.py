@@ -2,8 +2,9 @@
 
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from importlib import import_module
 from unittest.mock import patch
@@ -61,10 +62,16 @@ def once(*, typechecker: Callable) -> Callable:
 
 
 def _kind(given: object) -> object:
-    """What of an argument the checks see: of another object than a tensor, number or slice, which it is."""
+    """What of an argument the checks see: shapes, types, words and classes; which one a long collection is."""
     if isinstance(given, torch.Tensor | numpy.ndarray):
         return given.shape, given.dtype
-    return type(given) if isinstance(given, int | float | slice) else id(given)
+    if isinstance(given, str | type):
+        return given
+    if isinstance(given, tuple | list) and len(given) <= 8:
+        return type(given), *map(_kind, given)
+    if is_dataclass(given):
+        return type(given), *(_kind(getattr(given, field.name)) for field in fields(given))
+    return id(given) if isinstance(given, Iterable) else type(given)
 
 
 def import_rooms() -> None:

@@ -103,26 +103,26 @@ def _of_any(call: Call, kernel: Kernel) -> str | None:
 def _of_products(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.dot is None:
         return ""
-    if kernel.info.form == "score" and call.softcap is not None:
-        return CAPPED
-    if kernel.filter is not None:
-        return f"the filter {kernel.filter.modifier.name} is no mask that SDPA computes by itself"
-    return _of_any(call, kernel)
+    return _of_linear(call, kernel, "mask that SDPA computes by itself") or _of_any(call, kernel)
 
 
 def _of_sums(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.feature_map is None:
         return ""
+    found = _of_linear(call, kernel, "running sum")
+    if found is None and call.bias is not None:
+        return "the model adds a bias to its scores, which a running sum can't"
+    found = found or _of_any(call, kernel)
+    if found is None and reach(call) is None:
+        return "the mask is neither causal nor a mask of padded keys alone"
+    return found
+
+
+def _of_linear(call: Call, kernel: Kernel, what: str) -> str | None:
+    """What neither products nor sums can do; `what`: what a filter is not."""
     if kernel.info.form == "score" and call.softcap is not None:
         return CAPPED
-    if kernel.filter is not None:
-        return f"the filter {kernel.filter.modifier.name} is no running sum"
-    if call.bias is not None:
-        return "the model adds a bias to its scores, which a running sum can't"
-    common = _of_any(call, kernel)
-    if common is None and reach(call) is None:
-        return "the mask is neither causal nor a mask of padded keys alone"
-    return common
+    return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is no {what}"
 
 
 def _of_scores(call: Call, kernel: Kernel) -> str | None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from attnlens.attsvm.problem import Problem
     from attnlens.attsvm.solution import Status
 
+    Each = Float[Tensor, " constraints"]
+
 PROOF = 1e-10
 """‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that there is no W: any W would be 10¹⁰ times the constraints' scale."""
 ROUNDING = 1e-10
@@ -26,9 +28,7 @@ NEGLIGIBLE = 1e-9
 """Share of the largest λ‖u zᵀ‖ below which a constraint carries nothing."""
 
 
-def certified(
-    problem: Problem, multipliers: Float[Tensor, " constraints"], tolerance: float = 1e-9, iterations: int = 0
-) -> Solution:
+def certified(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
     """The answer that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled until it is feasible.
 
     Negative λ at inequalities are set to 0, so that D is a true bound for any λ. Where equalities with b ≠ 0 forbid
@@ -53,15 +53,13 @@ def certified(
     return judged(problem, multipliers * factor, W * factor, reach, tolerance, iterations)
 
 
-def lengths(problem: Problem) -> Float[Tensor, " constraints"]:
+def lengths(problem: Problem) -> Each:
     """‖u zᵀ‖ of every constraint."""
-    reach: Float[Tensor, " constraints"] = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)
+    reach: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)
     return reach
 
 
-def refuted(
-    multipliers: Float[Tensor, " constraints"], free: Bool[Tensor, " constraints"], norm: float, iterations: int
-) -> Solution:
+def refuted(multipliers: Each, free: Bool[Tensor, " constraints"], norm: float, iterations: int) -> Solution:
     """No W exists (Gordan): the multipliers with Σλ = 1 over the inequalities, or Σ|λ| = 1 where all are equalities."""
     total = float(multipliers[~free].sum()) or float(multipliers.abs().sum())
     return Solution(
@@ -78,16 +76,16 @@ def refuted(
     )
 
 
-def carried(loads: Float[Tensor, " constraints"]) -> Bool[Tensor, " constraints"]:
+def carried(loads: Each) -> Bool[Tensor, " constraints"]:
     """Which loads are more than rounding of the largest."""
     return loads > NEGLIGIBLE * loads.max()
 
 
 def judged(
     problem: Problem,
-    multipliers: Float[Tensor, " constraints"],
+    multipliers: Each,
     W: Float[Tensor, "d d_query"],
-    reach: Float[Tensor, " constraints"],
+    reach: Each,
     tolerance: float,
     iterations: int,
 ) -> Solution:
@@ -116,9 +114,7 @@ def judged(
     )
 
 
-def feasible_scale(
-    scores: Float[Tensor, " constraints"], bounds: Float[Tensor, " constraints"], free: Bool[Tensor, " constraints"]
-) -> float:
+def feasible_scale(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -> float:
     """The least t with t · score ≥ b wherever b > 0; 1 where there is none or an equality with b ≠ 0 fixes it."""
     positive = ~free & (bounds > 0.0)
     if not positive.any() or (bounds[free] != 0.0).any() or not (scores[positive] > 0.0).all():
@@ -126,21 +122,19 @@ def feasible_scale(
     return float((bounds[positive] / scores[positive]).max())
 
 
-def violations(
-    scores: Float[Tensor, " constraints"], bounds: Float[Tensor, " constraints"], free: Bool[Tensor, " constraints"]
-) -> Float[Tensor, " constraints"]:
+def violations(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -> Each:
     """How far each constraint is broken: |score − b| at equalities, b − score where positive elsewhere."""
     short = bounds - scores
     return torch.where(free, short.abs(), short.clamp(min=0.0))
 
 
 def optimality(
-    scores: Float[Tensor, " constraints"],
-    bounds: Float[Tensor, " constraints"],
+    scores: Each,
+    bounds: Each,
     free: Bool[Tensor, " constraints"],
-    price: Float[Tensor, " constraints"],
+    price: Each,
     norm: float,
-    reach: Float[Tensor, " constraints"],
+    reach: Each,
 ) -> float:
     """The larger of violation against |b| + ‖W‖‖u zᵀ‖ and λ|score − b| against ‖W‖²; W = W(λ) by construction."""
     span = bounds.abs() + norm * reach

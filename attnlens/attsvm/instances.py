@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     BilinearForm = Float[Tensor, "trials d d_query"]
+    Weights = Float[Tensor, "trials n T"]
+    Read = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
+    """(f, γ_t − γ_α)."""
 
 
-@dataclass(frozen=True)
-class Anchored:
+class Anchored(NamedTuple):
     """The tokens as seen from α, the token of the largest weight: what is far below it keeps its digits."""
 
     chosen: Int[Tensor, "trials n"]
@@ -33,9 +35,7 @@ class Anchored:
 class PredictionHead(Protocol):
     """A differentiable h behind the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
 
-    def read(
-        self, weights: Float[Tensor, "trials n T"], seen: Anchored
-    ) -> tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]:
+    def read(self, weights: Weights, seen: Anchored) -> Read:
         """(f, γ_t − γ_α)."""
 
 
@@ -45,10 +45,8 @@ class Linear:
 
     v: Float[Tensor, "trials d"]
 
-    def read(
-        self, weights: Float[Tensor, "trials n T"], seen: Anchored
-    ) -> tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]:
-        """(f, γ_t − γ_α) with γ_t = vᵀx_t."""
+    def read(self, weights: Weights, seen: Anchored) -> Read:
+        """γ_t = vᵀx_t."""
         v = self.v[:, None, :, None]
         rises = (seen.differences @ v).squeeze(-1)
         return (seen.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
@@ -60,10 +58,8 @@ class Relu:
 
     V: Float[Tensor, "trials hidden d"]
 
-    def read(
-        self, weights: Float[Tensor, "trials n T"], seen: Anchored
-    ) -> tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]:
-        """(f, γ_t − γ_α) with γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
+    def read(self, weights: Weights, seen: Anchored) -> Read:
+        """γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
         mean = seen.token + (weights[..., None, :] @ seen.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
@@ -76,9 +72,7 @@ class Scores:
 
     scores: Float[Tensor, "trials n T"]
 
-    def read(
-        self, weights: Float[Tensor, "trials n T"], seen: Anchored
-    ) -> tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]:
+    def read(self, weights: Weights, seen: Anchored) -> Read:
         """(f, γ_t − γ_α)."""
         chosen = self.scores.gather(-1, seen.chosen[..., None])
         rises = self.scores - chosen

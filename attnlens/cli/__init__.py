@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -13,6 +14,7 @@ def main() -> None:
     """Run the program, and end it with the exit code that the contract says."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller has it ignored
         signal.signal(signal.SIGINT, leave)
+    gc.disable()  # until the work begins: what imports make stays
     from attnlens.cli.entry import run
 
     run()

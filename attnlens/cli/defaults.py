@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -69,6 +68,8 @@ def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    import tomllib
+
     try:
         return tomllib.loads(read_bytes(file, UsageError, REMEDY, most=LARGEST).decode())
     except RecursionError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,9 +40,14 @@ def check_reading(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Around the one call of a command: progress is shown, and transformers logs nothing."""
+    """Around the one call of a command: progress is shown, and transformers and matplotlib log nothing."""
+    gc.enable()
     with interruptible_at_once():
+        import logging
+
         from attnlens.models.quiet import unlogged
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
 
     with unlogged(), progress(shown=outputs.moving) as tell:
         yield tell

@@ -83,26 +83,19 @@ def share_of(share: float, trials: int, label: str, published: float | None, the
     return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
 
 
+class Shown(TypedDict, total=False):
+    """How a curve is drawn, as in records.Curve."""
+
+    bounded: bool
+    picture: str | None
+    label: str | None
+
+
 def curve(
-    steps: Sequence[float],
-    values: Float[Tensor, "steps trials"],
-    quantity: str,
-    *,
-    bounded: bool = False,
-    picture: str | None = None,
-    label: str | None = None,
+    steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **shown: Unpack[Shown]
 ) -> Curve:
     """Median and quartiles over the trials that have a value."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )
-    return Curve(
-        steps=list(steps),
-        median=median,
-        low=low,
-        high=high,
-        quantity=quantity,
-        bounded=bounded,
-        picture=picture,
-        label=label,
-    )
+    return Curve(steps=list(steps), median=median, low=low, high=high, quantity=quantity, **shown)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"
 SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One kernel K = Φ_q FᵀF Φ_kᵀ."""
 
     name: str

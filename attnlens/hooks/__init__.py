@@ -1,11 +1,13 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
+from attnlens.hooks.eager import handed_out
 from attnlens.hooks.implementations import implementation, is_attention
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
     CallCounter,
     Replacement,
+    Swaps,
     install,
     is_answered,
     opened,
@@ -36,12 +38,14 @@ __all__ = [
     "CallCounter",
     "Reached",
     "Replacement",
+    "Swaps",
     "allow_float64",
     "as_dtype",
     "at_real_tokens",
     "blocks",
     "difference",
     "forward",
+    "handed_out",
     "identity_error",
     "implementation",
     "inputs_of",

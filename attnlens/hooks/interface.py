@@ -138,6 +138,10 @@ class Replacement:
     """Query heads; None means all."""
 
 
+Swaps = Mapping[Site, Replacement]
+"""What is swapped at which sites."""
+
+
 @contextmanager
 def watch(
     model: PreTrainedModel,
@@ -165,7 +169,7 @@ def watch(
 def replace(
     model: PreTrainedModel,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, Replacement],
+    swaps: Swaps,
     path: Route = "auto",
     *,
     every_site: bool = True,

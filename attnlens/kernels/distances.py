@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.kernels.fitting import centred_keys, pairs_weighted, row_centred, some_rows
 from attnlens.kernels.spec import log_magnitude, wide
-from attnlens.registry import Parameter, kernel
+from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -85,7 +85,7 @@ def _rbf_dot(
     symmetric=True,
     features="infinite",
     form="pair",
-    parameters=(Parameter("gamma", "the inverse width γ", float, default=0.5, above=0.0),),
+    parameters=(KernelParameter("gamma", "the inverse width γ", float, default=0.5, above=0.0),),
     dot=_rbf_dot,
     fused="SDPA with one more head dimension, two in half precision",
     equal_lengths="the exponential kernel with a scale of 2γs",
@@ -114,7 +114,7 @@ def rbf(
     symmetric=True,
     features="infinite",
     form="pair",
-    parameters=(Parameter("gamma", "the inverse width γ", float, default=1.0, above=0.0),),
+    parameters=(KernelParameter("gamma", "the inverse width γ", float, default=1.0, above=0.0),),
 )
 def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
     """The exponential of the city-block distance."""
@@ -213,7 +213,7 @@ def _cosine_dot(
     features="infinite",
     form="pair",
     # With ‖q‖ = ‖k‖ = √head_dim, entries of unit variance, s⟨q, k⟩ is √head_dim·cos: 8 for the usual 64.
-    parameters=(Parameter("beta", "the inverse temperature β", float, default=8.0, above=0.0),),
+    parameters=(KernelParameter("beta", "the inverse temperature β", float, default=8.0, above=0.0),),
     dot=_cosine_dot,
     fused="SDPA on normalised queries and keys",
     fit=BetaFit,

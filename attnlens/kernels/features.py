@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlens.kernels.spec import wide
-from attnlens.registry import Parameter, kernel
+from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -20,16 +20,20 @@ RELU_FLOOR = 1e-3
 LARGEST_EXPONENT = 40.0
 """Bound of ⟨ω, x√s⟩ − s‖x‖²/2. It takes 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 standard deviations of ω to get there."""
 
+SUMMED: dict[str, Any] = {
+    "positive": True,
+    "symmetric": True,
+    "features": "finite",
+    "form": "features",
+    "fused": "running sums, O(tokens)",
+}
+
 
 @kernel(
     "elu",
     formula="log⟨φ(q), φ(k)⟩, φ(x) = elu(x√s) + 1",
     source="Katharopoulos et al. 2020, Eq. 7 (s = 1)",
-    positive=True,
-    symmetric=True,
-    features="finite",
-    form="features",
-    fused="running sums, O(tokens)",
+    **SUMMED,
 )
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
@@ -43,11 +47,7 @@ def elu(x: Tokens, scale: float, side: str) -> Tokens:
     "relu",
     formula="log⟨φ(q), φ(k)⟩, φ(x) = max(x√s, 0) + 0.001",
     source="Choromanski et al. 2021 (Performer-ReLU, with its code's floor)",
-    positive=True,
-    symmetric=True,
-    features="finite",
-    form="features",
-    fused="running sums, O(tokens)",
+    **SUMMED,
 )
 def relu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with rectified features."""
@@ -59,15 +59,11 @@ def relu(x: Tokens, scale: float, side: str) -> Tokens:
     "random-features",
     formula="log⟨φ(q), φ(k)⟩, φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√m; its mean over ω is exp(s⟨q, k⟩)",
     source="Choromanski et al. 2021 (Performer), Lemma 1, orthogonal draws",
-    positive=True,
-    symmetric=True,
-    features="finite",
-    form="features",
+    **SUMMED,
     parameters=(
-        Parameter("count", "how many features m", int, default=256, low=1, high=65536),
-        Parameter("seed", "which draw of ω", int, default=0, low=0, high=2**63 - 1),
+        KernelParameter("count", "how many features m", int, default=256, low=1, high=65536),
+        KernelParameter("seed", "which draw of ω", int, default=0, low=0, high=2**63 - 1),
     ),
-    fused="running sums, O(tokens)",
 )
 def random_features(
     x: Tokens, scale: float, side: str, count: int, seed: int

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.kernels.fitting import pairs_weighted
 from attnlens.kernels.spec import wide
-from attnlens.registry import Parameter, kernel
+from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -101,7 +101,7 @@ def _low(query: Query, key: Key, scale: float, rank: int, query_map: Map, key_ma
     symmetric=False,
     features="infinite",
     form="score",
-    parameters=(Parameter("rank", "how many dimensions r are kept of head_dim", int, low=1, high=65536),),
+    parameters=(KernelParameter("rank", "how many dimensions r are kept of head_dim", int, low=1, high=65536),),
     dot=_low,
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.kernels.parts import keyless, mercer, negativeless, skewless
-from attnlens.registry import Parameter
+from attnlens.registry import KernelParameter
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -28,7 +28,7 @@ class Modifier:
     """In plain words."""
     source: str
     """The paper."""
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[KernelParameter, ...] = ()
     """What it takes."""
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
     """Filters: (query positions, key positions, **parameters) → which keys are kept, by broadcasting."""
@@ -62,8 +62,8 @@ class KeyFilter:
         return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
 
 
-def _count(name: str, meaning: str) -> Parameter:
-    return Parameter(name, meaning, int, low=1, high=2**31)
+def _count(name: str, meaning: str) -> KernelParameter:
+    return KernelParameter(name, meaning, int, low=1, high=2**31)
 
 
 WHOLE = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."

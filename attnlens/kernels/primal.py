@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError
 from attnlens.kernels.lowrank import roots
-from attnlens.registry import Parameter, kernel
+from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -193,8 +193,8 @@ def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tenso
     features="finite",
     form="output",
     parameters=(
-        Parameter("scores", "how many scores s of each kind a token has", int, low=1, high=65536),
-        Parameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
+        KernelParameter("scores", "how many scores s of each kind a token has", int, low=1, high=65536),
+        KernelParameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
     ),
     fused="scores, O(tokens)",
     fit=PrimalFit,

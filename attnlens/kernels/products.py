@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.kernels.fitting import some_rows, squared_error
 from attnlens.kernels.spec import log_magnitude, wide
-from attnlens.registry import Parameter, kernel
+from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -109,8 +109,8 @@ def _polynomial_sign(
     features="finite",
     form="score",
     parameters=(
-        Parameter("degree", "the power p", int, default=2, low=1, high=64, even=True),
-        Parameter("offset", "the constant c beside the score", float, default=0.0),
+        KernelParameter("degree", "the power p", int, default=2, low=1, high=64, even=True),
+        KernelParameter("offset", "the constant c beside the score", float, default=0.0),
     ),
     sign=_polynomial_sign,
     fused="FlexAttention; row tiles on a CPU",
@@ -141,7 +141,7 @@ def _partial_exponential(score: Score, order: int) -> Score:
     symmetric=True,
     features="finite",
     form="score",
-    parameters=(Parameter("order", "the last power N", int, default=4, low=1, high=64, even=True),),
+    parameters=(KernelParameter("order", "the last power N", int, default=4, low=1, high=64, even=True),),
     sign=lambda score, order: _odd_sign(_partial_exponential(score, order)).to(wide(score)),
     fused="FlexAttention; row tiles on a CPU",
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     Key = Float[Tensor, "batch heads keys head_dim"]
     Log = Float[Tensor, "batch heads queries keys"]
     Pairs = Float[Tensor, "*batch n n"]
+    Cap = float | None
 
 ALL = slice(None)
 
@@ -85,14 +86,7 @@ class Kernel:
         return replace(self, fitted=dict(fitted))
 
     def log(
-        self,
-        query: Query,
-        key: Key,
-        scale: float,
-        *,
-        softcap: float | None = None,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
     ) -> Float[Tensor, "batch heads rows columns"]:
         """log|k(q, k)| of these rows and columns, exact and with its query-only terms; keys are repeated under GQA.
 
@@ -110,14 +104,7 @@ class Kernel:
         return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
 
     def sign(
-        self,
-        query: Query,
-        key: Key,
-        scale: float,
-        *,
-        softcap: float | None = None,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
     ) -> Float[Tensor, "batch heads rows columns"]:
         """The sign of k, for a kernel that is `signed`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
@@ -139,7 +126,7 @@ class Kernel:
             )
         return {"tied-query": (query, query), "tied-key": (key, key)}.get(self.tie, (query, key))
 
-    def _log(self, query: Query, key: Key, scale: float, softcap: float | None) -> Log:
+    def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Log:
         numbers = {**self.parameters, **self.fitted}
         if self.info.form == "output":
             raise UsageError(
@@ -161,7 +148,7 @@ class Kernel:
         return log_magnitude(product + least(product.dtype))
 
 
-def score(query: Query, key: Key, scale: float, softcap: float | None) -> Log:
+def score(query: Query, key: Key, scale: float, softcap: Cap) -> Log:
     """s⟨q, k⟩, bounded by the model's softcap where it has one."""
     product = query @ key.mT * scale
     return product if softcap is None else (product / softcap).tanh() * softcap

@@ -10,7 +10,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels.loading import kernels
 from attnlens.kernels.modifiers import FILTERS, TIES, KeyFilter
 from attnlens.kernels.spec import Kernel
-from attnlens.registry import Parameter, checked_name
+from attnlens.registry import KernelParameter, checked_name
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
@@ -50,7 +50,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     return kernel
 
 
-def _numbers(name: str, words: str, parameters: Sequence[Parameter]) -> dict[str, float]:
+def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
     """`gamma=1,…` or bare values in order, checked, with defaults."""
     values: dict[str, float] = {}
     for index, word in enumerate(filter(None, words.split(","))):
@@ -73,7 +73,7 @@ def _numbers(name: str, words: str, parameters: Sequence[Parameter]) -> dict[str
     return {p.name: values[p.name] for p in parameters}
 
 
-def _number(name: str, parameter: Parameter, word: str) -> float:
+def _number(name: str, parameter: KernelParameter, word: str) -> float:
     try:
         value = parameter.kind(word)
     except ValueError:
@@ -85,7 +85,7 @@ def _number(name: str, parameter: Parameter, word: str) -> float:
     return value
 
 
-def _crossed(parameter: Parameter, value: float) -> str | None:
+def _crossed(parameter: KernelParameter, value: float) -> str | None:
     """The border of its range that `value` is beyond, in words."""
     above = parameter.above is not None and value <= parameter.above
     # math.isfinite takes no whole number beyond the largest float
@@ -126,12 +126,12 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
         )
 
 
-def _how_many(parameters: Iterable[Parameter]) -> str:
+def _how_many(parameters: Iterable[KernelParameter]) -> str:
     count = len(list(parameters))
     return "no parameter" if count == 0 else "one parameter" if count == 1 else f"{count} parameters"
 
 
-def _help(name: str, parameters: Sequence[Parameter]) -> str:
+def _help(name: str, parameters: Sequence[KernelParameter]) -> str:
     if not parameters:
         return f"Write it as {name}."
     shown = ",".join(f"{p.name}={p.default:g}" if p.default is not None else f"{p.name}=…" for p in parameters)

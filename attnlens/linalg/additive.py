@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ REFINEMENTS = 2
 """Steps that take the ridge's effect out again: each leaves RIDGE/λ of it, λ the least eigenvalue that is not zero."""
 
 
-@dataclass(frozen=True)
-class Solver:
+class Solver(NamedTuple):
     """N⁺g for g in the range of N, a singular positive semidefinite matrix, by Cholesky of N + RIDGE and refinement."""
 
     matrix: Float[Tensor, "size size"]

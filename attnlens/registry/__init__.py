@@ -15,7 +15,7 @@ from attnlens.registry.analysis import (
     measure_infos,
     measure_sources,
 )
-from attnlens.registry.kernels import KERNELS, Fit, KernelInfo, OutputFit, Parameter, kernel
+from attnlens.registry.kernels import KERNELS, Fit, KernelInfo, KernelParameter, OutputFit, kernel
 from attnlens.registry.measure_info import NOT_IDENTIFIED, MeasureInfo
 from attnlens.registry.names import checked_name
 
@@ -29,9 +29,9 @@ __all__ = [
     "Gathering",
     "GatheringPlace",
     "KernelInfo",
+    "KernelParameter",
     "MeasureInfo",
     "OutputFit",
-    "Parameter",
     "Readings",
     "analyzer",
     "analyzers",

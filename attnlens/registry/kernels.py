@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """A number that a kernel takes, as in `rbf:gamma=1`."""
 
     name: str
@@ -59,7 +59,7 @@ class KernelInfo:
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
     features: (x, scale, side, **parameters) → φ, side being "query" or "key";
     output: (φ(q), φ(k), **parameters) → output."""
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[KernelParameter, ...] = ()
     """What it takes."""
     sign: Callable[..., Tensor] | None = None
     """score: (score, **parameters) → the sign of k, for kernels that can be negative."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from attnlens.errors import UsageError
@@ -13,6 +12,8 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     options = list(known)
     if name in options:
         return name
+    import difflib
+
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
     near = difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""

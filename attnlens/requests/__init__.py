@@ -13,7 +13,7 @@ from attnlens.requests.run_options import (
     SeriesRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Numbers, Words, head, numbers, one_head, whole, words
+from attnlens.requests.values import Words, head, numbers, one_head, whole, words
 
 __all__ = [
     "OUTPUT",
@@ -21,7 +21,6 @@ __all__ = [
     "InspectRequest",
     "Loading",
     "ModelRequest",
-    "Numbers",
     "Option",
     "SeriesRequest",
     "SwapRequest",

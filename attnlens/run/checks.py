@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlens import hooks, models, texts, weights
 from attnlens.errors import IdentityError, ModelError, UsageError, is_memory
 from attnlens.hooks import Reached
-from attnlens.records import Conventions, Settings, Skipped
+from attnlens.records import Conventions, Skipped
 
 CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
@@ -122,17 +122,13 @@ def _same_tensor(one: str, other: str) -> bool:
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
-def check_chosen(settings: Settings, reached: Sequence[Reached]) -> None:
+def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[Reached]) -> None:
     """Raise UsageError for chosen layers or heads that the model does not have."""
-    check_numbers("layer", settings.layers, len(reached))
-    check_numbers("head", settings.heads, max(found.call.query.shape[1] for found in reached))
-
-
-def check_numbers(what: str, numbers: Sequence[int] | None, count: int) -> None:
-    """Raise UsageError for a layer or head that the model does not have."""
-    wrong = [number for number in numbers or () if not 0 <= number < count]
-    if wrong:
-        raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
+    most = max(found.call.query.shape[1] for found in reached)
+    for what, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
+        wrong = [number for number in numbers or () if not 0 <= number < count]
+        if wrong:
+            raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
 
 
 def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens import hooks, models, requests, texts, tracer, weights
+from attnlens import hooks, models, requests, texts, weights
 from attnlens.arguments import public
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
-from attnlens.records import Call, Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
+from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
 from attnlens.requests import ModelRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.initialised import attention, refuse_initialised
-from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Progress, silent
+from attnlens.run.provenance import report_of
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
@@ -48,9 +46,10 @@ def doctor(
     """
     start = time.perf_counter()
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
-    loading, asked = feeding.loading_of(more, model), reading.settings(given)
+    loading: models.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
+    asked = reading.settings(given)
     named = texts.read_each(given["text"])
-    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
+    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **loading)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, given["text"], asked.tokens)
@@ -62,24 +61,21 @@ def doctor(
 def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """The report of the model on these inputs, but for its timings."""
     reached = checks.sites(loaded, inputs)
-    checks.check_chosen(settings, reached)
+    checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = hooks.identity_error(loaded.model, inputs)
     first = checks.sites(loaded, texts.placeholder(loaded, 1, settings.seed).batches[0].inputs)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
-    return Report(
-        tool=tool(),
-        command="doctor",
+    return report_of(
+        "doctor",
         model=loaded.info,
         settings=feeding.seen(settings, loaded, reached),
-        environment=environment(),
         coverage=coverage,
         summary=Summary(
             identity_error=identity if identity == identity else None, verdict=_verdict(found, identity, coverage)
         ),
         doctor=found,
-        peak_memory_bytes=peak_memory(),
     )
 
 
@@ -111,10 +107,6 @@ def _verdict(found: Sequence[SiteCheck], identity: float, coverage: Coverage) ->
     if not identity <= TOLERANCE or not all(check.passed for check in found):
         return "differs"
     return "agrees" if coverage.complete else "partly checked"
-
-
-def _with_dtype(loading: models.Loading) -> models.Loading:
-    return {"dtype": "float64", **loading}
 
 
 def _precise(loaded: models.Loaded) -> models.Loaded:
@@ -163,7 +155,7 @@ def own_probabilities(
     sites = [found.site for found in reached]
     found: dict[Site, Tensor] = {}
     try:
-        other = hooks.difference(model, inputs, _eager(model, reached, found))
+        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, found))
     except checks.FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({models.first_line(error)})"
         return dict.fromkeys(sites, why)
@@ -174,49 +166,6 @@ def own_probabilities(
         dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
         | found
     )
-
-
-@contextmanager
-def _eager(model: PreTrainedModel, reached: Sequence[Reached], found: dict[Site, Tensor]) -> Iterator[None]:
-    """Inside, the model uses transformers' eager attention, and `found` are the weights of its softmaxes.
-
-    Where none has the shape of the site's (a sink has a column of its own), they are what the module hands out.
-    """
-    shapes = {one.site: (*one.call.query.shape[:3], one.call.key.shape[2]) for one in reached}
-    sites = {(site.path, site.ordinal): site for site in shapes}
-    paths = {one.module: one.site.path for one in reached}
-    calls: Counter[str] = Counter()
-    softmaxes: Counter[str] = Counter()
-
-    def shown(module: nn.Module, weights: Tensor) -> None:
-        site = sites.get((paths.get(module, ""), softmaxes[paths.get(module, "")]))
-        if site is not None:
-            softmaxes[site.path] += 1
-            if weights.shape == shapes[site]:
-                found[site] = weights
-
-    def remember(path: str) -> Any:
-        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            site = sites[path, calls[path]]
-            calls[path] += 1
-            for part in output if isinstance(output, tuple) else ():
-                if isinstance(part, Tensor) and part.shape == shapes[site] and softmaxes[path] < calls[path]:
-                    found[site] = part  # the last of them, as T5 hands out its position bias first
-
-        return hook
-
-    handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
-    try:
-        with hooks.implementation(model, "eager"), tracer.tracing(model, _unused, prove=True, shown=shown):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _unused(call: Call) -> Tensor:
-    """An answer that the model does not go on with."""
-    return call.value
 
 
 def _fed(
@@ -247,7 +196,7 @@ def _check(
     else:
         errors[0] = _error(query_key, own[:, heads])
         if not isinstance(factors, UnreadableError):
-            errors[1] = _error(from_weights(found, factors).select(heads), own[:, heads])
+            errors[1] = _error(weights.rebuilt(found, factors).select(heads), own[:, heads])
     passed = all(error is None or error <= TOLERANCE for error in errors)
     checked = sum(error is not None for error in errors)
     return SiteCheck(
@@ -261,28 +210,6 @@ def _check(
         passed=passed,
         verdict=("not checked", "partly checked", "agrees")[checked] if passed else "differs",
     )
-
-
-def from_weights(found: Reached, factors: weights.Factors) -> QueryKey:
-    """The site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
-
-    Under QK-norm the per-token length, which W_Q does not carry, is taken from the captured queries and keys.
-    """
-    captured = found.call.query_key(found.site)
-    x = found.arguments[found.input_name].double().flatten(1, -2)
-    y = x if found.other is None else found.arguments[found.other].double().flatten(1, -2)
-    rebuilt = []
-    for inputs, factor, bias, seen in (
-        (x, factors.maps.query, factors.maps.query_bias, captured.query),
-        (y, factors.maps.key, factors.maps.key_bias, captured.key),
-    ):
-        part = torch.einsum("btd,hdk->bhtk", inputs, factor) + bias[:, None]
-        if factors.rotation is not None:
-            part = factors.rotation.turned(part)
-        if factors.qk_norm:
-            part = nn.functional.normalize(part, dim=-1) * seen.norm(dim=-1, keepdim=True)
-        rebuilt.append(part)
-    return replace(captured, query=rebuilt[0], key=rebuilt[1])
 
 
 def _error(query_key: QueryKey, own: Tensor) -> float:

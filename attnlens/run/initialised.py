@@ -13,7 +13,7 @@ from attnlens import hooks, models
 from attnlens.attention import attend
 from attnlens.errors import ModelError
 from attnlens.records import Call, Task
-from attnlens.run.swap.comparison.targets import asking, logits_of, states_of
+from attnlens.texts.targets import asking, logits_of, states_of
 
 Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
 """What is measured of a forward pass on these inputs."""

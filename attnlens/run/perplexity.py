@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attnlens.models import Loaded
 from attnlens.run.swap.comparison.outputs import sequence_losses
-from attnlens.run.swap.comparison.targets import NOTHING, feed, logits_of, task_of
 from attnlens.texts import Batches
+from attnlens.texts.targets import NOTHING, feed, logits_of, task_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float

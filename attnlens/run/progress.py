@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from attnlens.records import Report
 
 Progress = Callable[[str, int, int], None]
 """(stage, steps done, steps in all)."""
+Tell = Callable[[int], None]
+"""(steps more of a stage)."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,3 +24,13 @@ class Interrupted(KeyboardInterrupt):
 
 def silent(_stage: str, _done: int, _total: int) -> None:
     """Show no progress."""
+
+
+@contextmanager
+def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+    """Enter how long the block took, in seconds, whichever way it ends."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[stage] = time.perf_counter() - start

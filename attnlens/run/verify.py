@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from attnlens import requests
@@ -16,57 +15,31 @@ from attnlens.records import Experiment, Report, Skipped
 from attnlens.run.progress import Progress, silent
 from attnlens.run.training.synthetic import WIDTH, finished
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """How a row is to be run."""
-
-    quick: bool
-    """Whether with fewer trials and wider tolerances."""
-    seed: int
-    progress: Progress
+Row = Callable[[bool, int, Progress], list[Experiment]]
+"""(quick, seed, progress) → what was found."""
 
 
-Row = Callable[[Wanted], list[Experiment]]
-
-
-def golden_row(_wanted: Wanted) -> list[Experiment]:
-    """Instances with known solutions; they take no time, so that quick changes nothing."""
-    return [golden()]
-
-
-def att_svm_row(wanted: Wanted, name: str) -> list[Experiment]:
+def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list[Experiment]:
     """One synthetic experiment of Att-SVM at the published sizes."""
-    return run_experiments([name], quick=wanted.quick, overrides={"seed": wanted.seed}, progress=wanted.progress)
+    return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
 
 
-def identities_row(wanted: Wanted) -> list[Experiment]:
-    """The identities of the kernel SVD; they take no time, so that quick changes nothing."""
-    return [ksvd_identities(wanted.seed, wanted.progress)]
-
-
-def depth_row(wanted: Wanted) -> list[Experiment]:
-    """The spectra of a trained model's layers; without a verdict, as Figure 1 is about another model."""
-    return [depth_decay(wanted.quick, wanted.progress)]
-
-
-def training_row(wanted: Wanted) -> list[Experiment]:
-    """Training with and without Primal-Attention, over a minute, which quick leaves out; without a verdict too."""
-    if wanted.quick:
+def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
+    """Training with and without Primal-Attention, over a minute, which quick leaves out; without a verdict."""
+    if quick:
         return []
     with one_thread():
-        return [primal_decay(wanted.seed, wanted.progress)]
+        return [primal_decay(seed, progress)]
 
 
 ROWS: list[Row] = [
-    golden_row,
-    *(partial(att_svm_row, name=name) for name in EXPERIMENTS),
-    identities_row,
-    depth_row,
+    lambda _quick, _seed, _progress: [golden()],  # takes no time, so that quick changes nothing
+    *(partial(synthetic_row, name) for name in EXPERIMENTS),
+    lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # nor does it here
+    lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 is about another model
     training_row,
 ]
 """What is verified, in this order; a further claim is a further function."""
-
 
 LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick may")
 """What a quick report says is missing."""
@@ -81,7 +54,6 @@ def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -
     """
     requests.whole("seed", seed, 0)
     switch("quick", quick)
-    wanted = Wanted(quick, seed, progress)
-    report = finished("verify", [partial(row, wanted) for row in ROWS], seed, WIDTH)
+    report = finished("verify", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
     left_out = report.coverage.model_copy(update={"skipped": [LEFT_OUT] if quick else []})
     return report.model_copy(update={"coverage": left_out})

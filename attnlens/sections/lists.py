@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from attnlens.kernels import Modifier
-from attnlens.registry import Analyzer, Gathering, KernelInfo, MeasureInfo, Parameter
+from attnlens.registry import Analyzer, Gathering, KernelInfo, KernelParameter, MeasureInfo
 from attnlens.sections.section import Column, Section, Table
 from attnlens.wording import clean
 
@@ -86,18 +86,18 @@ def _modifier(kind: str, modifier: Modifier) -> str:
     return _lines(modifier.formula, *facts)
 
 
-def _parameters(parameters: Iterable[Parameter]) -> list[str]:
+def _parameters(parameters: Iterable[KernelParameter]) -> list[str]:
     return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
 
 
-def _typed(name: str, parameters: Sequence[Parameter]) -> str:
+def _typed(name: str, parameters: Sequence[KernelParameter]) -> str:
     """The name, and below it how parameters are added: `:gamma=0.5`."""
     defaults = ("…" if parameter.default is None else f"{parameter.default:g}" for parameter in parameters)
     pairs = zip(parameters, defaults, strict=True)
     return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
-def _allowed(parameter: Parameter) -> str:
+def _allowed(parameter: KernelParameter) -> str:
     """Its range in words, after its meaning."""
     low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
     above = [] if parameter.above is None else [f"> {parameter.above:g}"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
-from attnlens.analyzers.selection.measures import MEASURES, SPACES
+from attnlens.analyzers.selection.measures import MEASURES
 from attnlens.registry import Gatherer, GatheringPlace, gathering
-
-__all__ = ["BIASED", "MEASURES", "NULL_DRAWS", "SPACES", "Selector", "selector"]
 
 
 @gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)
@@ -21,4 +18,6 @@ def selector(place: GatheringPlace) -> Gatherer:
     `projected_`, on queries and keys with W = s·I; elsewhere (RoPE, QK-norm, cross-attention) on queries and keys
     alone. Each space has its own null, and its numbers are compared within it only.
     """
+    from attnlens.analyzers.selection.gatherer import Selector
+
     return Selector(place)

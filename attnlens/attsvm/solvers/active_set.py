@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from numpy import ndarray
 
+    Each = Float[ndarray, " k"]
+
 EPS = float(np.finfo(np.float64).eps)
 PATIENCE = 3
 """Exchanges in a row without a new least number of wrong signs before pivoting gives up."""
@@ -30,8 +32,8 @@ RESOLVED = 1e-12
 
 
 def pivoted(
-    gram: Float[ndarray, "k k"], bounds: Float[ndarray, " k"], free: Bool[ndarray, " k"], support: Bool[ndarray, " k"]
-) -> Float[ndarray, " k"] | None:
+    gram: Float[ndarray, "k k"], bounds: Each, free: Bool[ndarray, " k"], support: Bool[ndarray, " k"]
+) -> Each | None:
     """argmin ½λᵀGλ − bᵀλ, λ ≥ 0 unless free, by exchanging all wrong signs at once (Kim and Park 2011, Algorithm 2).
 
     `support` is the first guess. None where a block of G is singular or the exchanges don't settle: then ask `damped`.
@@ -62,11 +64,11 @@ def pivoted(
 
 def damped(
     gram: Float[ndarray, "k k"],
-    bounds: Float[ndarray, " k"],
+    bounds: Each,
     free: Bool[ndarray, " k"],
-    loads: Float[ndarray, " k"],
+    loads: Each,
     damping: float,
-) -> tuple[Float[ndarray, " k"], float]:
+) -> tuple[Each, float]:
     """A better λ for the same problem, and the damping of the next step: Newton's, projected to λ ≥ 0 (Bertsekas 1982).
 
     With G + damping · I a repeated constraint is as good as any, and the objective never rises, so that nothing cycles.
@@ -91,9 +93,7 @@ def damped(
     return loads, 100.0 * damping
 
 
-def nearest(
-    rows: Float[ndarray, "k width"], bounds: Float[ndarray, " k"], free: Bool[ndarray, " k"]
-) -> Float[ndarray, " k"]:
+def nearest(rows: Float[ndarray, "k width"], bounds: Each, free: Bool[ndarray, " k"]) -> Each:
     """λ of min ‖w‖ with rows·w ≥ b, = b where free; or λ with rowsᵀλ = 0 < bᵀλ where no w exists.
 
     Equalities are eliminated, then λ is the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974,
@@ -113,7 +113,7 @@ def nearest(
     return multipliers
 
 
-def spread(loads: Float[ndarray, " some"], where: Bool[ndarray, " k"]) -> Float[ndarray, " k"]:
+def spread(loads: Float[ndarray, " some"], where: Bool[ndarray, " k"]) -> Each:
     """The loads where they belong, zero elsewhere."""
     multipliers = np.zeros(len(where))
     multipliers[where] = loads
@@ -128,7 +128,7 @@ def across(rows: Float[ndarray, "k width"]) -> Float[ndarray, "width width"]:
     return projection
 
 
-def distance(rows: Float[ndarray, "k width"], bounds: Float[ndarray, " k"]) -> tuple[Float[ndarray, " k"], bool]:
+def distance(rows: Float[ndarray, "k width"], bounds: Each) -> tuple[Each, bool]:
     """λ ≥ 0 with w = rowsᵀλ the shortest w with rows·w ≥ b, and true; or λ with rowsᵀλ = 0 < bᵀλ, and false."""
     if not (bounds > 0.0).any():
         return np.zeros(len(bounds)), True
@@ -143,7 +143,7 @@ def distance(rows: Float[ndarray, "k width"], bounds: Float[ndarray, " k"]) -> t
     return polished(rows, bounds, loads / (residual**2 * scale)), True
 
 
-def fitted(rows: Float[ndarray, "k width"], bounds: Float[ndarray, " k"]) -> tuple[Float[ndarray, " k"], float]:
+def fitted(rows: Float[ndarray, "k width"], bounds: Each) -> tuple[Each, float]:
     """λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and that norm."""
     target = np.zeros(rows.shape[1] + 1)
     target[-1] = 1.0
@@ -155,9 +155,7 @@ def fitted(rows: Float[ndarray, "k width"], bounds: Float[ndarray, " k"]) -> tup
     return loads, float(residual)
 
 
-def polished(
-    rows: Float[ndarray, "k width"], bounds: Float[ndarray, " k"], loads: Float[ndarray, " k"]
-) -> Float[ndarray, " k"]:
+def polished(rows: Float[ndarray, "k width"], bounds: Each, loads: Each) -> Each:
     """λ from its support's equations alone, which NNLS meets only to ε‖w‖²; as it was, if that spoils a sign."""
     held = np.flatnonzero(loads)
     shortest = np.linalg.lstsq(rows[held], bounds[held], rcond=EPS)[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ SAME = 1e-9
 """Tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart."""
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Sequences as features φ_t = vec(x_t zᵀ), each split into its part off and in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Stage, Swap
 
-BLUE, ORANGE, GREEN = CATEGORIES[0], CATEGORIES[2], CATEGORIES[4]
+BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnlens.hooks.padding import real_parts
 from attnlens.records import QueryKey
-from attnlens.run.padding import real_parts
 
 PIECE_BYTES = 32 * 2**20
 """Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""

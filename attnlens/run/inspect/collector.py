@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-import resource
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
-import attnlens
-from attnlens.records import (
-    Coverage,
-    Environment,
-    Head,
-    Measure,
-    Null,
-    Site,
-    Skipped,
-    Tool,
-)
+from attnlens.records import Coverage, Head, Measure, Null, Site, Skipped
 from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
 from attnlens.statistics import Design, Stream, standard_error
 
@@ -257,32 +242,3 @@ def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> 
     """The null of each head: as drawn from factors of unit norm, or rescaled to the head's own ‖s·W_Q‖‖W_K‖."""
     factors = norms.tolist() if info.grows_with_factors else [1.0] * len(norms)
     return [Null(mean=null[0] * factor, sd=null[1] * abs(factor)) for factor in factors]
-
-
-def environment() -> Environment:
-    """Versions and platform of this process."""
-    return Environment(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        platform=platform.platform(),
-    )
-
-
-def tool() -> Tool:
-    """What writes the report."""
-    return Tool(version=attnlens.__version__)
-
-
-def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes.
-
-    Linux's own high-water mark where there is one: getrusage's also counts the process that started this one.
-    """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,19 +12,20 @@ from attnlens import hooks, linalg, models, texts, weights
 from attnlens.arguments import selection_share
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
+from attnlens.hooks.padding import hiding_padding
 from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.chunks import finite_heads, pieces
-from attnlens.run.inspect.collector import Collector, environment, peak_memory, scaled_null, tool
+from attnlens.run.inspect.collector import Collector, scaled_null
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
 from attnlens.run.inspect.token_text import told
-from attnlens.run.padding import hiding_padding
 from attnlens.run.perplexity import Guesses
-from attnlens.run.progress import Interrupted, Progress
+from attnlens.run.progress import Interrupted, Progress, timed
+from attnlens.run.provenance import report_of
 from attnlens.statistics import gaussian_null
 
 BLIND = "its mask hides every token from every other and from itself"
@@ -66,16 +65,16 @@ class Inspection:
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""
         batches = self._batches(contents, cut)
-        with self._timed("survey"):
+        with timed(self.timings, "survey"):
             first = self._survey(batches)
         try:
             if self._of_source("weights") or (batches and self.gathered.needs_inputs):
-                with self._timed("weights"):
+                with timed(self.timings, "weights"):
                     self._read_weights(first)
             if batches:
-                with self._timed("tokens"):
+                with timed(self.timings, "tokens"):
                     self._read_tokens(batches)
-                with self._timed("gathered"):
+                with timed(self.timings, "gathered"):
                     self.gathered.close(self.progress)
                 self.gathered.shown = [told(found, self.loaded, batches) for found in self.gathered.shown]
         except KeyboardInterrupt:
@@ -121,7 +120,7 @@ class Inspection:
         self.sites = tuple(found.site for found in window_sites)
         first = checks.sites(self.loaded, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
         layers = self.settings.layers
-        checks.check_chosen(self.settings, window_sites)
+        checks.check_chosen(layers, self.settings.heads, window_sites)
         self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
         for found in self.reached:
             heads = found.call.query.shape[1]
@@ -248,29 +247,18 @@ class Inspection:
 
     def _report(self) -> Report:
         info = self.loaded.info.model_copy(update={"conventions": self.conventions})
-        return Report(
-            tool=tool(),
-            command="inspect",
+        return report_of(
+            "inspect",
             model=info,
             settings=self.settings,
-            environment=environment(),
             coverage=self.collector.coverage(dict.fromkeys(analyzer.source for analyzer in self.analyzers)),
             heads=self.collector.heads(),
             summary=summarised(self.collector, self._names, self.identity_error, self.settings.seed),
             selections=self.gathered.shown,
             timings=self.timings,
-            peak_memory_bytes=peak_memory(),
         ).with_windows(windows_of(self.collector, self.settings))
 
     @property
     def _names(self) -> tuple[str, ...]:
         """The text of every sequence that was finished."""
         return () if self.fed is None else self.fed.parts[: self.collector.design.count]
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[stage] = time.perf_counter() - start

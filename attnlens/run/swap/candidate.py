@@ -10,15 +10,13 @@ from torch import Tensor
 
 from attnlens import hooks, texts
 from attnlens.kernels import Kernel
-from attnlens.records import Healing, ModelInfo, Pair, Site, Stage, Swap
+from attnlens.records import Healing, ModelInfo, Pair, Stage, Swap
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.swap.comparison.compare import Comparison
 from attnlens.run.swap.ranks.from_plan import origin
 from attnlens.run.swap.ranks.search import Choice
 from attnlens.run.swap.resources import speed
 from attnlens.run.swap.sites import Local, mean_of
-
-Replacements = dict[Site, hooks.Replacement]
 
 
 @dataclass
@@ -27,7 +25,7 @@ class Candidate:
 
     kernel: Kernel
     """As asked for."""
-    stages: dict[str, Replacements]
+    stages: dict[str, hooks.Swaps]
     """The swap at each stage: swapped, fitted, healed."""
     found: dict[str, Comparison] = field(default_factory=dict)
     """What was measured at each stage."""
@@ -39,7 +37,7 @@ class Candidate:
     """The ranks that a budget allows."""
 
     @property
-    def last(self) -> Replacements:
+    def last(self) -> hooks.Swaps:
         """The swap at the last stage."""
         return list(self.stages.values())[-1]
 

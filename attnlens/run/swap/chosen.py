@@ -14,7 +14,6 @@ from attnlens.hooks import Reached
 from attnlens.kernels import Kernel
 from attnlens.records import Site, Skipped
 from attnlens.run import checks
-from attnlens.run.checks import check_numbers
 
 
 def chosen_sites(
@@ -25,8 +24,7 @@ def chosen_sites(
     Raises UsageError for a layer or head that the model does not have, and where no site is left.
     """
     heads_of = {found.site: found.call.query.shape[1] for found in reached}
-    check_numbers("layer", layers, len(reached))
-    check_numbers("head", heads, max(heads_of.values()))
+    checks.check_chosen(layers, heads, reached)
     sites = [site for site in heads_of if layers is None or site.layer in layers]
     sites = [site for site in sites if part in (None, site.part)]
     own = {site: None if heads is None else tuple(head for head in heads if head < heads_of[site]) for site in sites}

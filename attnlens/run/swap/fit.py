@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from attnlens import hooks
 from attnlens.attention import attend, weights
 from attnlens.attention.primal_scores import features
+from attnlens.hooks.padding import unpadded
 from attnlens.kernels import Kernel
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
 from attnlens.registry import Fit, OutputFit
-from attnlens.run.padding import unpadded
+from attnlens.run.progress import Tell
 from attnlens.texts import Batch, Batches
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -69,13 +70,7 @@ def _with_sink(call: Call, rows: Tensor) -> Tensor:
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
 
-def fit(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
-    batches: Batches,
-    progress: Callable[[int], None],
-) -> dict[Site, hooks.Replacement]:
+def fit(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Batches, progress: Tell) -> hooks.Swaps:
     """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
     Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
@@ -94,9 +89,7 @@ def fit(
     return {site: hooks.Replacement(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
 
 
-def unfitted(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: Mapping[Site, hooks.Replacement], batches: Iterable[Batch]
-) -> dict[Site, hooks.Replacement]:
+def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:
     """The same swaps with the free parameters that can be trained written out per head, at their typed values.
 
     A fit knows their shapes; it needs some text to tell them.
@@ -115,11 +108,7 @@ def unfitted(
 
 
 def _solvable(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
-    batches: Iterable[Batch],
-    progress: Callable[[int], None],
+    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch], progress: Tell
 ) -> dict[Site, Fit | OutputFit]:
     """The fit of every swapped site, which has seen the head's own queries and keys."""
     fits: dict[Site, Fit | OutputFit] = {}
@@ -142,10 +131,10 @@ def _solvable(
 def _each(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
+    swaps: hooks.Swaps,
     batches: Iterable[Batch],
     visit: Callable[[Site, Call], None],
-    progress: Callable[[int], None],
+    progress: Tell,
 ) -> None:
     """Show the swapped heads of every swapped site to `visit`, batch by batch."""
 

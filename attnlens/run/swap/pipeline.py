@@ -17,10 +17,10 @@ from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import feeding
 from attnlens.run.progress import Interrupted, Progress, silent
-from attnlens.run.swap.comparison.targets import check_input, feed, task_of
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
+from attnlens.texts.targets import check_input, feed, task_of
 
 FITTING, HEALING = 32, 512
 """Sequences of calibration text for a fit, and at most for a healing."""

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks
 from attnlens.errors import ModelError, is_memory
+from attnlens.run.provenance import peak_memory
 from attnlens.run.swap.comparison.compare import Variant
 
-CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
@@ -36,8 +37,7 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
         work()
         return None
     work()
-    mark = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(mark.split()[1]) * 1024
+    return peak_memory()
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Swapped:
         self.replacing.close()
 
 
-def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Replacement]) -> None:
+def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
 
     The folder gets its name when all is written, so that a killed run leaves none. Raises OutputError where it can't be
@@ -131,7 +131,7 @@ def _part(parent: Path) -> Iterator[Path]:
         shutil.rmtree(secret, ignore_errors=True)
 
 
-def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, hooks.Replacement]) -> None:
+def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     with quiet(), _dequantised(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
@@ -251,9 +251,7 @@ def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> t
     return tuple(found.site for found in reached)
 
 
-def _swaps(
-    facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path
-) -> dict[Site, hooks.Replacement]:
+def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
     """The kernel at each swapped site, whose fitted parameters must be of the same names at all of them."""
     try:
         kernel = parsed(facts.kernel, allow_signed=True)
@@ -270,11 +268,7 @@ def _swaps(
 
 
 def _try(
-    loaded: Loaded,
-    inputs: Mapping[str, Tensor],
-    sites: tuple[Site, ...],
-    swaps: dict[Site, hooks.Replacement],
-    place: Path,
+    loaded: Loaded, inputs: Mapping[str, Tensor], sites: tuple[Site, ...], swaps: hooks.Swaps, place: Path
 ) -> None:
     """Raise ModelError where the swapped model can't run."""
     try:

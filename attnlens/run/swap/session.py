@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +18,13 @@ from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipp
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
-from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.perplexity import guess_notes
-from attnlens.run.progress import Progress
-from attnlens.run.swap.candidate import Candidate, Replacements, swap_notes
+from attnlens.run.progress import Progress, Tell, timed
+from attnlens.run.provenance import report_of
+from attnlens.run.swap.candidate import Candidate, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
 from attnlens.run.swap.comparison.outputs import run, tokens_in
-from attnlens.run.swap.comparison.targets import Fed, meanings
 from attnlens.run.swap.comparison.windows import windows_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
@@ -40,6 +38,7 @@ from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.sites import Local, locally
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design
+from attnlens.texts.targets import Fed, meanings
 
 UNSWEPT = "The sweep was interrupted before it was finished."
 
@@ -80,8 +79,7 @@ class Swapping:
 
     def run(self) -> list[Swap]:
         """Gates, then every kernel: fit, comparison, sweep, healing."""
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        with self._timed("survey"), enough_memory(self.loaded.model, probe, nullcontext):
+        with timed(self.timings, "survey"), enough_memory(self.loaded.model, self._probe, nullcontext):
             self._survey()
         candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
         inputs = self.fed[0].inputs
@@ -90,26 +88,27 @@ class Swapping:
             return self._through(candidates)
 
     def _through(self, candidates: list[Candidate]) -> list[Swap]:
-        with self._timed("fit"):
+        with timed(self.timings, "fit"):
             for candidate in candidates:
                 self._fit(candidate)
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
-        with self._timed("compare"):
+        gates = [
+            leaks(self.loaded, self.sites, self._probe, self._variant(c.last), self.settings.seed) for c in candidates
+        ]
+        with timed(self.timings, "compare"):
             self._compare(candidates)
         if self.options.heal and self.calibrated is not None:
-            with self._timed("heal"):
+            with timed(self.timings, "heal"):
                 self._heal(candidates[0], self.calibrated)
         if (choice := candidates[0].choice) is not None and self.options.limit is not None:
-            with self._timed("plan"):
+            with timed(self.timings, "plan"):
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
-        with self._timed("sites"):
-            one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
+        with timed(self.timings, "sites"):
+            one = {name: value[:1] for name, value in self._probe.items()}  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.options.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
         if self.options.sweep and not self.interrupted:
-            with self._timed("sweep"):
+            with timed(self.timings, "sweep"):
                 swaps = self._all_swept(swaps, candidates)
         if self.options.save is not None:
             with changed_weights(self.loaded.model, candidates[0].weights):
@@ -121,16 +120,15 @@ class Swapping:
 
     def _survey(self) -> None:
         """Find the sites, prove that recomputing attention changes nothing, choose the sites."""
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
-        reached = checks.sites(self.loaded, probe)
-        self.identity_error = checks.proven_whole(self.loaded, probe)
-        refuse_initialised(self.loaded, probe, predictions(self.task))
+        reached = checks.sites(self.loaded, self._probe)
+        self.identity_error = checks.proven_whole(self.loaded, self._probe)
+        refuse_initialised(self.loaded, self._probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
         self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
         if self.options.ranks is not None:
             check_fits(self.options.ranks, reached)
         self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
-        self.idle = idle_sites(self.loaded.model, probe, reached, self.settings.layers)
+        self.idle = idle_sites(self.loaded.model, self._probe, reached, self.settings.layers)
 
     def _kernels(self) -> list[Kernel]:
         """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
@@ -138,10 +136,10 @@ class Swapping:
             refuse_crossing(kernel, list(self.chosen))
         return self.options.kernels
 
-    def _swaps(self, kernel: Kernel) -> Replacements:
+    def _swaps(self, kernel: Kernel) -> hooks.Swaps:
         return {site: hooks.Replacement(kernel, heads) for site, heads in self.chosen.items()}
 
-    def _variant(self, swaps: Replacements, weights: Mapping[str, Tensor] | None = None) -> Variant:
+    def _variant(self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
         @contextmanager
         def changed() -> Iterator[None]:
             with ExitStack() as stack:
@@ -164,7 +162,7 @@ class Swapping:
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
         candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
 
-    def _chosen(self, swaps: Replacements, limit: float) -> Choice:
+    def _chosen(self, swaps: hooks.Swaps, limit: float) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
 
         def search(stage: str, work: int) -> Budgeting:
@@ -262,25 +260,27 @@ class Swapping:
     def report(self, swaps: list[Swap]) -> Report:
         """The report of `swap-kernel`."""
         heads = sum(len(site.heads) for site in swaps[0].sites)
-        return Report(
-            tool=tool(),
-            command="swap-kernel",
+        return report_of(
+            "swap-kernel",
             model=self.loaded.info,
             settings=self.settings,
-            environment=environment(),
             coverage=Coverage(sites=len(self.chosen), heads=heads, analysed=heads, skipped=self.idle),
             summary=Summary(identity_error=self.identity_error),
             swap=swaps[0],
             more_swaps=swaps[1:],
             plan=self.plan,
             timings=self.timings,
-            peak_memory_bytes=peak_memory(),
         ).with_windows(windows_of(self.found, self.settings))
+
+    @property
+    def _probe(self) -> dict[str, Tensor]:
+        """Two of the sequences, by which the model is proven."""
+        return {name: value[:2] for name, value in self.fed[0].inputs.items()}
 
     def _pass(self) -> None:
         run(self.loaded.model, self.fed[0], self.task)
 
-    def _teller(self, stage: str, total: int) -> Callable[[int], None]:
+    def _teller(self, stage: str, total: int) -> Tell:
         done = 0
 
         def tell(more: int) -> None:
@@ -290,9 +290,3 @@ class Swapping:
 
         tell(0)
         return tell
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.timings[stage] = time.perf_counter() - start

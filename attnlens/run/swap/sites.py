@@ -92,7 +92,7 @@ class Local:
 def locally(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
+    swaps: hooks.Swaps,
     inputs: Mapping[str, Tensor],
     path: Route,
 ) -> Local:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,15 +12,16 @@ from attnlens import hooks
 from attnlens.attention import Route
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
+from attnlens.run.progress import Tell
 from attnlens.run.swap.comparison.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.run.swap.comparison.targets import NOTHING, Fed, asking, states_of
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
+from attnlens.texts.targets import NOTHING, Fed, asking, states_of
 
 Unit = tuple[Site, int | None]
 """A site, and one of its heads or all."""
 
 
-def units(swaps: Mapping[Site, hooks.Replacement], what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
+def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
     """What is swapped alone, one after the other: every chosen head, or every chosen layer."""
     if what == "layers":
         return [(site, None) for site in swaps]
@@ -30,14 +31,14 @@ def units(swaps: Mapping[Site, hooks.Replacement], what: str, heads_of: Mapping[
 def sweep(
     loaded: Loaded,
     sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
+    swaps: hooks.Swaps,
     chosen: Sequence[Unit],
     batches: Sequence[Fed],
     task: Task,
     design: Design,
     seed: int,
     path: Route,
-    progress: Callable[[int], None],
+    progress: Tell,
 ) -> list[Effect]:
     """The effect of each unit alone, the most harmful first; blocks before it are not computed again.
 

@@ -16,13 +16,14 @@ from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
 from attnlens.run import feeding
-from attnlens.run.inspect.collector import Collector, environment, peak_memory, tool
+from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Interrupted, Progress, silent
+from attnlens.run.provenance import report_of
 from attnlens.run.swap.comparison.compare import mean_loss
-from attnlens.run.swap.comparison.targets import feed, task_of
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
 from attnlens.run.training.trajectories import CheckpointReading, training
+from attnlens.texts.targets import feed, task_of
 
 
 @public
@@ -161,16 +162,13 @@ class Series:
             for reading in done
             for file in reading.report.model.files
         ]
-        return Report(
-            tool=tool(),
-            command="converge",
+        return report_of(
+            "converge",
             model=last.model.model_copy(update={"files": files}),
             settings=last.settings,
-            environment=environment(),
             coverage=_coverage(done, self.checkpoints),
             experiments=[training(done)],
             timings=self.timings,
-            peak_memory_bytes=peak_memory(),
         )
 
 

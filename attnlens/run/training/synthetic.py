@@ -11,8 +11,8 @@ from attnlens.arguments import public
 from attnlens.experiments import run_experiments
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.requests.training import SizesRequest, checked_synthetic
-from attnlens.run.inspect.collector import environment, peak_memory, tool
 from attnlens.run.progress import Interrupted, Progress, silent
+from attnlens.run.provenance import report_of
 
 WIDTH = 10
 """d of the paper's experiments."""
@@ -61,16 +61,13 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
 
 
 def _report(command: str, done: list[Experiment], timings: dict[str, float], seed: int, width: int) -> Report:
-    return Report(
-        tool=tool(),
-        command=command,
+    return report_of(
+        command,
         model=one_layer(width),
         settings=Settings(seed=seed, dtype="float64"),
-        environment=environment(),
         coverage=Coverage(sites=0, heads=0, analysed=0),
         experiments=done,
         timings=timings,
-        peak_memory_bytes=peak_memory(),
     )
 
 

@@ -34,16 +34,9 @@ def _stage(swap: Swap, stage: Stage) -> dict[str, Cell]:
 
 
 def _effect(swap: Swap, effect: Effect) -> dict[str, Cell]:
-    return {
-        "kernel": swap.kernel,
-        "layer": effect.layer,
-        "head": effect.head,
-        "part": effect.part,
-        "delta": effect.delta,
-        **_bounds("delta", effect.ci95),
-        "p_value": effect.p_value,
-        "significant": effect.significant,
-    }
+    where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
+    judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged}
 
 
 def _change(name: str, change: Change | None) -> dict[str, Cell]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from attnlens.linalg.likeness import Likeness
 from attnlens.records import Change, Task, TextChange, TextCosine
-from attnlens.run.swap.comparison.likeness import Likeness
+from attnlens.run.progress import Tell
 from attnlens.run.swap.comparison.outputs import (
     PassOutputs,
     divergence,
@@ -22,8 +23,8 @@ from attnlens.run.swap.comparison.outputs import (
     sequence_means,
     tokens_in,
 )
-from attnlens.run.swap.comparison.targets import NO_LOSS, NOTHING, Fed
 from attnlens.statistics import Design, paired_difference
+from attnlens.texts.targets import NO_LOSS, NOTHING, Fed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -229,7 +230,7 @@ def compare(
     batches: Sequence[Fed],
     variants: Mapping[Name, Variant],
     task: Task,
-    progress: Callable[[int], None],
+    progress: Tell,
     design: Design,
 ) -> dict[Name, Comparison]:
     """Every variant against the original on the same batches; the original runs once a batch, by its own means."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks
 from attnlens.records import Task
-from attnlens.run.swap.comparison.targets import NOTHING, Fed, last_states, logits_of
+from attnlens.texts.targets import NOTHING, Fed, last_states, logits_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attnlens import hooks
 from attnlens.errors import ModelError, TextError
 from attnlens.records import Healing, HealingStep
+from attnlens.run.progress import Tell
 from attnlens.run.swap.healing.healer import Healer, changed_weights
 from attnlens.texts import Batch, Batches
 from attnlens.texts.sampling import chosen
@@ -36,9 +37,7 @@ Evaluate = Callable[[], float | None]
 """The loss on the evaluation text of the model as it is."""
 
 
-def heal(
-    healer: Healer, batches: Batches, steps: int, seed: int, evaluate: Evaluate, progress: Callable[[int], None]
-) -> Healing:
+def heal(healer: Healer, batches: Batches, steps: int, seed: int, evaluate: Evaluate, progress: Tell) -> Healing:
     """Train for `steps` steps of AdamW on shuffled batches, keep the step with the least validation distance.
 
     The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. While no

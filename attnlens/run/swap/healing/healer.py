@@ -18,10 +18,11 @@ from attnlens.kernels import Kernel
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.swap.comparison.targets import asking, logits_of, states_of
+from attnlens.run.swap.comparison.outputs import divergence
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.healing.trainable import outputs_with, trainable
 from attnlens.texts import Batch
+from attnlens.texts.targets import asking, logits_of, states_of
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Healer:
 
     loaded: Loaded
     sites: tuple[Site, ...]
-    swaps: dict[Site, hooks.Replacement]
+    swaps: hooks.Swaps
     task: Task
     path: Route
     eta: float | None = None
@@ -105,7 +106,7 @@ class Healer:
         """The regulariser's fields of a Healing."""
         return {} if self.eta is None else {"eta": self.eta, "ksvd_convention": self.convention}
 
-    def healed_swaps(self) -> dict[Site, hooks.Replacement]:
+    def healed_swaps(self) -> hooks.Swaps:
         """The swaps with the kernels' parameters as trained so far."""
         return {
             site: hooks.Replacement(
@@ -146,8 +147,7 @@ class Healer:
             new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)
         if self.task == "hidden":
             return (1 - nn.functional.cosine_similarity(own, new, dim=-1)).mean()
-        own, new = own.log_softmax(-1), new.log_softmax(-1)
-        return (own.exp() * (own - new)).sum(-1).mean()
+        return divergence(own, new).mean()
 
     def _outputs(self, result: object, inputs: Mapping[str, Tensor]) -> Tensor:
         if self.task == "classification":

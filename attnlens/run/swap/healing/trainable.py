@@ -15,10 +15,7 @@ from attnlens.records import Call, Site
 
 
 def trainable(
-    model: PreTrainedModel,
-    sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
-    inputs: Mapping[str, Tensor],
+    model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Masks of the weights (two axes or more) of swapped sites: 1 where an entry moves queries or keys of swapped heads
     and moves neither values nor other heads' queries and keys.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import KeyRank, ModelInfo, Plan
-from attnlens.run.swap.comparison.targets import feed
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.search import Budgeting, Choice
 from attnlens.run.swap.ranks.sensitivity import bases
+from attnlens.texts.targets import feed
 
 
 def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:

@@ -12,8 +12,8 @@ from attnlens.models import Loaded
 from attnlens.records import Rise, Task
 from attnlens.run.swap.comparison.compare import Comparison
 from attnlens.run.swap.comparison.outputs import run, sequence_losses
-from attnlens.run.swap.comparison.targets import NOTHING, Fed
 from attnlens.statistics import Design, paired_difference
+from attnlens.texts.targets import NOTHING, Fed
 
 if TYPE_CHECKING:
     from jaxtyping import Float

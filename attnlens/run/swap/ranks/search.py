@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,14 @@ from attnlens import hooks
 from attnlens.attention import Route
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
+from attnlens.linalg.nested import nested
 from attnlens.models import Loaded
 from attnlens.records import PlanStep, Rise, Site, Task
-from attnlens.run.swap.comparison.targets import Fed, feed
+from attnlens.run.progress import Tell
 from attnlens.run.swap.ranks.calibration import Sample
-from attnlens.run.swap.ranks.nested import nested
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.sensitivity import Basis, bases, sensitivities
+from attnlens.texts.targets import Fed, feed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -51,7 +52,7 @@ class Choice:
     """The directions of every site."""
     ranks: dict[Site, list[int]]
     """The rank of every swapped key head."""
-    swaps: dict[Site, hooks.Replacement]
+    swaps: hooks.Swaps
     """The swap that has them."""
     estimated: Rise | None
     """On the calibration text that chose it; None where the ranks were given."""
@@ -69,11 +70,11 @@ class Budgeting:
 
     loaded: Loaded
     sites: tuple[Site, ...]
-    swaps: Mapping[Site, hooks.Replacement]
+    swaps: hooks.Swaps
     task: Task
     path: Route
     seed: int
-    progress: Callable[[int], None]
+    progress: Tell
     margin: float = MARGIN
     """Half-widths of the estimate's interval that have to fit below the budget."""
 
@@ -152,7 +153,7 @@ class Budgeting:
         left = iter(ranks)
         return {site: [next(left) for _ in basis.kv_heads] for site, basis in self.found.items()}
 
-    def swapped(self, ranks: Mapping[Site, Sequence[int]]) -> dict[Site, hooks.Replacement]:
+    def swapped(self, ranks: Mapping[Site, Sequence[int]]) -> hooks.Swaps:
         """The swaps with these ranks; the kernel names the largest of them."""
         most = max(max(found) for found in ranks.values())
         kernel = next(iter(self.swaps.values())).kernel

