@@ -3,7 +3,7 @@
 python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FILE]
 
 Each type goes through load, inspect, doctor and swap-kernel (exponential and RBF), and what is captured is held against
-every softmax of the model's own eager pass. A row a type is written; with --before, what changed since an earlier
+every softmax of the model's own eager pass, RBF attention against a naive one, and planted weights are read. A row a type is written; with --before, what changed since an earlier
 table is printed. No network is used; the builder is tests/model_types.py. About 20 minutes for all.
 """
 
@@ -29,20 +29,24 @@ from subjects import machine
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import model_types
+import naive_rbf
 import own_softmax
+import planting
 import tiny
 
 import attnlens
-from attnlens import run, texts
+from attnlens import hooks, run, texts
 from attnlens.errors import AttnlensError
+from attnlens.records import Site
 
 QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
 SLOWEST = 60
 """Seconds that one command may take for one type."""
 COLUMNS = [
-    *("model_type", "class", "built", "read", "positions", "weights", "softmax_error"),
+    *("model_type", "class", "read", "route", "positions", "weights", "softmax_error", "rbf_error", "planted"),
     *("doctor", "swap", "seconds", "reason"),
 ]
+GAMMA = 0.5
 TOKENS, SEQUENCES = 16, 4
 
 
@@ -73,7 +77,8 @@ def main() -> None:
         compare(Path(given.before), rows)
     counts = Counter(row["read"] for row in rows)
     built = len(rows) - counts["not built"]
-    print(f"{dict(counts)}; ratio of read to built types: {counts['read'] / max(1, built):.2f}")
+    read = counts["whole"] + counts["in part"]
+    print(f"{dict(counts)}; ratio of read to built types: {read / max(1, built):.2f}")
     broken = [row["model_type"] for row in rows if "crash" in (row["read"], row["doctor"], row["swap"])]
     print(f"{len(broken)} end in exit 70: {', '.join(broken) or 'none'}")
 
@@ -86,7 +91,7 @@ def swept(name: str) -> dict[str, Any]:
         try:
             with limited():
                 model = model_types.build(name)
-                row |= {"class": type(model).__name__, "built": "yes"}
+                row |= {"class": type(model).__name__}
                 model.save_pretrained(folder)
                 tiny.tokenizer("roberta").save_pretrained(folder)
                 del model
@@ -104,8 +109,9 @@ def told(folder: str) -> dict[str, Any]:
     options: dict[str, Any] = {"tokens": TOKENS, "text": [passage(folder)]} if texts.reads_text(loaded) else {}
     row: dict[str, Any] = {}
     how, report = tried(lambda: attnlens.inspect(loaded, sequences=SEQUENCES, **options))
-    row["read"], row["reason"] = "read" if how == "done" else how, report
+    row["read"], row["reason"] = how, report
     if how == "done":
+        row["read"] = "whole" if report.coverage.complete else "in part"
         missing = sum(count for source, count in report.coverage.without.items() if source == "weights")
         row |= {
             "positions": report.model.conventions.position,
@@ -120,11 +126,30 @@ def told(folder: str) -> dict[str, Any]:
     for command, outcome in (("doctor", report), ("swap", found)):
         if isinstance(outcome, str) and outcome not in row["reason"]:
             row["reason"] += f" {command}: {outcome}"
-    if row["read"] == "read":
-        inputs = texts.placeholder(loaded, TOKENS, 0, sequences=2).batches[0].inputs
-        how, error = tried(lambda: own_softmax.difference(loaded.model, inputs))
-        row["softmax_error"] = f"{error:.1e}" if isinstance(error, float) else ""
+    if row["read"] in ("whole", "in part"):
+        row |= checked(loaded)
     return row
+
+
+def checked(loaded: attnlens.Loaded) -> dict[str, Any]:
+    """Captured attention against the model's softmaxes, RBF attention against a naive one, and planted weights."""
+    inputs = texts.placeholder(loaded, TOKENS, 0, sequences=2).batches[0].inputs
+    found: dict[str, Any] = {}
+    for column, work in (
+        ("softmax_error", lambda: own_softmax.difference(loaded.model, inputs)),
+        ("rbf_error", lambda: naive_rbf.difference(loaded.model, inputs, GAMMA)),
+        ("planted", lambda: planting.read(loaded, inputs)),
+        ("route", lambda: "+".join(sorted({route(site.site) for site in hooks.survey(loaded.model, inputs)}))),
+    ):
+        how, value = tried(work)
+        found[column] = f"{value:.1e}" if isinstance(value, float) else value if how == "done" else how
+    found["route"] = "both" if "+" in str(found["route"]) else found["route"]
+    return {column: "" if value is None else value for column, value in found.items()}
+
+
+def route(site: Site) -> str:
+    """How a site is reached."""
+    return "traced" if site.traced else "interface"
 
 
 def passage(folder: str) -> str:
@@ -172,6 +197,7 @@ def limited() -> Iterator[None]:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """The table as CSV."""
     with path.open("w", newline="") as file:
+        file.write(f"# transformers {transformers.__version__}, torch {torch.__version__}\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -180,6 +206,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def compare(path: Path, rows: list[dict[str, Any]]) -> None:
     """Print what an earlier table says otherwise, type by type."""
     with path.open(newline="") as file:
+        if not file.readline().startswith("#"):
+            file.seek(0)
         before = {row["model_type"]: row for row in csv.DictReader(file)}
     for row in rows:
         old = before.get(row["model_type"], {})

@@ -25,6 +25,7 @@ LAYERS = {
     "attsvm": 0,
     "ksvd": 0,
     "registry": 1,
+    "architectures": 1,
     "arguments": 1,
     "requests": 2,
     "analyzers": 2,

@@ -141,21 +141,23 @@ app.command()(verify)
 
 @app.command(name="list")
 @guarded
-def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
-    """List kernels, analyzers and measures with their one-line meaning, or print the report's JSON Schema."""
-    kind = None if what is None else checked_name("list", what, ("kernels", "analyzers", "measures", "schema"))
+def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
+    """List kernels, analyzers and measures, or which model types are read, or print the report's JSON Schema."""
+    kind = None if what is None else checked_name("list", what, opt.LISTED)
     if kind == "schema":
         from attnlens.records import json_schema
 
         with product():
             typer.echo(json_schema(), nl=False)
         return
-    from attnlens import kernels, registry
+    from attnlens import architectures, kernels, registry
     from attnlens.render import terminal
     from attnlens.sections import lists
     from attnlens.sections.section import Document
 
     told = []
+    if kind == "architectures":
+        told.append(lists.architecture_list(*architectures.architectures()))
     if kind in (None, "kernels"):
         told += lists.kernel_list(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
     if kind in (None, "analyzers"):
@@ -163,4 +165,9 @@ def list_(what: opt.Listed = None, debug: opt.Debug = False) -> None:
     if kind in (None, "measures"):
         told.append(lists.measure_list(registry.measure_infos().values()))
     with product():
-        console().print(terminal.document(Document(None, tuple(told))))
+        if markdown:
+            from attnlens.render.markdown import markdown as as_markdown
+
+            typer.echo(as_markdown(Document(None, tuple(told))), nl=False)
+        else:
+            console().print(terminal.document(Document(None, tuple(told))))

@@ -83,10 +83,14 @@ Model = Annotated[
         help="Hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", show_default="demo"
     ),
 ]
+LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 Listed = Annotated[
     str | None,
-    typer.Argument(help="`kernels`, `analyzers`, `measures` or `schema`.", show_default="all but the schema"),
+    typer.Argument(
+        help="`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", show_default="the first three"
+    ),
 ]
+ListedMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown; the schema stays as it is.")]
 Head = Annotated[
     str | None, option("--head", help="Only this head, as in `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from attnlens.architectures import Architecture
 from attnlens.kernels import Modifier
 from attnlens.registry import Analyzer, Gathering, KernelInfo, KernelParameter, MeasureInfo
 from attnlens.sections.section import Column, Section, Table
@@ -50,6 +53,28 @@ def kernel_list(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: 
         ("log k(q_i, k_j), or the keys j that query i keeps", [_modifier(kind, modifier) for kind, modifier in found]),
     )
     return [kernels, modifiers]
+
+
+def architecture_list(measured: str, found: Iterable[Architecture]) -> Section:
+    """Every model type: how much of it is read and through what, its positions, weights and checks; what is missing."""
+    every = list(found)
+    counts = Counter(one.read for one in every)
+    told = ", ".join(f"{count} {read}" for read, count in counts.most_common())
+    table = _folded(
+        ("model type", [one.model_type for one in every]),
+        ("read", [one.read for one in every]),
+        ("through", [one.route or "–" for one in every]),
+        ("positions", [one.positions or "–" for one in every]),
+        ("weights.*", [one.weights or "–" for one in every]),
+        ("doctor", [one.doctor for one in every]),
+        ("swap", [one.swap for one in every]),
+        ("what is missing, and why", [clean(one.reason) or "–" for one in every]),
+    )
+    lines = (
+        f"{len(every)} model types, each built tiny from its own configuration and run ({measured}): {told}.",
+        "A type is read in part where a part is not run on the input or has no weights.*, for the reason given.",
+    )
+    return replace(table, title="Model types", lines=lines)
 
 
 def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:

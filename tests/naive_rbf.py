@@ -1,0 +1,44 @@
+"""RBF attention written out in float64, in the place of a model's own, against what `hooks.replace` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.kernels import parsed
+from attnlens.records import Call
+
+
+def attention(call: Call, gamma: float) -> Tensor:
+    """softmax(−γ·scale·‖q − k‖² + bias, over the keys allowed) v."""
+    heads = call.query.shape[1]
+    query, key, value = (
+        part.double().repeat_interleave(heads // part.shape[1], 1) for part in (call.query, call.key, call.value)
+    )
+    scores = -gamma * call.scale * torch.cdist(query, key).square()
+    if call.bias is not None:
+        scores = scores + call.bias
+    seen = call.visible()
+    if seen is not None:
+        scores = scores.masked_fill(~seen, torch.finfo(torch.float64).min)
+    if call.sinks is not None:
+        sink = call.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2).to(call.value.dtype)
+    return (scores.softmax(-1) @ value).transpose(1, 2).to(call.value.dtype)
+
+
+def difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float:
+    """‖naive − replaced‖ / ‖naive‖ of the model's outputs, all sites with the RBF kernel."""
+    sites = tuple(found.site for found in hooks.survey(model, inputs))
+    swaps = dict.fromkeys(sites, hooks.Replacement(parsed(f"rbf:gamma={gamma}")))
+    with torch.no_grad():
+        with hooks.opened(model, lambda call: attention(call, gamma)):
+            naive = hooks.real_outputs(hooks.forward(model, inputs), inputs)
+        with hooks.replace(model, sites, swaps):
+            ours = hooks.real_outputs(hooks.forward(model, inputs), inputs)
+    errors = [float((a - b).double().norm() / a.double().norm()) for a, b in zip(naive, ours, strict=True)]
+    return max(errors)
