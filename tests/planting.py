@@ -46,12 +46,11 @@ def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
 
 def _plant(found: hooks.Reached) -> bool:
     """Whether the module has a map each, in which the first head's W_Q is now its W_K, and the last one's −W_K."""
-    names = next(
-        (pair for pair in PAIRS if all(isinstance(getattr(found.module, n, None), nn.Linear) for n in pair)), None
-    )
-    if names is None:
+    maps = [[getattr(found.module, name, None) for name in pair] for pair in PAIRS]
+    both = next((pair for pair in maps if all(isinstance(part, nn.Linear) for part in pair)), None)
+    if both is None:
         return False
-    query, key = (getattr(found.module, name).weight for name in names)
+    query, key = (part.weight for part in both)
     heads, key_heads = found.call.query.shape[1], found.call.key.shape[1]
     size = found.call.query.shape[-1]
     if query.shape[0] != heads * size or key.shape[0] != key_heads * size or query.shape[1] != key.shape[1]:
@@ -59,4 +58,7 @@ def _plant(found: hooks.Reached) -> bool:
     with torch.no_grad():
         query[:size] = key[:size]
         query[-size:] = -key[-size:]
+        gains = [getattr(getattr(found.module, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        if all(isinstance(gain, Tensor) for gain in gains):
+            gains[0][:size], gains[0][-size:] = gains[1][:size], gains[1][-size:]
     return True

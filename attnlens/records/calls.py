@@ -43,6 +43,8 @@ class Call:
     """The attention module that asks; None outside a model."""
     traced: bool = False
     """Whether the module computes it by hand."""
+    relative: bool = False
+    """Whether `bias` holds products of queries or keys with positions (DeBERTa's content–position terms)."""
 
     @property
     def group(self) -> int:

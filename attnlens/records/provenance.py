@@ -31,7 +31,7 @@ class File(Record):
 class Conventions(Record):
     """How the model's attention is put together, as far as it changes what the measures mean."""
 
-    position: Literal["absolute", "rotary", "bias", "unknown"]
+    position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
     """How positions enter the scores: through the inputs if at all, as a rotation, as an added bias; or it is unknown,
     where a site whose weights can't be read hides it."""
     qk_norm: bool

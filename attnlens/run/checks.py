@@ -18,6 +18,14 @@ CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
     "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
 )
+TRACED_NOTE = (
+    "At {} sites the module computes its attention by hand: queries, keys and scale are traced from its softmax, and "
+    "the softmax's argument moved as predicted for other queries and keys."
+)
+ADDED_NOTE = (
+    "The model adds to its scores what is no product of a query and a key (a position bias, content–position terms): "
+    "the shares and tokens.definite are of the products alone."
+)
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
 
@@ -134,13 +142,16 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:
     """What a reader must know about the model's attention to understand the numbers."""
     rotary = any(factors.rotation is not None for factors in read)
-    added = any(found.call.query_key(found.site).bias is not None for found in reached)
+    added = any(found.call.bias is not None for found in reached)
+    relative = any(found.call.relative for found in reached)
+    traced = sum(found.site.traced for found in reached)
+    notes = [TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced) + [ADDED_NOTE] * added
     biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
     causal = any(found.site.part == "decoder" for found in reached)
     untested = "absolute" if len(read) == len(reached) else "unknown"
     return Conventions(
-        position="rotary" if rotary else "bias" if added else untested,
+        position="rotary" if rotary else "content–position" if relative else "bias" if added else untested,
         qk_norm=any(factors.qk_norm for factors in read),
         bias="excluded" if biased else "none",
-        notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal,
+        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * causal, *notes],
     )

@@ -50,6 +50,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: int | None, modul
         bias=found.bias,
         module=module,
         traced=True,
+        relative=len(softmax.carried) > 1,
     )
     return call, lead
 
