@@ -50,6 +50,15 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool 
         raise
 
 
+def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
+    """The sites as a single token reaches them, from which the weights are read; those `reached` where it does not."""
+    try:
+        found = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
+    except ModelError:  # a model that wants more (Canine's strides)
+        return reached
+    return found if [one.site for one in found] == [one.site for one in reached] else reached
+
+
 def _cannot_run(
     loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception, *, made_up: bool = True
 ) -> ModelError:

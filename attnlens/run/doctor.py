@@ -64,7 +64,7 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = hooks.identity_error(loaded.model, inputs)
-    first = checks.sites(loaded, texts.placeholder(loaded, 1, settings.seed).batches[0].inputs)
+    first = checks.of_one_token(loaded, reached, settings.seed)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
     return report_of(

@@ -81,9 +81,9 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
     """The last hidden states of outputs that carry them: the decoder's where there is one."""
     for name in ("decoder_hidden_states", "hidden_states"):
-        if getattr(result, name, None):
-            found: Tensor = getattr(result, name)[-1]
-            return found
+        states = getattr(result, name, None)
+        if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has several for each stage
+            return states[-1]
     return None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attnlens.attention import attend
-from attnlens.errors import UnreadableError
+from attnlens.errors import ModelError, UnreadableError
 from attnlens.kernels import OWN
 from attnlens.records import Call
 from attnlens.tracer.call import fused_call, traced_call
@@ -47,7 +47,8 @@ def tracing(
     Only that of `modules` is looked at, None being all. `content` are the tensors that carry what the model is about;
     None stands for what it is called with, but masks and positions. With `prove` the model goes on with its own sums,
     and each is held against what follows from the traced queries, keys and values; so is the softmax's argument for
-    other queries and keys. What doesn't agree is refused, and left to the model. `shown` is given the attention weights
+    other queries and keys. What doesn't agree is refused, and left to the model; of `modules`, which were read before, it
+    is a ModelError. `shown` is given the attention weights
     that the model itself computes, (batch, heads, queries, keys), and the module whose they are.
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), prove=prove)
@@ -215,11 +216,19 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         try:
             call, lead = read(owner, tokens)
+            sighted = arranged(lead.back(_sighted(call)))
             if not self.prove:
-                return arranged(lead.back(self.answer(call)))
+                answered = arranged(lead.back(self.answer(call)))
+                # what a query that sees no key is given differs from model to model
+                return answered if bool(sighted.all()) else torch.where(sighted, answered, own())
             result = own()
-            _check(arranged(lead.back(attend(call, OWN, "eager"))), result, arranged(lead.back(_sighted(call))))
+            _check(arranged(lead.back(attend(call, OWN, "eager"))), result, sighted)
         except UnreadableError as refusal:
+            if self.modules is not None:  # it was read before, and nobody would know
+                raise ModelError(
+                    f"A {type(owner).__name__} can't be read on these inputs: {refusal.problem}.",
+                    "Give inputs of the same kind as those that its sites were found on.",
+                ) from None
             self.refused[owner] = refusal.problem
             return own()
         self.answer(call)
@@ -243,7 +252,7 @@ def _same(output: Tensor) -> Tensor:
 
 
 def _sighted(call: Call) -> Tensor:
-    """(batch, queries, heads, 1): which queries see any key; the others' output is a matter of taste."""
+    """(batch, queries, heads, 1): which queries see any key."""
     batch, heads, queries, _ = call.query.shape
     seen = call.visible()
     some = torch.ones(1, 1, queries, dtype=torch.bool, device=call.query.device) if seen is None else seen.any(-1)

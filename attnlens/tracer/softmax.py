@@ -71,7 +71,8 @@ def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
     head, or is 0.
     """
     allowed, bias = split_mask(zero)
-    seen = torch.ones_like(zero, dtype=torch.bool) if allowed is None else allowed
+    # what no product moves is masked too: by a factor of 0, or by a number beside which all others are lost
+    seen = (scores != zero) if allowed is None else allowed & (scores != zero)
     wanted = _centred(signs.to(zero), seen)
     gain = _centred(scores - zero, seen)
     factor = (gain * wanted).sum((0, 2, 3)) / wanted.square().sum((0, 2, 3))

@@ -52,7 +52,7 @@ def _read(module: nn.Module) -> Norm | None:
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
     try:
         norm = _linear_norm(module, ones)
-    except TypeError:  # it takes more than one tensor (Zaya)
+    except (TypeError, ValueError):  # it takes more than one tensor (Zaya), or axes of another kind (LeViT)
         return None
     # A norm without weights has one gain for all coordinates, of whatever number.
     return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])

@@ -20,7 +20,7 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What modules raise on inputs that they never met."""
 TOLERANCE = 1e-4
 """Largest relative difference between a module and what is said of it; norms and cos, sin are mostly float32."""
@@ -71,7 +71,7 @@ class Probe:
             except _Asked as asked:
                 return asked.call
             except FAILURES as error:  # somebody's module on inputs it never met
-                first = str(error).splitlines()[0]
+                first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module, called on its own, asks for no attention")
 

@@ -118,7 +118,7 @@ class Inspection:
         self._prove_identity(probe)
         refuse_initialised(self.loaded, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
-        first = checks.sites(self.loaded, texts.placeholder(self.loaded, 1, self.settings.seed).batches[0].inputs)
+        first = checks.of_one_token(self.loaded, window_sites, self.settings.seed)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)
         self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from attnlens.errors import ModelError
 from attnlens.linalg.likeness import Likeness
 from attnlens.records import Change, Task, TextChange, TextCosine
 from attnlens.run.progress import Tell
@@ -94,6 +95,11 @@ class Comparison:
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
+        if own.shape != new.shape:  # a model that says itself how long its output is (FastSpeech)
+            raise ModelError(
+                f"With another kernel the model's output has another length ({len(new)} states instead of {len(own)}).",
+                "Its outputs can't be compared token by token; `attnlens inspect` reads its attention.",
+            )
         own, new = own.double(), new.double()
         self.directionless |= not bool((own.any(-1) & new.any(-1)).all())
         means, counts = owned_means(
