@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,15 +41,19 @@ def difference(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
         query_key = found.call.query_key(found.site)
         ours = query_key.attention
         seeing = ours.sum(-1, keepdim=True) > 0
-        near = [other for other in (_alike(one, ours) for one in own) if other is not None]
+        near = [other for one in own for other in _alike(one, ours)]
         errors = [float((seeing * (ours - one)).norm() / (seeing * one).norm()) for one in near]
         worst.append(min(errors, default=None))
     return None if None in worst or not worst else max(worst)
 
 
-def _alike(one: Tensor, ours: Tensor) -> Tensor | None:
-    """The softmax in the shape of ours, without the column of a sink; None where it is another one."""
+def _alike(one: Tensor, ours: Tensor) -> Iterator[Tensor]:
+    """The softmax in the shape of ours, without the column of a sink; with windows either side of the heads."""
     for matrix in (one, one[..., :-1]):
         if matrix.shape[-2:] == ours.shape[-2:] and matrix.numel() == ours.numel():
-            return matrix.double().reshape(ours.shape)
-    return None
+            for axis in range(1, max(2, matrix.dim() - 2)):
+                yield (
+                    matrix.movedim(axis, -3).double().reshape(ours.shape)
+                    if matrix.dim() > 4
+                    else (matrix.double().reshape(ours.shape))
+                )

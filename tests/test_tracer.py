@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from attnlens import hooks, registry, weights
 from attnlens.attention import attend
+from attnlens.errors import UnreadableError
 from attnlens.records import Call, Site
 from attnlens.registry import Analyzer
 from attnlens.tracer import tracing
+from attnlens.tracer.lead import lead_of
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""
@@ -387,6 +389,34 @@ def test_torchs_own_multi_head_attention_is_read(weighted: bool) -> None:
         with tracing(module, lambda call: 0 * attend(call, hooks.OWN)):
             changed = module(x, x, x, need_weights=weighted)[0]
     assert torch.allclose(changed, module.out_proj.bias.expand_as(changed)), "the control: zeros take the sum's place"
+
+
+@pytest.mark.parametrize(
+    ("shape", "queries", "keys", "tokens", "axis", "heads"),
+    [
+        ((2, 4), 16, 16, 32, 1, 4),
+        ((8,), 16, 16, 32, 1, 4),  # sequences and heads merged
+        ((2, 8), 49, 196, 392, 1, 8),  # LeViT pools its queries: 2 · 8 · 49 / 392 is the number of sequences
+        ((2, 4, 1), 4, 16, 32, 1, 4),  # Hiera: windows behind the heads
+        ((2, 2, 3), 5, 5, 30, 1, 2),
+        ((2, 5, 3), 4, 4, 40, 2, 3),  # windows before the heads
+        ((2, 1), 3136, 49, 6272, 1, 1),  # keys reduced
+        ((2, 3), 7, 7, None, 1, 3),
+    ],
+)
+def test_heads_are_told_from_sequences_and_windows(shape, queries, keys, tokens, axis, heads) -> None:
+    lead = lead_of(shape, queries, keys, tokens)
+    assert (lead.axis, lead.heads) == (axis, heads)
+    scores = torch.randn(*shape, queries, keys)
+    output = lead.split(scores).transpose(1, 2)
+    assert output.shape == (math.prod(shape) // heads, queries, heads, keys)
+    assert torch.equal(lead.back(output), scores)
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((8,), None), ((7,), 32), ((2, 4), 128), ((2, 2, 4), 999)])
+def test_heads_that_cannot_be_told_are_refused(shape: tuple[int, ...], tokens: int | None) -> None:
+    with pytest.raises(UnreadableError, match="its heads can't be told"):
+        lead_of(shape, 16, 16 if shape != (2, 4) else 32, tokens)
 
 
 def test_gradients_flow_through_what_answers() -> None:

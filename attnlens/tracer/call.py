@@ -25,7 +25,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: int | None, modul
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
         raise unread(f"its softmax has the axes {tuple(softmax.logits.shape)}, and the product in it {shape}")
-    lead = lead_of(product.lead, queries, tokens)
+    lead = lead_of(product.lead, queries, keys, tokens)
 
     def of_pairs(standin: Tensor) -> Tensor:
         return lead.split(standin.reshape(shape))
@@ -62,7 +62,7 @@ def fused_call(
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
-    lead = lead_of(tuple(query.shape[:-2]), query.shape[-2], tokens)
+    lead = lead_of(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
     if mask is not None:
         mask = lead.split(mask) if mask.dim() > 2 else mask[None, None]
     allowed, bias = split_mask(mask)

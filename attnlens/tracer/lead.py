@@ -49,22 +49,22 @@ class Lead:
         return found.movedim(-3, self.axis).reshape(*self.shape, *found.shape[-2:])
 
 
-def lead_of(shape: tuple[int, ...], queries: int, tokens: int | None) -> Lead:
-    """The axes of scores with so many queries, in a module that was called with so many tokens.
+def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: int | None) -> Lead:
+    """The axes of scores of so many queries and keys, in a module that was called with so many tokens.
 
-    There are as many heads as there are queries for each token. Where this is not so (a module that makes fewer queries
-    than it has tokens), four axes are (sequences, heads, queries, keys). Raises UnreadableError where neither tells.
+    There are as many heads as there are queries for each token; or keys, where a module pools its queries. Four axes
+    are (sequences, heads, queries, keys), as everywhere in transformers. Raises UnreadableError where an axis could
+    be another one.
     """
-    total = math.prod(shape) * queries
-    heads = total // tokens if tokens and total % tokens == 0 else 0
+    total = math.prod(shape)
+    counts = [total * each // tokens for each in (queries, keys) if tokens and total * each % tokens == 0]
     if len(shape) == 1:
-        if not heads or shape[0] % heads:
+        if not counts or total * queries % (tokens or 1) or not counts[0] or shape[0] % counts[0]:
             raise unread(f"its heads can't be told from its sequences: queries have the axes {(*shape, queries)}")
-        return Lead(shape, 1, heads)
-    fitting = [axis for axis, size in enumerate(shape) if size == heads]
-    if len(shape) == 2 and (not fitting or 1 in fitting):
+        return Lead(shape, 1, counts[0])
+    fitting = [axis for axis, size in enumerate(shape) if size in counts]
+    if 1 in fitting or (len(shape) == 2 and not fitting):
         return Lead(shape, 1, shape[1])
-    if not fitting or (len(fitting) > 1 and 1 not in fitting):
+    if len(fitting) != 1 or len(shape) == 2:
         raise unread(f"its heads can't be told from its windows: queries have the axes {(*shape, queries)}")
-    axis = 1 if 1 in fitting else fitting[0]
-    return Lead(shape, axis, shape[axis])
+    return Lead(shape, fitting[0], shape[fitting[0]])

@@ -47,9 +47,9 @@ def tracing(
     Only that of `modules` is looked at, None being all. `content` are the tensors that carry what the model is about;
     None stands for what it is called with, but masks and positions. With `prove` the model goes on with its own sums,
     and each is held against what follows from the traced queries, keys and values; so is the softmax's argument for
-    other queries and keys. What doesn't agree is refused, and left to the model; of `modules`, which were read before, it
-    is a ModelError. `shown` is given the attention weights
-    that the model itself computes, (batch, heads, queries, keys), and the module whose they are.
+    other queries and keys. What doesn't agree is refused, and left to the model; of `modules`, which were read before,
+    it is a ModelError. `shown` is given the attention weights that the model itself computes, (batch, heads, queries,
+    keys), and the module whose they are.
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), prove=prove)
     tracer.shown = shown
