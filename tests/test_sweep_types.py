@@ -12,31 +12,114 @@ from loaded import loaded
 
 import attnlens
 from attnlens import texts
+from attnlens.architectures import architectures
 from attnlens.errors import ModelError, TextError
 
-ROTARY, ABSOLUTE, HIDDEN = "all rotary", "all absolute", "none unknown"
-READ: dict[str, str] = {
-    **dict.fromkeys(("qwen3_vl", "llava", "internvl", "glm4v", "aya_vision", "qwen2_vl", "got_ocr2"), ROTARY),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "moonshine", "qwen3_5", "qwen3_next", "bamba"), ROTARY),
-    **dict.fromkeys(("nanochat", "llama4_text", "neomme", "muse_glimmer_text", "afmoe", "lfm2"), ROTARY),
-    **dict.fromkeys(("qwen2_audio", "voxtral", "granite_speech", "gpt_oss", "gemma3n_text", "modernbert"), ROTARY),
-    **dict.fromkeys(("phi3", "cohere2", "olmo2", "starcoder2", "stablelm", "granite", "nemotron", "esm"), ROTARY),
-    **dict.fromkeys(("exaone4", "smollm3"), ROTARY),
-    **dict.fromkeys(("ctrl", "splinter", "vit_mae", "bigbird_pegasus", "nllb-moe", "pegasus_x"), ABSOLUTE),
-    **dict.fromkeys(("lw_detr_vit", "vitpose_backbone", "rf_detr_dinov2", "siglip2_vision_model"), ABSOLUTE),
-    **dict.fromkeys(("audio-spectrogram-transformer", "speech_to_text", "siglip_vision_model"), ABSOLUTE),
-    **dict.fromkeys(("jamba", "m2m_100", "wav2vec2", "beit"), ABSOLUTE),
-    **dict.fromkeys(("parakeet_encoder", "wav2vec2-bert", "longt5", "pop2piano"), "all bias"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "kimi_k25", "youtu"), HIDDEN),
-    **dict.fromkeys(("longcat_flash", "persimmon", "fuyu", "hunyuan_v1_dense", "zaya", "jetmoe"), HIDDEN),
-    **dict.fromkeys(("dinov3_vit", "pixtral", "mlcd_vision_model", "eomt_dinov3"), HIDDEN),
-    **dict.fromkeys(("detr", "conditional_detr", "deformable_detr"), HIDDEN),
-    "deepseek_v4": "some rotary",
-}
-"""Which weights.* a type has, and how its positions are called: rotary or unknown where there is a rotation."""
+TABLE = {one.model_type: one for one in architectures()[1]}
+READ = [
+    "qwen3_vl",
+    "llava",
+    "internvl",
+    "glm4v",
+    "aya_vision",
+    "qwen2_vl",
+    "got_ocr2",
+    "granitemoe",
+    "granitemoehybrid",
+    "moonshine",
+    "qwen3_5",
+    "qwen3_next",
+    "bamba",
+    "nanochat",
+    "llama4_text",
+    "neomme",
+    "muse_glimmer_text",
+    "afmoe",
+    "lfm2",
+    "qwen2_audio",
+    "voxtral",
+    "granite_speech",
+    "gpt_oss",
+    "gemma3n_text",
+    "modernbert",
+    "phi3",
+    "cohere2",
+    "olmo2",
+    "starcoder2",
+    "stablelm",
+    "granite",
+    "nemotron",
+    "esm",
+    "exaone4",
+    "smollm3",
+    "ctrl",
+    "splinter",
+    "vit_mae",
+    "bigbird_pegasus",
+    "nllb-moe",
+    "pegasus_x",
+    "lw_detr_vit",
+    "vitpose_backbone",
+    "rf_detr_dinov2",
+    "siglip2_vision_model",
+    "audio-spectrogram-transformer",
+    "speech_to_text",
+    "siglip_vision_model",
+    "jamba",
+    "m2m_100",
+    "wav2vec2",
+    "beit",
+    "parakeet_encoder",
+    "wav2vec2-bert",
+    "longt5",
+    "pop2piano",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "minicpm3",
+    "kimi_k25",
+    "youtu",
+    "longcat_flash",
+    "persimmon",
+    "fuyu",
+    "hunyuan_v1_dense",
+    "zaya",
+    "jetmoe",
+    "dinov3_vit",
+    "pixtral",
+    "mlcd_vision_model",
+    "eomt_dinov3",
+    "detr",
+    "conditional_detr",
+    "deformable_detr",
+    "deepseek_v4",
+    "mpnet",
+    "deberta-v2",
+    "bloom",
+    "falcon",
+    "mpt",
+    "gptj",
+    "gpt_neo",
+    "codegen",
+    "blip",
+    "sam",
+    "canine",
+    "table-transformer",
+    "layoutlmv3",
+    "hiera",
+    "levit",
+    "xlnet",
+    "swinv2",
+    "siglip",
+]
+"""The types that are read here; what is expected of each stands in the table of architectures."""
+FUSED = ("falcon", "sam", "siglip")
+"""Types with modules that call torch's fused attention, whose softmax nobody sees."""
+MORE = {"none": 0, "some": 1, "all": 2}
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("bloom", "canine", "table-transformer"), "computes its attention by hand"),
-    **dict.fromkeys(("mamba",), "has no softmax attention"),
+    **dict.fromkeys(("mra", "yoso", "rwkv"), "computes its attention by hand, without a softmax"),
+    "longformer": "its softmax has the axes",
+    "mamba": "has no softmax attention",
     **dict.fromkeys(("qwen2_5_vl_vision", "glm4v_vision"), "can't make up hidden_states and grid_thw"),
     "patchtst": "can't make up past_values",
     "switch_transformers": "config names no start token that its decoder knows",
@@ -63,10 +146,13 @@ def test_a_type_is_read_as_it_computes(name, text):
     report = attnlens.inspect(given, analyzers=["symmetry"], **options(given, text))
     without = report.coverage.without.get("weights", 0)
     weights = "all" if not without else "none" if without == report.coverage.heads else "some"
-    assert f"{weights} {report.model.conventions.position}" == READ[name]
+    assert report.coverage.complete or TABLE[name].read == "in part"
+    assert MORE[weights] >= MORE[TABLE[name].weights], "no type gets worse"
+    assert report.model.conventions.position == TABLE[name].positions
     assert report.summary.identity_error < 1e-5
     inputs = texts.placeholder(given, 12, 0, sequences=2).batches[0].inputs
-    assert own_softmax.difference(given.model, inputs) < 2e-6
+    error = own_softmax.difference(given.model, inputs)
+    assert error is None if name in FUSED else error < 2e-6
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -78,7 +164,7 @@ def test_a_type_is_refused_with_what_happened(name, text):
 
 
 def test_there_is_an_eighth_of_the_types():
-    assert len(model_types.TYPES()) // 8 <= len({**READ, **REFUSED})
+    assert len(model_types.TYPES()) // 8 <= len({*READ, *REFUSED})
 
 
 @pytest.mark.parametrize("name", ["radio", "deepseek_v4"])
