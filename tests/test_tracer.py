@@ -23,32 +23,11 @@ from attnlens.tracer.lead import lead_of
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""
-MORE = [
-    "arcee",
-    "biogpt",
-    "camembert",
-    "cohere2",
-    "electra",
-    "ernie",
-    "exaone4",
-    "gemma",
-    "glm",
-    "glm4",
-    "granite",
-    "helium",
-    "jamba",
-    "m2m_100",
-    "mixtral",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "persimmon",
-    "phi",
-    "seed_oss",
-    "stablelm",
-    "starcoder2",
-    "xlm-roberta",
-]
+MORE = (
+    *("arcee", "biogpt", "camembert", "cohere2", "electra", "ernie", "exaone4", "gemma", "glm", "glm4"),
+    *("granite", "helium", "jamba", "m2m_100", "mixtral", "nemotron", "olmo", "olmo2", "persimmon", "phi"),
+    *("seed_oss", "stablelm", "starcoder2", "xlm-roberta"),
+)
 """Types that the sweep builds, of families that are not among these."""
 HEADS, WIDTH, TOKENS = 3, 4, 6
 
