@@ -197,7 +197,9 @@ def limited() -> Iterator[None]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The table as CSV."""
+    """The table as CSV, in the order of the types; a table that is there keeps the rows of the other types."""
+    kept = {row["model_type"]: row for row in (*(read(path) if path.exists() else ()), *rows)}
+    rows = [{name: kept[key].get(name, "") for name in COLUMNS} for key in sorted(kept)]
     with path.open("w", newline="") as file:
         file.write(f"# transformers {transformers.__version__}, torch {torch.__version__}\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -205,12 +207,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def compare(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Print what an earlier table says otherwise, type by type."""
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a table."""
     with path.open(newline="") as file:
         if not file.readline().startswith("#"):
             file.seek(0)
-        before = {row["model_type"]: row for row in csv.DictReader(file)}
+        return list(csv.DictReader(file))
+
+
+def compare(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Print what an earlier table says otherwise, type by type."""
+    before = {row["model_type"]: row for row in read(path)}
     for row in rows:
         old = before.get(row["model_type"], {})
         changed = [name for name in ("read", "positions", "weights", "doctor", "swap") if old.get(name) != row[name]]
