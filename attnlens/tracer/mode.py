@@ -20,8 +20,9 @@ from attnlens.kernels import OWN
 from attnlens.records import Call
 from attnlens.tracer.call import fused_call, traced_call
 from attnlens.tracer.lead import Lead
-from attnlens.tracer.products import Product, operands, product, weighted_sum
-from attnlens.tracer.provenance import Provenance, Standins, TracedScores, tensors
+from attnlens.tracer.products import operands, product, weighted_sum
+from attnlens.tracer.provenance import Provenance, tensors
+from attnlens.tracer.scores import begun
 from attnlens.tracer.softmax import TracedSoftmax, unread
 
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
@@ -127,26 +128,10 @@ class _Tracer(TorchFunctionMode):
             return result
         found = product(function, args, kwargs)
         if found is not None and result.is_floating_point():
-            self._begin(found, result, content=all(dependent))
+            running = tuple(module for module, _ in self.running)
+            scores, standins = begun(found, result, running, content=all(dependent), prove=self.prove)
+            self.known.scores[result] = {scores: standins}
         return result
-
-    def _begin(self, found: Product, result: Tensor, *, content: bool) -> None:
-        """Note that scores begin here; where something is to be proven, with other queries and keys beside them."""
-        moved = _moved(found) if self.prove else None
-        left, right = (_signs(part) for part in (found.left, found.right))
-        scores = TracedScores(found, content, tuple(module for module, _ in self.running), left @ right.T, moved)
-        wide = torch.promote_types(result.dtype, torch.float32)
-        if found.plain:
-            zero = torch.zeros_like(result, dtype=wide)
-            signs = zero + scores.signs.to(wide)
-        else:
-            nothing = [torch.zeros_like(part) for part in (found.left, found.right)]
-            zero = found.again(*nothing).to(wide)
-            for part, column in zip(nothing, (left, right), strict=True):
-                part[..., :1] = column
-            signs = found.again(*nothing).to(wide)
-        other = None if moved is None else found.again(*moved)
-        self.known.scores[result] = {scores: Standins(zero, signs, other)}
 
     def _softmax(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         result: Tensor = function(*args, **kwargs)
@@ -265,21 +250,6 @@ def _check(found: Tensor, own: Tensor, sighted: Tensor) -> None:
     error = float((found - own).norm() / own.norm().clamp_min(torch.finfo(torch.float64).tiny))
     if not error <= max(TOLERANCE, 8 * torch.finfo(found.dtype).eps):
         raise unread(f"its output is not that of softmax(scores) on its values (relative difference {error:.1e})")
-
-
-def _signs(part: Tensor) -> Tensor:
-    """(rows, 1): −1 or 1 for each row of an operand, seeded."""
-    generator = torch.Generator().manual_seed(part.shape[-2])
-    return (torch.randint(2, (part.shape[-2], 1), generator=generator) * 2 - 1).to(part)
-
-
-def _moved(found: Product) -> tuple[Tensor, Tensor]:
-    """Other queries and keys of about the same size, seeded."""
-    generator = torch.Generator().manual_seed(0)
-    return tuple(  # type: ignore[return-value]  # two of them
-        (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
-        for part in (found.left, found.right)
-    )
 
 
 def _content(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

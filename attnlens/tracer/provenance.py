@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnlens.tracer.products import Product
-
-
-@dataclass(eq=False)
-class TracedScores:
-    """A product of queries and keys on its way to a softmax, and what every step would give for other products.
-
-    A step is executed on each of the stand-ins as it is on the model's own tensor. So the softmax's argument is known
-    as an affine function of the product without knowing what the steps do.
-    """
-
-    product: Product
-    """The product."""
-    content: bool
-    """Whether both sides depend on the model's inputs."""
-    modules: tuple[nn.Module, ...]
-    """The modules that were running, the outermost first."""
-    signs: Tensor
-    """(queries, keys): −1 and 1, the entries of a product that the second stand-in holds, the same for all heads."""
-    moved: tuple[Tensor, Tensor] | None
-    """Other queries and keys, for which the third stand-in holds the product; None where nothing is to be proven."""
-    scaled_by_inputs: bool = False
-    """Whether a step multiplied it by something that depends on the inputs."""
-
-
-@dataclass(frozen=True)
-class Standins:
-    """What a tensor would be if the product were another one."""
-
-    zero: Tensor
-    """If the product were 0: what is added to it."""
-    signs: Tensor
-    """If the product were `TracedScores.signs`."""
-    moved: Tensor | None
-    """If the product were that of `TracedScores.moved`."""
-
-    def map(self, change: Callable[[str], Any]) -> list[Any]:
-        """`change` of each stand-in's name, None for one that there is not."""
-        return [change("zero"), change("signs"), None if self.moved is None else change("moved")]
-
+from attnlens.tracer.scores import Standins, TracedScores
 
 STEPS_END = frozenset(
     {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}

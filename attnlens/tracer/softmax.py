@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlens.attention.masks import split_mask
 from attnlens.errors import UnreadableError
-from attnlens.tracer.provenance import Standins, TracedScores
+from attnlens.tracer.scores import Standins, TracedScores
 
 TOLERANCE = 1e-4
 """Largest relative difference between what was predicted and what the model's own steps give."""
