@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
+from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
 from attnlens.models.bounds import bounded
 from attnlens.models.classes import InputKind, kind_of, model_class, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, take_choices
@@ -19,7 +20,7 @@ from attnlens.models.hub import first_line
 from attnlens.models.integrity import check_loaded, nonfinite_tensors
 from attnlens.models.locate import CONFIG, Location, find
 from attnlens.models.placement import device_of, dtype_of
-from attnlens.models.quiet import no_kernels, quiet
+from attnlens.models.quiet import no_kernels, no_peft, quiet
 from attnlens.models.stored import Stored, tensors_in
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import File, ModelInfo
@@ -53,6 +54,8 @@ class Loaded:
     """Parameters that the checkpoint lacks, so that they hold random numbers."""
     unused_keys: tuple[str, ...] = ()
     """Tensors of the checkpoint that the model has no place for."""
+    adapter: Adapted | None = None
+    """The adapter that was merged into its weights."""
 
 
 @arguments.public
@@ -66,6 +69,7 @@ def load(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     swapped: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Loaded:
     """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
@@ -75,33 +79,40 @@ def load(
     `offline` looks into the local cache and never at the network; without it, a hub that does not answer within two
     seconds is left alone in the same way. Nothing asks a question on stdin. `swapped` reads the weights that
     `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
+    `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
 
     Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
-    its weights don't fit its config, it was saved with another kernel, or there is no such device.
+    its weights don't fit its config, it was saved with another kernel, the adapter is none or of another base, or there
+    is no such device.
     """
     switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    checked(Loading, {"device": device, "dtype": dtype, "revision": revision, **switches})
+    checked(Loading, {"device": device, "dtype": dtype, "revision": revision, "adapter": adapter, **switches})
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
         _refuse_swapped(place)
-    stored = _checked(place, trust_remote_code)
-    with quiet(), no_kernels():
+    files = None if adapter is None else find_adapter(_written(adapter), offline=offline, allow_pickle=allow_pickle)
+    stored = _checked(place, trust_remote_code, files)
+    with quiet(), no_kernels(), no_peft():
         config = _config(place, trust_remote_code)
         with bounded(place, stored):
             model, found = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
         check_loaded(place, model, stored, found)
+        adapted = None if files is None else merge(files, model)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
     missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    return Loaded(model, tokenizer, problem, _info(place, model, unused), kind_of(model), missing, unused)
+    info = _info(place, model, unused)
+    if adapted is not None:
+        info = info.model_copy(update={"adapter": adapted.info, "unexpected": [*unused, *adapted.unplaced]})
+    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, adapted)
 
 
-def _checked(place: Location, trust_remote_code: bool) -> dict[str, Stored]:
+def _checked(place: Location, trust_remote_code: bool, adapter: AdapterFiles | None) -> dict[str, Stored]:
     """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
     names = names_in(place.folder)
-    refuse_other_forms(place.folder, names)
+    refuse_other_forms(place.folder, names, adapter_too=adapter is not None and adapter.lies_in(place.folder))
     if place.form != "gguf":  # which holds its config and tokenizer itself
         check_small(place.folder, names)
     check_config(place)

@@ -66,11 +66,11 @@ def _codes(place: Location, model: PreTrainedModel, stored: Mapping[str, Stored]
     counters -= set(map(_leaf, parameters))
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     prefix, decoded = model.base_model_prefix, is_quantised(place.config)
-    used = [name for name in stored if unexpected.isdisjoint(_names(name, prefix))]
+    used = [name for name in stored if unexpected.isdisjoint(names_in_model(name, prefix))]
     scaled = {name.rpartition("_scale")[0] for name in used if "_scale" in name}
 
     def taken(name: str) -> bool:
-        names = set(_names(name, prefix))
+        names = set(names_in_model(name, prefix))
         if names & parameters:
             return not (decoded and name in scaled)
         return not (decoded or names & others or _leaf(name) in counters or ignored.search(name))
@@ -87,7 +87,7 @@ def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     taken: dict[str, str] = {}
     for name in stored:
-        own = next((each for each in _names(name, model.base_model_prefix) if each in parameters), None)
+        own = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
         if own is None or name in unexpected:
             continue
         if own in taken:
@@ -96,6 +96,6 @@ def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     return None
 
 
-def _names(name: str, prefix: str) -> tuple[str, ...]:
+def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
     """What a tensor may be called in the model: as it is, with and without the name of the model within the model."""
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
