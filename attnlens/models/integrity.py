@@ -14,6 +14,10 @@ from attnlens.models.stored import SAY_ONCE, Stored, named
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
+"""What quantised checkpoints call their codes, and what these alone have."""
+SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
+"""How the names of scales and zeros end, behind the name of their weight."""
 LOW_RANK = re.compile(r"(^|[._])lora_")
 """What marks the tensors of an adapter of low rank."""
 
@@ -39,6 +43,11 @@ def check_loaded(
             "stand for.",
             "Get the model unquantised, or as GGUF.",
         )
+    if left := [name for name in sorted(found["unexpected_keys"]) if _of_codes(name, stored)]:
+        raise ModelError(
+            f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says how.",
+            "Get the model unquantised, or as GGUF.",
+        )
     if twice := _twice(model, stored, set(found["unexpected_keys"])):
         raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
     if len(found["missing_keys"]) >= len(list(model.parameters())):
@@ -55,6 +64,14 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and not bool(parameter.isfinite().all())
     ]
+
+
+def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether a tensor without a place is codes, or the scale or zero of a weight that is stored."""
+    if _leaf(name) in PACKED:
+        return True
+    stem = SCALE.sub("", name)
+    return stem != name and (stem in stored or f"{stem}.weight" in stored)
 
 
 def _codes(place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:

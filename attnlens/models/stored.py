@@ -92,13 +92,13 @@ def pickled_header(file: Path) -> dict[str, Stored]:
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
     return {
-        str(name): Stored(tuple(value.shape), _type_of(value.dtype))
+        str(name): Stored(tuple(value.shape), type_of(value.dtype))
         for name, value in content.items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def _type_of(dtype: object) -> str:
+def type_of(dtype: object) -> str:
     """torch's type in safetensors' spelling, as far as FLOATS has it."""
     import torch
 

@@ -26,9 +26,9 @@ def adapter_sections(report: Report) -> Iterator[Section]:
     lines = [adapter(report)]
     if ranked:
         sizes = [_value(head, first) or 0.0 for head in ranked]
-        moved = sum(size > 0 for size in sizes)
+        moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
         lines.append(
-            f"It moved M in {moved} of {counted(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(float(np.median(sizes)))}, "
+            f"It moved M in {moved} of {counted(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
             f"largest {short(sizes[0])}."
         )
     top = [head for head in ranked[:MOST_HEADS] if _value(head, first)]
@@ -37,7 +37,9 @@ def adapter_sections(report: Report) -> Iterator[Section]:
 
 def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
     """A row a head: how far it was moved; each headline measure without the adapter, with it, and the difference."""
-    places = Column("", "layer · head", tuple(f"{head.layer} · {head.head}" for head in heads), words=True)
+    places = [Column("", name, tuple(str(getattr(head, name)) for head in heads)) for name in ("layer", "head")]
+    if len({head.part for head in heads}) > 1:
+        places.append(Column("", "part", tuple(head.part for head in heads), words=True))
     columns = [Column("", title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
         pairs = [(_base(head, name), _value(head, name)) for head in heads]
@@ -47,7 +49,7 @@ def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
         for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):
             columns.append(Column(title_of(name), title, _cells(values)))
         columns.append(Column(title_of(name), "difference", _cells(differences)))
-    return Table((places,), tuple(columns))
+    return Table(tuple(places), tuple(columns))
 
 
 def _cells(values: Sequence[float | None]) -> tuple[str, ...]:

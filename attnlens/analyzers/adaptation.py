@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
@@ -32,9 +30,11 @@ MEASURES = (
 )
 
 
-@analyzer("adapter", source="weights", measures=MEASURES, by_default=False, needs_base=True)
+@analyzer("adaptation", source="weights", measures=MEASURES, by_default=False, needs_base=True)
 def of_weights(query_key: QueryKey) -> Readings:
     """How far, and in how many directions, did an adapter move a head's bilinear form?"""
+    import torch
+
     from attnlens import linalg
 
     if query_key.base is None:
