@@ -31,7 +31,6 @@ def check_loaded(
     two tensors that stand for one.
     """
     where = place.folder / place.file
-    refuse_mismatch(place, found["mismatched_keys"])
     if low_rank := [name for name in sorted(found["unexpected_keys"]) if LOW_RANK.search(name)]:
         raise ModelError(
             f"{where} holds an adapter that is not merged ({named(low_rank)}).",
@@ -48,6 +47,7 @@ def check_loaded(
             f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says how.",
             "Get the model unquantised, or as GGUF.",
         )
+    refuse_mismatch(place, found["mismatched_keys"])
     if twice := _twice(model, stored, set(found["unexpected_keys"])):
         raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
     if len(found["missing_keys"]) >= len(list(model.parameters())):

@@ -128,7 +128,7 @@ def packed(parts: Parts, settings: dict[str, Any]) -> Tensor:
     zeros = torch.zeros_like(scale)
     if "_zero_point" in parts:
         zeros = (_unpacked(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
-    return _transposed(codes.mT, zeros.mT, scale.mT, parts.get("_g_idx")).mT.contiguous()
+    return _transposed(codes.mT, zeros.mT, scale.mT, parts.get("_g_idx"))
 
 
 def gptq(parts: Parts, settings: dict[str, Any]) -> Tensor:
