@@ -2,6 +2,7 @@
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
 from attnlens.linalg.attention import attention_singular_values, centred, entropy, even_weight, first_weight, max_weight
+from attnlens.linalg.changes import change
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import in_pool, over_heads
@@ -26,6 +27,7 @@ __all__ = [
     "attention_singular_values",
     "averaged",
     "centred",
+    "change",
     "compares_all",
     "cumulative",
     "decay_rate",

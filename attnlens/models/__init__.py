@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
+from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
 from attnlens.models.bounds import bounded
 from attnlens.models.classes import InputKind, kind_of, model_class, refuse_own_code
-from attnlens.models.configs import check_config, check_counts, take_choices
+from attnlens.models.configs import check_config, check_counts, drop_settings, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.hub import first_line
 from attnlens.models.integrity import check_loaded, nonfinite_tensors
 from attnlens.models.locate import CONFIG, Location, find
 from attnlens.models.placement import device_of, dtype_of
-from attnlens.models.quiet import no_kernels, quiet
+from attnlens.models.quantised import decoded, method_of, table
+from attnlens.models.quiet import no_kernels, no_peft, quiet
 from attnlens.models.stored import Stored, tensors_in
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import File, ModelInfo
@@ -27,10 +29,11 @@ from attnlens.requests import Loading, checked
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfinite_tensors"]
 
+GENERATION = "generation_config.json"
 SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
 
@@ -53,6 +56,8 @@ class Loaded:
     """Parameters that the checkpoint lacks, so that they hold random numbers."""
     unused_keys: tuple[str, ...] = ()
     """Tensors of the checkpoint that the model has no place for."""
+    adapter: Adapted | None = None
+    """The adapter that was merged into its weights."""
 
 
 @arguments.public
@@ -66,6 +71,7 @@ def load(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     swapped: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Loaded:
     """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
@@ -75,33 +81,52 @@ def load(
     `offline` looks into the local cache and never at the network; without it, a hub that does not answer within two
     seconds is left alone in the same way. Nothing asks a question on stdin. `swapped` reads the weights that
     `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
+    `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
 
     Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
-    its weights don't fit its config, it was saved with another kernel, or there is no such device.
+    its weights don't fit its config, it was saved with another kernel, the adapter is none or of another base, or there
+    is no such device.
     """
     switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    checked(Loading, {"device": device, "dtype": dtype, "revision": revision, **switches})
+    checked(Loading, {"device": device, "dtype": dtype, "revision": revision, "adapter": adapter, **switches})
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle)
     if not swapped:
         _refuse_swapped(place)
-    stored = _checked(place, trust_remote_code)
-    with quiet(), no_kernels():
+    files = None if adapter is None else find_adapter(_written(adapter), offline=offline, allow_pickle=allow_pickle)
+    return _loaded(place, files, dtype, place_on, trust_remote_code)
+
+
+def _loaded(
+    place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device, trust_remote_code: bool
+) -> Loaded:
+    """The model at that place, its codes decoded and the adapter merged, on that device."""
+    stored = _checked(place, trust_remote_code, adapter)
+    with quiet(), no_kernels(), no_peft():
         config = _config(place, trust_remote_code)
+        kind, method = dtype_of(dtype, config, device), method_of(place)
+        weights = None if method is None else decoded(place, method, config.dtype if isinstance(kind, str) else kind)
+        if weights is not None:
+            drop_settings(config)
+            stored = table(weights, stored)
         with bounded(place, stored):
-            model, found = _model(place, config, dtype_of(dtype, config, place_on), trust_remote_code)
+            model, found = _model(place, config, kind, trust_remote_code, weights)
         check_loaded(place, model, stored, found)
+        adapted = None if adapter is None else merge(adapter, model)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
+    model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
     missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    return Loaded(model, tokenizer, problem, _info(place, model, unused), kind_of(model), missing, unused)
+    info = _info(place, model, unused).model_copy(update={"quantised": method})
+    if adapted is not None:
+        info = info.model_copy(update={"adapter": adapted.info, "unexpected": [*unused, *adapted.unplaced]})
+    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, adapted)
 
 
-def _checked(place: Location, trust_remote_code: bool) -> dict[str, Stored]:
+def _checked(place: Location, trust_remote_code: bool, adapter: AdapterFiles | None) -> dict[str, Stored]:
     """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
     names = names_in(place.folder)
-    refuse_other_forms(place.folder, names)
+    refuse_other_forms(place.folder, names, adapter_too=adapter is not None and adapter.lies_in(place.folder))
     if place.form != "gguf":  # which holds its config and tokenizer itself
         check_small(place.folder, names)
     check_config(place)
@@ -171,19 +196,25 @@ def _config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _model(
-    place: Location, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+    place: Location,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    weights: dict[str, torch.Tensor] | None,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model, and what transformers tells of its loading."""
+    """The model, and what transformers tells of its loading; from `weights`, where they had to be decoded."""
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
-    if place.form == "safetensors":
+    if place.form == "safetensors" and weights is None:
         config.transformers_weights = place.file
     config_file = "" if place.gguf else f" with {CONFIG}"
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
     with _foreign(problem, "Check that weights and config belong together."):
+        if weights is not None:
+            options |= {"state_dict": weights, "generation_config": _generation(place)}
         named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
         model, found = named.from_pretrained(
-            place.folder,
+            place.folder if weights is None else None,
             config=config,
             dtype=dtype,
             use_safetensors=place.form == "safetensors",
@@ -195,6 +226,14 @@ def _model(
             **options,
         )
     return model, found
+
+
+def _generation(place: Location) -> GenerationConfig | None:
+    """What transformers reads beside the weights where it finds them itself: it may name the decoder's first token."""
+    from transformers import GenerationConfig
+
+    there = (place.folder / GENERATION).is_file()
+    return GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from attnlens.models.locate import CONFIG, Location
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedConfig
+
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads")
@@ -29,8 +31,12 @@ CHOICES = {
     *("fusion_config", "transformers_weights"),
 }
 """What a config may say of the code that computes a model, and of the file that its weights are read from."""
-DEQUANTISED = ("fp8", "mxfp4")
-"""Quantised formats, beside GGUF, that transformers decodes into plain numbers by itself."""
+DECODED = ("fp8", "fbgemm_fp8", "gptq", "awq", "compressed-tensors", "bitsandbytes")
+"""Methods of quantisation that attnlens decodes into plain numbers."""
+DEQUANTISED = ("mxfp4",)
+"""Those, beside GGUF, that transformers decodes."""
+READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
+"""Where a config may say how weights are quantised: of the model, or its language model, and of no other part."""
 LARGEST_SHARE = 16
 """Above what transformers' own configs say of the part of a head that is rotated; EfficientLoFTR's says 4."""
 SAY_MEND = "Mend the config, or download the model again."
@@ -58,25 +64,44 @@ def check_config(place: Location) -> None:
             _check_quantised(file, path, value)
 
 
+def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """By which method weights are quantised, and how, by what check_config lets pass; None for plain numbers."""
+    found = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
+    settings = next(found, None)
+    return None if settings is None else (str(_method(settings)), settings)
+
+
 def is_quantised(config: dict[str, Any]) -> bool:
-    """Whether weights are codes that transformers decodes, by what check_config lets pass."""
-    return any(path.endswith("quantization_config") and value for path, value in fields(config))
+    """Whether weights are codes that transformers decodes."""
+    found = settings_of(config)
+    return found is not None and found[0] in DEQUANTISED
+
+
+def drop_settings(config: PreTrainedConfig) -> None:
+    """Take out what says that weights are codes, which have been decoded."""
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("quantization_config", "compression_config"):
+            if part is not None and hasattr(part, name):
+                delattr(part, name)
+
+
+def _method(settings: dict[str, Any]) -> object:
+    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return "bitsandbytes"
+    return settings.get("quant_method")
 
 
 def _check_quantised(file: Path, path: str, settings: object) -> None:
     """Raise ModelError for weights in codes that transformers does not decode, or does not know how to."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if isinstance(settings, dict) and (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
-        method = "bitsandbytes"
-    # transformers reads the settings of the model and of its language model, and of no other part
-    if method in DEQUANTISED and path in ("quantization_config", "text_config.quantization_config"):
+    method = _method(settings) if isinstance(settings, dict) else None
+    if method in (*DECODED, *DEQUANTISED) and path in READ_SETTINGS:
         return
     if method == "bitsandbytes" or (isinstance(method, str) and method in AUTO_QUANTIZATION_CONFIG_MAPPING):
         raise ModelError(
-            f"{file} says that the weights are quantised by {method}; of quantised checkpoints attnlens reads GGUF, "
-            f"{' and '.join(DEQUANTISED)}.",
+            f"{file} says by {shortened(path)} that the weights are quantised by {method}; of quantised checkpoints "
+            f"attnlens reads GGUF, {', '.join((*DECODED, *DEQUANTISED))}.",
             "Get the model unquantised, or as GGUF.",
         )
     raise ModelError(

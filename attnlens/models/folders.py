@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,7 +32,8 @@ TEMPLATES = "additional_chat_templates"
 """A folder in the model's folder, of which transformers reads every template."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """How the names of what is downloaded with the weights end."""
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 DISTRIBUTED = "shard-[0-9]*-model-*"
 """Names by which transformers recognises a distributed checkpoint, which it reads in the place of any other file."""
 SAY_AGAIN = "Download the model again."
@@ -109,13 +111,16 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
             read_json(path)
 
 
-def refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
-    """Raise ModelError where weights lie in the folder of which attnlens would read a part, or something else."""
+def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool = False) -> None:
+    """Raise ModelError where weights lie in the folder of which attnlens would read a part, or something else.
+
+    `adapter_too`: an adapter that lies there is the one that was asked for.
+    """
     for name in sorted(names):
-        if name in ADAPTERS:
+        if name in ADAPTERS and not adapter_too:
             raise ModelError(
-                f"{folder} holds an adapter ({name}), which attnlens does not apply to the weights.",
-                "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
+                f"{folder} holds an adapter ({name}) beside the weights, and nothing says whether it is to be applied.",
+                f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
             )
         if fnmatch(name, DISTRIBUTED):
             raise ModelError(

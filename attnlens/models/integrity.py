@@ -14,6 +14,10 @@ from attnlens.models.stored import SAY_ONCE, Stored, named
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
+"""What quantised checkpoints call their codes, and what these alone have."""
+SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
+"""How the names of scales and zeros end, behind the name of their weight."""
 LOW_RANK = re.compile(r"(^|[._])lora_")
 """What marks the tensors of an adapter of low rank."""
 
@@ -27,7 +31,6 @@ def check_loaded(
     two tensors that stand for one.
     """
     where = place.folder / place.file
-    refuse_mismatch(place, found["mismatched_keys"])
     if low_rank := [name for name in sorted(found["unexpected_keys"]) if LOW_RANK.search(name)]:
         raise ModelError(
             f"{where} holds an adapter that is not merged ({named(low_rank)}).",
@@ -39,6 +42,12 @@ def check_loaded(
             "stand for.",
             "Get the model unquantised, or as GGUF.",
         )
+    if left := [name for name in sorted(found["unexpected_keys"]) if _of_codes(name, stored)]:
+        raise ModelError(
+            f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says how.",
+            "Get the model unquantised, or as GGUF.",
+        )
+    refuse_mismatch(place, found["mismatched_keys"])
     if twice := _twice(model, stored, set(found["unexpected_keys"])):
         raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
     if len(found["missing_keys"]) >= len(list(model.parameters())):
@@ -57,6 +66,14 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether a tensor without a place is codes, or the scale or zero of a weight that is stored."""
+    if _leaf(name) in PACKED:
+        return True
+    stem = SCALE.sub("", name)
+    return stem != name and (stem in stored or f"{stem}.weight" in stored)
+
+
 def _codes(place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
     """The tensors whose codes were taken for numbers: all that are no buffers, are not left out, and have no scale."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -66,11 +83,11 @@ def _codes(place: Location, model: PreTrainedModel, stored: Mapping[str, Stored]
     counters -= set(map(_leaf, parameters))
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     prefix, decoded = model.base_model_prefix, is_quantised(place.config)
-    used = [name for name in stored if unexpected.isdisjoint(_names(name, prefix))]
+    used = [name for name in stored if unexpected.isdisjoint(names_in_model(name, prefix))]
     scaled = {name.rpartition("_scale")[0] for name in used if "_scale" in name}
 
     def taken(name: str) -> bool:
-        names = set(_names(name, prefix))
+        names = set(names_in_model(name, prefix))
         if names & parameters:
             return not (decoded and name in scaled)
         return not (decoded or names & others or _leaf(name) in counters or ignored.search(name))
@@ -87,7 +104,7 @@ def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     taken: dict[str, str] = {}
     for name in stored:
-        own = next((each for each in _names(name, model.base_model_prefix) if each in parameters), None)
+        own = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
         if own is None or name in unexpected:
             continue
         if own in taken:
@@ -96,6 +113,6 @@ def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     return None
 
 
-def _names(name: str, prefix: str) -> tuple[str, ...]:
+def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
     """What a tensor may be called in the model: as it is, with and without the name of the model within the model."""
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")

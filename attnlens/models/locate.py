@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import shortened, with_home
-from attnlens.models.folders import SMALL_FILES, names_in, read_json, shards_in, weight_file
+from attnlens.models.folders import ADAPTER_CONFIG, ADAPTERS, SMALL_FILES, names_in, read_json, shards_in, weight_file
 from attnlens.models.hub import Hub
 
 Storage = Literal["safetensors", "pickle", "gguf"]
@@ -73,14 +74,14 @@ def find(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) 
     path = DEMO if demo else with_home(name)
     if demo and name != "demo":
         raise UsageError("`demo` comes with attnlens and has no revisions.", "Say only `demo`.")
-    if not _is_there(path):
+    if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle)
     if revision is not None:
         raise UsageError(f"{name} is on this machine and has no revision {revision!r}.", "Leave the revision out.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
-def _is_there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
     """Whether there is something at that path; raises ModelError where that can't be told."""
     try:
         path.stat()
@@ -93,10 +94,30 @@ def _is_there(path: Path) -> bool:
 
 def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
+    if _is_adapter(names):
+        raise _adapter_alone(name, folder)
     form, file = _weights_among(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
     return Location(name, folder, form, file, revision)
+
+
+def _is_adapter(names: Collection[str]) -> bool:
+    """Whether there is an adapter and no weights of a model."""
+    weights = (*SUFFIXES.values(), ".index.json")
+    return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
+
+
+def _adapter_alone(name: str, folder: Path) -> ModelError:
+    """The error for an adapter in the place of a model, which says how it is run."""
+    base = None
+    if ADAPTER_CONFIG in names_in(folder):
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
+    return ModelError(
+        f"{name} holds an adapter of {'an unnamed model' if named == 'BASE' else named}, and no model.",
+        f"Give its base as the model: attnlens inspect {shlex.quote(named)} --adapter {shlex.quote(name)}",
+    )
 
 
 def _in_file(name: str, path: Path) -> Location:
@@ -119,12 +140,14 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
     if after and revision is not None and after != revision:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
-    if _looks_like_path(id_):
+    if looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
         raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
     hub = Hub(id_, revision or after or None)
 
     def wanted(names: Collection[str]) -> list[str]:
+        if _is_adapter(names):
+            return [ADAPTER_CONFIG]
         form, file = _weights_among(names, id_, allow_pickle)
         return _files_of(names, form, file)
 
@@ -132,7 +155,8 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     return _in_folder(id_, folder, allow_pickle, revision=folder.name)
 
 
-def _looks_like_path(name: str) -> bool:
+def looks_like_path(name: str) -> bool:
+    """Whether it can be no hub id."""
     return (
         name.startswith((".", "/", "~"))
         or name.count("/") > 1

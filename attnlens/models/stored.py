@@ -41,7 +41,7 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     Raises ModelError where one can't be read, is cut off or something else, and where two hold a tensor of one name: of
     these transformers takes the last, whatever the index says.
     """
-    reading = {"safetensors": _safetensors, "pickle": _pickled, "gguf": _gguf}[place.form]
+    reading = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf}[place.form]
     found: dict[str, Stored] = {}
     for file in place.weights:
         try:
@@ -61,7 +61,8 @@ def numbers_in(tensors: Mapping[str, Stored]) -> int:
     return sum(prod(tensor.shape) for tensor in tensors.values())
 
 
-def _safetensors(file: Path) -> dict[str, Stored]:
+def safetensors_header(file: Path) -> dict[str, Stored]:
+    """The tensors of one file; raises ModelError where it is cut off or something else."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -73,8 +74,8 @@ def _safetensors(file: Path) -> dict[str, Stored]:
         raise ModelError(problem, "Download it again.") from None
 
 
-def _pickled(file: Path) -> dict[str, Stored]:
-    """Of a pickle, which was allowed; torch builds tensors from it and nothing else."""
+def pickled_header(file: Path) -> dict[str, Stored]:
+    """The same of a pickle, which was allowed; torch builds tensors from it and nothing else."""
     import torch
 
     try:
@@ -91,13 +92,13 @@ def _pickled(file: Path) -> dict[str, Stored]:
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
     return {
-        str(name): Stored(tuple(value.shape), _type_of(value.dtype))
+        str(name): Stored(tuple(value.shape), type_of(value.dtype))
         for name, value in content.items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def _type_of(dtype: object) -> str:
+def type_of(dtype: object) -> str:
     """torch's type in safetensors' spelling, as far as FLOATS has it."""
     import torch
 

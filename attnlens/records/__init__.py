@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
     from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
-    from attnlens.records.provenance import Conventions, File, ModelInfo, Settings, Text, Tool
+    from attnlens.records.provenance import AdapterInfo, Conventions, File, ModelInfo, Settings, Text, Tool
     from attnlens.records.report import (
         Environment,
         Extreme,
@@ -49,7 +49,7 @@ _NAMES = {
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
     "plans": "KeyRank Plan PlanStep Rise read_plan",
-    "provenance": "Conventions File ModelInfo Settings Text Tool",
+    "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "rotation": "Rotation",
     "selections": "Pick Selection Sentence",
@@ -62,6 +62,7 @@ _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for
 
 __all__ = [
     "PARTS",
+    "AdapterInfo",
     "Bound",
     "Call",
     "Change",

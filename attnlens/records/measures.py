@@ -97,6 +97,8 @@ class Measure(Record):
     """How many sequences (tokens.*), matrices (weights.*) or posed queries (selection.*) the value rests on."""
     null: Null | None = None
     """The same measure under the null model."""
+    base: Number | None = None
+    """What it reads without the adapter (weights.* of a model with one)."""
     reason: str | None = None
     """Why there is no value."""
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Literal
 
 from attnlens.choices import Intervals, Placement, Sources
-from attnlens.records.measures import Count, Record
+from attnlens.records.measures import Count, Number, Record
 
 
 class Tool(Record):
@@ -44,6 +44,29 @@ class Conventions(Record):
     """Facts that a reader of the numbers must know, one sentence each."""
 
 
+class AdapterInfo(Record):
+    """Which adapter was merged into the model."""
+
+    id: str
+    """As given: hub id or folder."""
+    revision: str | None = None
+    """Commit of an adapter from the hub."""
+    base: str | None = None
+    """The model that it says it was trained over."""
+    kind: str
+    """LoRA, rsLoRA, DoRA or rsDoRA."""
+    rank: Count
+    """r, where no pattern says otherwise."""
+    alpha: Number
+    """α, where no pattern says otherwise."""
+    modules: Count
+    """How many modules it changes by matrices of low rank."""
+    replaced: list[str] = []
+    """Parameters that it replaces whole."""
+    files: list[File] = []
+    """The files read."""
+
+
 class ModelInfo(Record):
     """Which model was read."""
 
@@ -58,7 +81,12 @@ class ModelInfo(Record):
     files: list[File] = []
     """The weight files read."""
     unexpected: list[str] = []
-    """Tensors in those files that the architecture has no place for; `--strict` counts them as a part not analysed."""
+    """Tensors in those files, or an adapter's, that the architecture has no place for; `--strict` counts them as a part
+    not analysed."""
+    quantised: str | None = None
+    """How its weights were stored as codes, which were decoded: `fp8`, `gptq` …; None where they are plain numbers."""
+    adapter: AdapterInfo | None = None
+    """The adapter that was merged into its weights."""
     conventions: Conventions | None = None
     """How its attention is put together."""
 

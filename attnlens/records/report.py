@@ -232,7 +232,7 @@ class Report(Record):
         return shown
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
+        """One row a head: site, layer, head, kv_head, part, and for each measure `name` with `.se`, `.z` and `.base`.
 
         Raises UsageError where pandas is not installed.
         """
@@ -256,6 +256,8 @@ def _row(head: Head) -> dict[str, object]:
             row[f"{name}.se"] = measure.se
         if measure.z is not None:
             row[f"{name}.z"] = measure.z
+        if measure.base is not None:
+            row[f"{name}.base"] = measure.base
     return row
 
 

@@ -79,6 +79,8 @@ class QueryKey:
     """Tokens: what the attention sums up, one for each *key* head; None where only queries and keys are known."""
     inputs: Float[Tensor, "*batch n d_model"] | None = None
     """Tokens: what the attention module was called with, for those that declare the need (self-attention only)."""
+    base: QueryKey | None = None
+    """Weights: the same site without the adapter that was merged into the model, for those that declare the need."""
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:
@@ -135,6 +137,7 @@ class QueryKey:
             allowed=of_heads(self.allowed, index),
             bias=of_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
+            base=None if self.base is None else self.base.select(index),
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:

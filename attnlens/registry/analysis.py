@@ -46,6 +46,8 @@ class Analyzer(Named):
     """The function itself."""
     by_default: bool = True
     """Whether it runs where no analyzer is named."""
+    needs_base: bool = False
+    """Whether it compares with the site before an adapter was merged; it then runs where there is one."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,16 @@ _GATHERINGS: dict[tuple[str, Source], Gathering] = {}
 
 
 def analyzer(
-    name: str, source: Source, measures: Iterable[MeasureInfo], *, by_default: bool = True
+    name: str, source: Source, measures: Iterable[MeasureInfo], *, by_default: bool = True, needs_base: bool = False
 ) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
-    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs where none is named too."""
+    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs where none is named too.
+
+    `needs_base`: it compares with the model without its adapter, and runs by itself where the model has one.
+    """
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
         question = (function.__doc__ or name).splitlines()[0]
-        _ANALYZERS[name, source] = Analyzer(name, source, question, tuple(measures), function, by_default)
+        _ANALYZERS[name, source] = Analyzer(name, source, question, tuple(measures), function, by_default, needs_base)
         return function
 
     return enter
@@ -148,6 +153,12 @@ def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analy
     named = [checked_name("analyzer", name, known) for name in names]
     chosen = named or [found.name for found in every if found.by_default]
     return [found for found in every if found.name in chosen and source in ("both", found.source)]
+
+
+def comparing(source: Sources) -> list[Analyzer]:
+    """The analyzers of that source that compare a model with itself without its adapter."""
+    plain = [found for found in every_analyzer() if isinstance(found, Analyzer)]
+    return [found for found in plain if found.needs_base and source in ("both", found.source)]
 
 
 def every_analyzer() -> list[Analyzer | Gathering]:

@@ -20,10 +20,11 @@ def settings(asked: Mapping[str, Any]) -> Settings:
 
 
 def chosen(
-    asked: Settings, named: Sequence[str], select: str, show: str | None
+    asked: Settings, named: Sequence[str], select: str, show: str | None, *, adapted: bool = False
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """The analyzers that run, and the settings with them and with what counts as selected.
 
+    `adapted`: the model has an adapter, so that those run which compare with the model without it.
     Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
     ignored, and where nothing can be shown.
     """
@@ -33,6 +34,8 @@ def chosen(
             f"{', '.join(named) or show} reads nothing from {asked.source}.",
             "Leave out --source, or name another analyzer.",
         )
+    found += registry.comparing(asked.source) if adapted else []
+    found = list({id(analyzer): analyzer for analyzer in found}.values())
     names = list(dict.fromkeys(analyzer.name for analyzer in found))
     looked = SHOWN in names
     if not looked and (select != "argmax" or show is not None):

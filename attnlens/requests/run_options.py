@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from attnlens.arguments import LARGEST, word
+from attnlens.arguments import LARGEST, path, word
 from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.requests import values
 from attnlens.requests.fields import Option
@@ -39,6 +39,16 @@ class Loading(TypedDict, total=False):
     revision: Annotated[
         str | None,
         Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word, call_only="read"),
+    ]
+    adapter: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            "LoRA, rsLoRA or DoRA adapter (peft) to merge into the model: a folder or a hub id.",
+            panel=INPUT,
+            metavar="DIR|ID",
+            check=path,
+            call_only="read",
+        ),
     ]
     trust_remote_code: Annotated[
         bool, Option("Run Python code that comes with the model.", False, panel=DANGEROUS, call_only="dangerous")

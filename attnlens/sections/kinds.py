@@ -11,6 +11,7 @@ import numpy as np
 
 from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
+from attnlens.sections.adapters import adapter_sections
 from attnlens.sections.checkpoints import series_sections, step_cells
 from attnlens.sections.doctor import site_checks
 from attnlens.sections.every_head import head_table
@@ -71,10 +72,12 @@ def kind_of(report: Report) -> Kind:
 
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     yield from layer_sections(shapes, whole=whole)
+    yield from adapter_sections(shapes.report)
     yield from _extremes(shapes.report)
 
 
 def _head_page(shapes: Shapes) -> Iterator[Section]:
+    yield from adapter_sections(shapes.report)
     yield from _extremes(shapes.report)
     if shapes.report.heads:
         yield head_table(shapes)
@@ -94,7 +97,9 @@ def _head_row(head: Head) -> dict[str, Cell]:
     row: dict[str, Cell] = {name: getattr(head, name) for name in HeadId.model_fields}
     for name, measure in head.measures.items():
         row[name] = measure.value if measure.label is None else measure.label
-        row |= {f"{name}.{part}": value for part in ("se", "z") if (value := getattr(measure, part)) is not None}
+        row |= {
+            f"{name}.{part}": value for part in ("se", "z", "base") if (value := getattr(measure, part)) is not None
+        }
     return row
 
 

@@ -29,6 +29,10 @@ def header(report: Report) -> str:
     """Model, architecture, parameters, revision and settings on one line."""
     model, settings = report.model, report.settings
     facts = [model.architecture, f"{big(model.parameters)} parameters"]
+    if model.quantised:
+        facts.append(f"decoded from {model.quantised}")
+    if model.adapter:
+        facts.append(f"with {model.adapter.kind} adapter {model_name(model.adapter.id)}")
     if model.revision:
         facts.append(f"revision {model.revision[:12]}")
     facts += [settings.fed, f"{settings.dtype} on {settings.device}"]
@@ -56,7 +60,32 @@ def conventions(report: Report) -> str:
 def notes(report: Report) -> list[str]:
     """What else a reader of the numbers must know, a sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
-    return [clean(note) for note in (*report.settings.notes, *of_model, *unexpected(report))]
+    return [clean(note) for note in (*report.settings.notes, *of_model, *_other_base(report), *unexpected(report))]
+
+
+def adapter(report: Report) -> str:
+    """What was merged into which model; empty where nothing was."""
+    found = report.model.adapter
+    if found is None:
+        return ""
+    whole = f"; {counted(len(found.replaced), 'parameter')} replaced whole" if found.replaced else ""
+    return clean(
+        f"{found.kind} adapter {found.id} (r {found.rank}, α {found.alpha:g}) was merged into "
+        f"{counted(found.modules, 'module')} of {report.model.id}{whole}."
+    )
+
+
+def _other_base(report: Report) -> list[str]:
+    """The sentence on an adapter that names another base than the model; an id and a folder's name are compared."""
+    found = report.model.adapter
+    if found is None or found.base is None or _last(found.base) == _last(report.model.id):
+        return []
+    return [f"The adapter says that its base is {found.base}; it was merged into {report.model.id}, which it fits."]
+
+
+def _last(name: str) -> str:
+    """The last part of an id or path, without a revision."""
+    return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
 
 
 def unexpected(report: Report) -> list[str]:

@@ -83,9 +83,15 @@ class Collector:
                 self.drafts[site, head] = Draft(site, head, kv_head)
 
     def add_weights(
-        self, site: Site, heads: Sequence[int], analyzer: Analyzer, readings: Readings, nulls: Mapping[str, list[Null]]
+        self,
+        site: Site,
+        heads: Sequence[int],
+        analyzer: Analyzer,
+        readings: Readings,
+        nulls: Mapping[str, list[Null]],
+        base: Readings | None = None,
     ) -> None:
-        """Enter readings of shape (heads,) or (heads, steps); `nulls` by measure, one a head."""
+        """Enter readings of shape (heads,) or (heads, steps); `nulls` by measure; `base`: those without adapter."""
         for info in analyzer.measures:
             for index, head in enumerate(heads):
                 draft = self.drafts.get((site, head))
@@ -97,7 +103,11 @@ class Collector:
                 else:
                     value = None if reading is None else float(reading[index])
                     null = nulls[info.name][index] if info.name in nulls else None
-                    draft.measures[info.name] = _measure(info, site, value, n=1, null=null)
+                    found = _measure(info, site, value, n=1, null=null)
+                    before = float(base[info.name][index]) if base is not None and info.name in base else None
+                    if found.value is not None and before is not None and before == before:
+                        found = found.model_copy(update={"base": before})
+                    draft.measures[info.name] = found
 
     def add_tokens(
         self,

@@ -40,7 +40,10 @@ def inspect(
     given = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
     loading = feeding.loading_of(more, subject)
-    chosen, asked = reading.chosen(reading.settings(given), given["analyzers"], given["select"], given["show"])
+    adapted = given["adapter"] is not None or (isinstance(subject, models.Loaded) and subject.adapter is not None)
+    chosen, asked = reading.chosen(
+        reading.settings(given), given["analyzers"], given["select"], given["show"], adapted=adapted
+    )
     reading.refuse_unread(given["text"], asked.source)
     named = texts.read_each(given["text"])
     start = time.perf_counter()

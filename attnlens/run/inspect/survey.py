@@ -18,6 +18,7 @@ from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
+from attnlens.run.inspect.adapted import with_base
 from attnlens.run.inspect.chunks import finite_heads, pieces
 from attnlens.run.inspect.collector import Collector, scaled_null
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
@@ -143,7 +144,7 @@ class Inspection:
         analyzers = self._of_source("weights")
         nulls: dict[object, dict[str, tuple[float, float]]] = {}
         read: list[weights.Factors] = []
-        for done, factors in enumerate(weights.factors(self.loaded.model, first, self.reached)):
+        for done, (factors, base) in enumerate(with_base(self.loaded, first, self.reached)):
             self.progress("weights", done, len(self.reached))
             self._keep_form(self.reached[done].site, factors)
             if isinstance(factors, UnreadableError):
@@ -152,7 +153,7 @@ class Inspection:
                 continue
             if analyzers:
                 read.append(factors)
-                self._analyse_weights(factors, analyzers, nulls)
+                self._analyse_weights(factors, base, analyzers, nulls)
         self.progress("weights", len(self.reached), len(self.reached))
         if analyzers:
             self.conventions = conventions(self.reached, read)
@@ -170,10 +171,11 @@ class Inspection:
     def _analyse_weights(
         self,
         factors: weights.Factors,
+        base: QueryKey | None,
         analyzers: Sequence[Analyzer],
         nulls: dict[object, dict[str, tuple[float, float]]],
     ) -> None:
-        whole = factors.query_key
+        whole = replace(factors.query_key, base=base)
         finite = finite_heads(whole)
         self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite], "weights")
         if not finite:
@@ -184,14 +186,21 @@ class Inspection:
         norms = whole.scale * query_key.query.norm(dim=(1, 2)) * query_key.paired_key.norm(dim=(1, 2))
         shape = (tuple(whole.query.shape[1:]), tuple(whole.key.shape[1:]), id(whole.rotation))
         if shape not in nulls:
-            nulls[shape] = gaussian_null(analyzers, query_key, draws=NULL_DRAWS, seed=self.settings.seed)
+            nulls[shape] = gaussian_null(
+                analyzers, replace(query_key, base=None), draws=NULL_DRAWS, seed=self.settings.seed
+            )
         for analyzer in analyzers:
             scaled: dict[str, list[Null]] = {
                 info.name: scaled_null(nulls[shape][info.name], info, norms)
                 for info in analyzer.measures
                 if info.name in nulls[shape]
             }
-            self.collector.add_weights(factors.site, finite, analyzer, analyzer.function(query_key), scaled)
+            readings = analyzer.function(query_key)
+            before = None
+            if query_key.base is not None and not analyzer.needs_base:
+                same = base is not None and base.query is whole.query
+                before = readings if same else analyzer.function(query_key.base)
+            self.collector.add_weights(factors.site, finite, analyzer, readings, scaled, before)
 
     def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str) -> None:
         if heads:

@@ -1,0 +1,44 @@
+"""How far an adapter moved each head's bilinear form, and in how many directions."""
+
+from __future__ import annotations
+
+from attnlens.records import QueryKey
+from attnlens.registry import MeasureInfo, Readings, analyzer
+
+NO_ADAPTER = "no adapter was given, or the matrix is zero without it"
+MEASURES = (
+    MeasureInfo(
+        "adapter.change",
+        "how far the adapter moved M, beside the size that M had; under RoPE M is that of equal positions",
+        "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
+        low=0,
+        self_only=False,
+        missing=NO_ADAPTER,
+        has_null=False,
+        headline=True,
+        ends="largest",
+    ),
+    MeasureInfo(
+        "adapter.change_rank",
+        "in how many directions the adapter moved M; at most 2r, where queries and keys are adapted",
+        "number of σ(M' − M) above eps·n·max(‖M‖_F, ‖M' − M‖_F)",
+        low=0,
+        self_only=False,
+        missing=NO_ADAPTER,
+        has_null=False,
+    ),
+)
+
+
+@analyzer("adaptation", source="weights", measures=MEASURES, by_default=False, needs_base=True)
+def of_weights(query_key: QueryKey) -> Readings:
+    """How far, and in how many directions, did an adapter move a head's bilinear form?"""
+    import torch
+
+    from attnlens import linalg
+
+    if query_key.base is None:
+        nothing = torch.full(query_key.query.shape[:-2], torch.nan, dtype=torch.float64)
+        return {info.name: nothing for info in MEASURES}
+    size, rank = linalg.change(query_key, query_key.base)
+    return {"adapter.change": size, "adapter.change_rank": rank}
