@@ -148,7 +148,13 @@ class InspectRequest(SeriesRequest, total=False):
 class SwapRequest(ModelRequest, total=False):
     """What `swap_kernel` can be asked for, beside the kernels."""
 
-    part: Annotated[Part | None, Option("Only this part: `encoder`, `decoder` or `cross`.", metavar="PART")]
+    part: Annotated[
+        Part | None,
+        Option(
+            "Only this part: `encoder`, `decoder`, `cross`; where there are several towers, `vision`, `audio`, `text`.",
+            metavar="PART",
+        ),
+    ]
     sweep: Annotated[
         Sweep | None,
         Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),

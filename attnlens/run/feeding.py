@@ -88,7 +88,8 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
     """The settings that say what was fed: texts in windows or lines, or noise alone."""
     if not found.tokens:
         nothing = {"pack": None, "windows": None, "intervals": None}
-        return asked.model_copy(update={"noise": Text.of(found.texts), "sequences": found.sequences, **nothing})
+        update = {"noise": Text.of(found.texts), "sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
+        return asked.model_copy(update=update | nothing)
     short = found.sequences < (asked.sequences or 0)
     update = {
         "text": Text.of(found.texts),
@@ -103,6 +104,7 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
 
 def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
     """What a reader must know of the windows, a sentence each."""
+    yield from found.notes
     yield from texts.foreign_notes(found.unknown)
     if found.left_out:
         yield (

@@ -2,7 +2,7 @@
 
 from attnlens.choices import Placement
 from attnlens.texts.batches import Batch, Batches, Cut, passages
-from attnlens.texts.cutting import NOISE, batches, placeholder, reads_text
+from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
 from attnlens.texts.foreign import foreign_notes
 from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
@@ -13,7 +13,6 @@ __all__ = [
     "CHARACTERS",
     "LONGEST",
     "MOST_SHARED",
-    "NOISE",
     "RUN",
     "Batch",
     "Batches",
@@ -27,6 +26,7 @@ __all__ = [
     "placeholder",
     "position_limit",
     "read_each",
+    "reads_noise",
     "reads_text",
     "repeated_share",
     "sample",

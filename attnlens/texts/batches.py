@@ -20,14 +20,13 @@ class Batch:
     inputs: dict[str, Tensor]
     """`model(**inputs)`; on the model's device."""
     lengths: tuple[int, ...]
-    """Real tokens of each sequence (padding stands on the right); empty where no tokens are fed."""
+    """Ids of each sequence that are no padding (which stands on the right); empty where no tokens are fed."""
     parts: tuple[str, ...] = ()
     """The name of the text that each sequence is of; empty where no tokens are fed."""
-
-    @property
-    def size(self) -> int:
-        """How many sequences it holds."""
-        return next(iter(self.inputs.values())).shape[0]
+    size: int = 1
+    """How many sequences it holds."""
+    start: int = 0
+    """Where the text begins in each sequence: behind the ids that stand for an image or a sound."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Batches:
     """Share of each text's ids that are the tokenizer's unknown token; near 1, the model can't read that text."""
     pack: bool = True
     """Whether the sequences are windows of running text, and not lines."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know of what is fed beside the texts."""
     left_out: tuple[str, ...] = ()
     """Texts of which nothing is fed, since there are fewer sequences than texts."""
 
@@ -60,7 +61,7 @@ class Batches:
         """What each sequence says, without padding; empty where no tokens are fed."""
         said = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
         return [
-            tuple(row[:length])
+            tuple(row[batch.start : length])
             for batch, ids in zip(self.batches, said, strict=True)
             for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
         ]

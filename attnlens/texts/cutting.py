@@ -14,27 +14,25 @@ from attnlens.texts.batches import Batch, Batches, Cut
 from attnlens.texts.foreign import refuse_foreign, unknown_shares
 from attnlens.texts.inputs import (
     CHARACTERS,
-    NO_NOISE,
-    beside_noise,
     decodes_text,
-    noise,
+    not_made,
+    reads_ids,
     text_inputs,
     token_tensors,
     vocabulary,
     wanted,
 )
+from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
 from attnlens.texts.sequences import lines, window_length, windows
 from attnlens.texts.sources import Content, thinned
+from attnlens.texts.towers import Noise, placed, towers, types_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnlens.models import Loaded
 
-NOISE = {"pixels": "pixel_values", "pixels+text": "pixel_values", "audio": None}
-"""For each kind of model that reads noise, which input it is; None means the model's main input."""
-NOISE_NAMES = {"pixel_values": "random pixels", "input_features": "random sound", "input_values": "random sound"}
+IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+"""What is made of a text."""
 
 
 def batches(
@@ -57,18 +55,15 @@ def batches(
     if not cut.allow_foreign:
         refuse_foreign(unknown)
     count = len(rows) or cut.sequences
-    made = _noise(loaded, count, cut.seed, skip_noise)
-    parts = [slice(start, start + cut.batch_size) for start in range(0, count, cut.batch_size)]
+    noise = Noise(loaded.model, towers(loaded.model), cut.seed, skip_noise)
     return Batches(
-        batches=tuple(
-            _batch(loaded, rows[part], {name: tensor[part] for name, tensor in made.items()}, names[part])
-            for part in parts
-        ),
+        batches=_in_batches(loaded, noise, rows, names, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, rows), default=0),
-        texts=(*texts, *_described(made)),
+        texts=(*texts, *noise.described),
         unknown=unknown,
         pack=cut.pack,
+        notes=towers(loaded.model).notes,
         left_out=tuple(content.name for content in contents if rows and content.name not in names),
     )
 
@@ -83,14 +78,20 @@ def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
 
 def _check_kind(loaded: Loaded) -> None:
     """Raise TextError for a model whose inputs can't be made up."""
-    if loaded.kind == "other":
-        names = " and ".join(wanted(loaded.model))
-        raise TextError(f"attnlens can't make up {names} for a {loaded.info.architecture}.", NO_NOISE)
+    made = (*makable(loaded.model), *IDS * reads_text(loaded))
+    missing = [name for name in wanted(loaded.model) if name not in made]
+    if missing:
+        raise TextError(*not_made(loaded.model, missing))
 
 
 def reads_text(loaded: Loaded) -> bool:
     """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
-    return loaded.kind in ("text", "seq2seq", "pixels+text") or decodes_text(loaded.model)
+    return reads_ids(loaded.model) or decodes_text(loaded.model)
+
+
+def reads_noise(loaded: Loaded) -> bool:
+    """Whether the model's main input is made up (pixels, sound, series), so that what it says of it has no loss."""
+    return loaded.kind not in ("text", "seq2seq")
 
 
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> Batches:
@@ -104,9 +105,10 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
         draws = Random(seed)  # noqa: S311  # no secret
         known = vocabulary(loaded.model) or CHARACTERS
         rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
-    made = _noise(loaded, sequences, seed)
+    noise = Noise(loaded.model, towers(loaded.model), seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    return Batches((_batch(loaded, rows, made, ()),), sequences, tokens * bool(rows), (*named, *_described(made)), {})
+    made = _in_batches(loaded, noise, rows, (), sequences, sequences)
+    return Batches(made, sequences, tokens * bool(rows), (*named, *noise.described), {})
 
 
 def _fed(
@@ -157,33 +159,28 @@ def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Tensor]:
-    if loaded.kind not in NOISE:
-        return {}
-    name = NOISE[loaded.kind] or loaded.model.main_input_name
-    return {name: noise(loaded.model, name, count, seed, skip)}
+def _in_batches(
+    loaded: Loaded, noise: Noise, rows: Sequence[Sequence[int]], names: tuple[str, ...], count: int, size: int
+) -> tuple[Batch, ...]:
+    """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
+    given = towers(loaded.model)
+    size = 1 if given.alone else size
+    whole = [[*given.ids, *row] for row in rows]
+    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    return tuple(_batch(loaded, noise, whole[part], names[part], part.stop - part.start) for part in parts)
 
 
-def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor], parts: tuple[str, ...]) -> Batch:
-    model = loaded.model
-    inputs = {name: tensor.to(model.device, model.dtype) for name, tensor in made.items()}
-    if made:
-        inputs |= beside_noise(model, len(next(iter(made.values()))))
+def _batch(loaded: Loaded, noise: Noise, rows: Sequence[Sequence[int]], parts: tuple[str, ...], count: int) -> Batch:
+    model, given = loaded.model, towers(loaded.model)
+    inputs = placed(model, noise.take(count, max(map(len, rows), default=0)))
+    start = len(given.ids) if rows else 0
     if rows:
         ids, mask = token_tensors(rows, _padding(loaded))
-        inputs |= text_inputs(model, ids, mask, encoder_reads=loaded.kind in ("text", "seq2seq", "pixels+text"))
-    return Batch(inputs, tuple(map(len, rows)), parts)
+        inputs |= text_inputs(model, ids, mask, start) | placed(model, types_of(model, given, ids))
+    return Batch(inputs, tuple(map(len, rows)), parts, count, start)
 
 
 def _padding(loaded: Loaded) -> int:
     """The id that stands for nothing; any id would do, since the mask hides it."""
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return next((choice for choice in choices if choice is not None), 0)
-
-
-def _described(made: Mapping[str, Tensor]) -> list[Text]:
-    """The noise as what was fed."""
-    return [
-        Text(name=NOISE_NAMES[name], sha256=sha256(tensor.numpy().tobytes()).hexdigest())
-        for name, tensor in made.items()
-    ]
