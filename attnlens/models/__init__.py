@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens import arguments
@@ -53,6 +54,8 @@ class Loaded:
     """Parameters that the checkpoint lacks, so that they hold random numbers."""
     unused_keys: tuple[str, ...] = ()
     """Tensors of the checkpoint that the model has no place for."""
+    folder: Path | None = None
+    """Where the checkpoint lies; None for a model in memory."""
 
 
 @arguments.public
@@ -95,7 +98,8 @@ def load(
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
     missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    return Loaded(model, tokenizer, problem, _info(place, model, unused), kind_of(model), missing, unused)
+    info = _info(place, model, unused)
+    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, Path(place.folder))
 
 
 def _checked(place: Location, trust_remote_code: bool) -> dict[str, Stored]:

@@ -106,12 +106,12 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
     """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
     from attnlens.texts.inputs import decodes_text, not_made, reads_ids, text_inputs, wanted
-    from attnlens.texts.towers import Noise, placed, towers, types_of
+    from attnlens.texts.towers import Beside, placed, towers, types_of
 
     given = towers(model)
     ids = torch.tensor([[*given.ids, *[1] * 4]])
     try:
-        made = Noise(model, given, 0).take(1, ids.shape[1]) | types_of(model, given, ids)
+        made = Beside(model, given, 0).take(1, ids.shape[1]) | types_of(model, given.before, ids)
     except TextError as error:
         raise ModelError(error.problem, error.remedy) from None
     if reads_ids(model) or decodes_text(model):

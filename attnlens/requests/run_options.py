@@ -63,6 +63,28 @@ class Feeding(Loading, total=False):
             call_only="read",
         ),
     ]
+    image: Annotated[
+        Words,
+        Option(
+            "Image file for a model that sees; repeatable: each sequence gets the next. Default: noise.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,
+            call_only="read",
+        ),
+    ]
+    audio: Annotated[
+        Words,
+        Option(
+            "Sound file (`.wav`) for a model that hears; repeatable: each sequence gets the next. Default: noise.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,
+            call_only="read",
+        ),
+    ]
     tokens: Annotated[
         int | None,
         Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit"),

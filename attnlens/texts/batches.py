@@ -47,6 +47,8 @@ class Batches:
     """Whether the sequences are windows of running text, and not lines."""
     notes: tuple[str, ...] = ()
     """What a reader must know of what is fed beside the texts."""
+    made_up: bool = False
+    """Whether what the model reads first of all is noise."""
     left_out: tuple[str, ...] = ()
     """Texts of which nothing is fed, since there are fewer sequences than texts."""
 
@@ -117,5 +119,11 @@ class Cut:
     """Of the placement, and of noise."""
     turn: tuple[int, int] = (0, 1)
     """(i, n): of the chosen sequences of each text only number i, i + n, i + 2n …, so that n parts are disjoint."""
+    image: tuple[str, ...] = ()
+    """Files of images, of which each sequence gets the next one in turn; none: noise."""
+    audio: tuple[str, ...] = ()
+    """Files of sounds, in the same way."""
+    pairs: bool = False
+    """Whether each line holds two texts with a tab between them, which the tokenizer joins."""
     allow_foreign: bool = False
     """Whether a text of which the tokenizer does not know half of the tokens is fed all the same."""

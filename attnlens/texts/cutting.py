@@ -22,13 +22,16 @@ from attnlens.texts.inputs import (
     vocabulary,
     wanted,
 )
+from attnlens.texts.media import prepared
 from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
 from attnlens.texts.sequences import lines, window_length, windows
 from attnlens.texts.sources import Content, thinned
-from attnlens.texts.towers import Noise, placed, towers, types_of
+from attnlens.texts.towers import Beside, Standing, ids_of, placed, towers, types_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnlens.models import Loaded
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -50,20 +53,22 @@ def batches(
     usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
     _check(loaded, cut.sequences, cut.batch_size)
+    files, media = _files(loaded, cut)
     rows, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
     unknown = unknown_shares(loaded.tokenizer, rows, names)
     if not cut.allow_foreign:
         refuse_foreign(unknown)
-    count = len(rows) or cut.sequences
-    noise = Noise(loaded.model, towers(loaded.model), cut.seed, skip_noise)
+    count = len(rows) or max(map(len, files.values()), default=cut.sequences)
+    beside = Beside(loaded.model, towers(loaded.model), cut.seed, skip_noise, files)
     return Batches(
-        batches=_in_batches(loaded, noise, rows, names, count, cut.batch_size),
+        batches=_in_batches(loaded, beside, rows, names, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, rows), default=0),
-        texts=(*texts, *noise.described),
+        texts=(*texts, *media, *beside.described),
         unknown=unknown,
         pack=cut.pack,
-        notes=towers(loaded.model).notes,
+        notes=() if files else towers(loaded.model).notes,
+        made_up=reads_noise(loaded) and not files,
         left_out=tuple(content.name for content in contents if rows and content.name not in names),
     )
 
@@ -104,11 +109,17 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # no secret
         known = vocabulary(loaded.model) or CHARACTERS
-        rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
-    noise = Noise(loaded.model, towers(loaded.model), seed)
+        standing = towers(loaded.model).ids[:1]
+        rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
+    beside = Beside(loaded.model, towers(loaded.model), seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    made = _in_batches(loaded, noise, rows, (), sequences, sequences)
-    return Batches(made, sequences, tokens * bool(rows), (*named, *noise.described), {})
+    made = _in_batches(loaded, beside, rows, (), sequences, sequences)
+    return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})
+
+
+def _drawn(draws: Random, known: int, standing: Sequence[int]) -> int:
+    """A random id; none that stands for a part of an image."""
+    return next(number for number in iter(lambda: draws.randrange(known), None) if number not in standing)
 
 
 def _fed(
@@ -159,25 +170,45 @@ def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
+def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]], list[Text]]:
+    """The inputs that are made of the files of each modality, and what these files are."""
+    found, said = dict[str, list[dict[str, "Tensor"]]](), list[Text]()
+    for modality, paths in (("image", cut.image), ("audio", cut.audio)):
+        if paths:
+            found[modality], named = prepared(loaded, modality, paths)
+            said += named
+    return found, said
+
+
 def _in_batches(
-    loaded: Loaded, noise: Noise, rows: Sequence[Sequence[int]], names: tuple[str, ...], count: int, size: int
+    loaded: Loaded, beside: Beside, rows: Sequence[Sequence[int]], names: tuple[str, ...], count: int, size: int
 ) -> tuple[Batch, ...]:
     """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
-    given = towers(loaded.model)
-    size = 1 if given.alone else size
-    whole = [[*given.ids, *row] for row in rows]
+    size = 1 if beside.given.alone or beside.files else size
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    return tuple(_batch(loaded, noise, whole[part], names[part], part.stop - part.start) for part in parts)
+    return tuple(
+        _batch(loaded, beside, rows[part], names[part], beside.before(part.start), part.stop - part.start)
+        for part in parts
+    )
 
 
-def _batch(loaded: Loaded, noise: Noise, rows: Sequence[Sequence[int]], parts: tuple[str, ...], count: int) -> Batch:
-    model, given = loaded.model, towers(loaded.model)
-    inputs = placed(model, noise.take(count, max(map(len, rows), default=0)))
-    start = len(given.ids) if rows else 0
+def _batch(
+    loaded: Loaded,
+    beside: Beside,
+    rows: Sequence[Sequence[int]],
+    parts: tuple[str, ...],
+    standing: Standing,
+    count: int,
+) -> Batch:
+    """Sequences that stand behind equally many ids for an image or a sound."""
+    model = loaded.model
+    before = ids_of(standing) if rows else []
+    whole = [[*before, *row] for row in rows]
+    inputs = beside.take(count, max(map(len, whole), default=0))
     if rows:
-        ids, mask = token_tensors(rows, _padding(loaded))
-        inputs |= text_inputs(model, ids, mask, start) | placed(model, types_of(model, given, ids))
-    return Batch(inputs, tuple(map(len, rows)), parts, count, start)
+        ids, mask = token_tensors(whole, _padding(loaded))
+        inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
+    return Batch(placed(model, inputs), tuple(map(len, whole)), parts, count, len(before))
 
 
 def _padding(loaded: Loaded) -> int:

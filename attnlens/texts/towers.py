@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from attnlens.errors import FAILURES, TextError, is_memory
+from attnlens.errors import FAILURES, ModelError, TextError, is_memory
 from attnlens.models.hub import first_line
 from attnlens.records import Text
 from attnlens.texts.inputs import not_made, reads_ids, wanted
@@ -26,7 +26,9 @@ STANDING = {
 """What the configuration calls the id that stands for a part of an image or a sound, and what gives these parts."""
 TYPES = {"image": 1, "audio": 3}
 """What `mm_token_type_ids` calls them; text is 0."""
-PROBE = tuple(range(10, 14))
+Standing = tuple[tuple[str, int, int], ...]
+"""What stands before a text: modality, id, and how many of it."""
+PROBE = 4
 """Ids of a text of no meaning."""
 
 
@@ -36,8 +38,8 @@ class Towers:
 
     names: tuple[str, ...]
     """Of the inputs."""
-    before: tuple[tuple[str, int, int], ...] = ()
-    """What stands before each text: modality, id, and how many of it."""
+    before: Standing = ()
+    """What stands before each text."""
     notes: tuple[str, ...] = ()
     """Which tower does not run, and why."""
     alone: bool = False
@@ -46,12 +48,7 @@ class Towers:
     @property
     def ids(self) -> list[int]:
         """What stands before each text."""
-        return [number for _, number, count in self.before for _ in range(count)]
-
-    @property
-    def types(self) -> list[int]:
-        """What each of them stands for."""
-        return [TYPES[modality] for modality, _, count in self.before for _ in range(count)]
+        return ids_of(self.before)
 
 
 _found: WeakKeyDictionary[PreTrainedModel, Towers] = WeakKeyDictionary()
@@ -69,18 +66,23 @@ def towers(model: PreTrainedModel) -> Towers:
 
 
 def _towers(model: PreTrainedModel) -> Towers:
+    import torch
+
     names = makable(model)
     before, notes = list[tuple[str, int, int]](), list[str]()
     for modality, (ids, features) in STANDING.items():
         own = tuple(name for name in names if OF[name] == modality)
-        number = next((one for name in ids if (one := said(model.config, name)) is not None), None)
-        if not own or number is None or not reads_ids(model):
+        if not own or not reads_ids(model) or hasattr(model, "get_text_features"):
             continue
-        found = _parts(model, own, features)
+        number = said(model.config, *ids)
+        drawn = made(model, own, torch.Generator().manual_seed(0), PROBE)
+        found = 0 if number is None else _parts(model, placed(model, drawn), features)
+        standing = ((modality, number or 0, found),) if isinstance(found, int) else ()
         if isinstance(found, int):
-            found = _refusal(model, _of(model, own, ((modality, number, found),))) or found
+            others = tuple(name for name in names if OF[name] not in STANDING)
+            found = _refusal(model, _of(model, own + others, standing)) or found
         if isinstance(found, int):
-            before.append((modality, number, found))
+            before += standing
         elif not set(own) & set(wanted(model)):
             names = tuple(name for name in names if name not in own)
             notes.append(f"No {modality} is fed: {found}.")
@@ -90,37 +92,68 @@ def _towers(model: PreTrainedModel) -> Towers:
 def _of(
     model: PreTrainedModel,
     names: tuple[str, ...],
-    before: tuple[tuple[str, int, int], ...],
+    before: Standing,
     notes: tuple[str, ...] = (),
 ) -> Towers:
     return Towers(names, before, notes, alone=is_packed(model) and any(OF[name] == "image" for name in names))
 
 
-class Noise:
-    """Draws the inputs of one sequence after the other, whatever the size of a batch."""
+class Beside:
+    """Gives the inputs of one sequence after the other: noise, or the next of the files of a modality."""
 
-    def __init__(self, model: PreTrainedModel, given: Towers, seed: int, skip: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        given: Towers,
+        seed: int,
+        skip: int = 0,
+        files: Mapping[str, Sequence[Mapping[str, Tensor]]] | None = None,
+    ) -> None:
         """Leaves out the first `skip` draws."""
         import torch
 
-        self._model, self._names = model, given.names
+        self.given, self.files = given, files or {}
+        self._model, self._next = model, 0
+        self._names = tuple(name for name in given.names if OF[name] not in self.files)
         self._draws = torch.Generator().manual_seed(seed)
-        self._digests = {name: sha256() for name in given.names}
+        self._digests = {name: sha256() for name in self._names}
         for _ in range(skip):
-            made(model, given.names, self._draws, 1)
+            made(model, self._names, self._draws, 1)
+
+    def before(self, number: int) -> Standing:
+        """What stands before the text of that sequence."""
+        if not self.files:
+            return self.given.before
+        kept = tuple(standing for standing in self.given.before if standing[0] not in self.files)
+        return kept + tuple(self._standing(modality, number) for modality in self.files)
+
+    def _standing(self, modality: str, number: int) -> tuple[str, int, int]:
+        ids, features = STANDING[modality]
+        stands = said(self._model.config, *ids)
+        if stands is None:
+            return modality, 0, 0
+        found = _parts(self._model, placed(self._model, self._file(modality, number)), features)
+        if isinstance(found, str):
+            raise ModelError(f"The {modality} can't be fed: {found}.", f"Leave out --{modality}.")
+        return modality, stands, found
+
+    def _file(self, modality: str, number: int) -> Mapping[str, Tensor]:
+        return self.files[modality][number % len(self.files[modality])]
 
     def take(self, count: int, width: int) -> dict[str, Tensor]:
         """The inputs of the next `count` sequences of `width` ids."""
         import torch
 
         each = [made(self._model, self._names, self._draws, width) for _ in range(count)]
+        for name in each[0]:
+            self._digests[name].update(torch.cat([one[name] for one in each]).numpy().tobytes())
+        for own, number in zip(each, range(self._next, self._next + count), strict=True):
+            own |= {name: value for modality in self.files for name, value in self._file(modality, number).items()}
+        self._next += count
         missing = [name for name in wanted(self._model) if name in OF and name not in each[0]]
         if missing:
             raise TextError(*not_made(self._model, missing))
-        inputs = {name: torch.cat([one[name] for one in each]) for name in each[0]}
-        for name, tensor in inputs.items():
-            self._digests[name].update(tensor.numpy().tobytes())
-        return inputs
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
     @property
     def described(self) -> list[Text]:
@@ -132,22 +165,26 @@ class Noise:
         return [Text(name=SAID[modality], sha256=digest.hexdigest()) for modality, digest in seen.items()]
 
 
-def _parts(model: PreTrainedModel, names: tuple[str, ...], features: str) -> int | str:
-    """How many ids stand for one image or sound, or why it can't be told."""
+def ids_of(standing: Standing) -> list[int]:
+    """The ids that stand for an image or a sound."""
+    return [number for _, number, count in standing for _ in range(count)]
+
+
+def _parts(model: PreTrainedModel, inputs: Mapping[str, Tensor], features: str) -> int | str:
+    """How many ids stand for one image or sound (none, where tokens meet it in cross-attention), or what fails."""
     import torch
 
     owner: Any = next((part for part in _nested(model) if hasattr(part, features)), None)
     if owner is None:
-        return f"{type(model).__name__} has no {features}"
+        return 0
     try:
-        inputs = placed(model, made(model, names, torch.Generator().manual_seed(0), len(PROBE)))
         taken = signature(getattr(owner, features)).parameters
         with torch.no_grad():
             result = getattr(owner, features)(**{name: value for name, value in inputs.items() if name in taken})
     except FAILURES as error:
         if is_memory(error):
             raise
-        return f"its tower fails on noise ({type(error).__name__}: {first_line(error)})"
+        return f"its tower fails on it ({type(error).__name__}: {first_line(error)})"
     found = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
     return sum(value.shape[:-1].numel() for value in values_of(found))
 
@@ -157,23 +194,30 @@ def _refusal(model: PreTrainedModel, only: Towers) -> str | None:
     import torch
 
     try:
-        ids = torch.tensor([[*only.ids, *PROBE]])
-        inputs: Mapping[str, Tensor] = Noise(model, only, 0).take(1, ids.shape[1]) | types_of(model, only, ids)
+        ids = torch.tensor([[*only.ids, *plain_ids(model, PROBE)]])
+        inputs: Mapping[str, Tensor] = Beside(model, only, 0).take(1, ids.shape[1]) | types_of(model, only.before, ids)
         with torch.no_grad():
             model(input_ids=ids.to(model.device), **placed(model, inputs))
     except FAILURES as error:
         if is_memory(error):
             raise
-        return f"the model fails on noise ({type(error).__name__}: {first_line(error)})"
+        return f"the model fails on it ({type(error).__name__}: {first_line(error)})"
     return None
 
 
-def types_of(model: PreTrainedModel, given: Towers, ids: Tensor) -> dict[str, Tensor]:
+def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
+    """So many ids from 10 on that stand for nothing but themselves."""
+    taken = {said(model.config, name) for ids, _ in STANDING.values() for name in ids}
+    return [number for number in range(10, 10 + count + len(taken)) if number not in taken][:count]
+
+
+def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:
     """Which ids stand for what, for the models that ask."""
-    if not given.before or "mm_token_type_ids" not in signature(model.forward).parameters:
+    if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
     types = ids.new_zeros(ids.shape)
-    types[:, : len(given.types)] = types.new_tensor(given.types)
+    known = [TYPES[modality] for modality, _, count in standing for _ in range(count)]
+    types[:, : len(known)] = types.new_tensor(known)
     return {"mm_token_type_ids": types}
 
 
@@ -183,6 +227,7 @@ def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Te
     return {name: value.to(model.device, dtypes[name]) for name, value in inputs.items()}
 
 
-def _nested(model: PreTrainedModel) -> Iterator[Any]:
+def _nested(model: Any) -> Iterator[Any]:
     yield model
-    yield from (part for name in ("model", "thinker") if (part := getattr(model, name, None)) is not None)
+    for part in (part for name in ("model", "thinker", "vlm") if (part := getattr(model, name, None)) is not None):
+        yield from _nested(part)

@@ -99,7 +99,7 @@ def _prepared(
     shared = 0.0
     if options.limit is not None:
         search.check_task(task)
-        check_input(loaded)
+        check_input(evaluated)
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
         calibrated, samples = _calibrated(loaded, options, asked, others or contents, more, evaluated)

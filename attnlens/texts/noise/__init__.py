@@ -7,7 +7,7 @@ from inspect import signature
 from typing import TYPE_CHECKING
 
 from attnlens.texts.noise import beside, images, series, sound
-from attnlens.texts.noise.asked import Asked, said, values_of
+from attnlens.texts.noise.asked import LARGEST_INPUT, Asked, said, values_of
 from attnlens.texts.noise.images import is_packed
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["OF", "SAID", "is_packed", "made", "makable", "said", "values_of"]
+__all__ = ["LARGEST_INPUT", "OF", "SAID", "is_packed", "made", "makable", "said", "values_of"]
 
 
 Maker = Callable[[Asked], "Tensor | None"]
@@ -30,6 +30,7 @@ MAKERS: dict[str, dict[str, Maker]] = {
         **dict.fromkeys(("merge_sizes", "image_merge_sizes"), images.merge),
         **dict.fromkeys(("pixel_position_ids", "image_position_ids"), images.places),
         "pixel_attention_mask": images.all_patches,
+        "high_res_pixel_values": images.finer,
         "image_sizes": images.size,
         **dict.fromkeys(("prompt_pixel_values", "prompt_masks"), images.prompt),
         "aspect_ratio_ids": images.aspect,
@@ -45,7 +46,9 @@ MAKERS: dict[str, dict[str, Maker]] = {
     "audio": {
         "input_values": sound.samples,
         **dict.fromkeys(("input_features", "audio_mel"), sound.spectrogram),
-        **dict.fromkeys(("input_features_mask", "feature_attention_mask", "audio_mel_mask"), sound.all_frames),
+        **dict.fromkeys(
+            ("input_features_mask", "feature_attention_mask", "audio_mel_mask", "padding_mask"), sound.all_frames
+        ),
         "is_longer": sound.no_longer,
     },
     "series": {

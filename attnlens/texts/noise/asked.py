@@ -69,12 +69,10 @@ def inside(config: Any, parts: tuple[str, ...]) -> Any:
 
 
 def said(config: Any, *names: str) -> Any:
-    """The first of these that the configuration says, or that of its language model."""
-    for one in (config, inside(config, ("thinker_config", "vlm_config", "text_config"))):
-        for name in names:
-            if (value := getattr(one, name, None)) is not None:
-                return value
-    return None
+    """The first of these that the configuration says, or one inside it that is of several modalities."""
+    within = [getattr(config, name, None) for name in ("thinker_config", "vlm_config")]
+    values = (getattr(one, name, None) for one in (config, *within) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def sides(size: Any) -> tuple[int, int]:

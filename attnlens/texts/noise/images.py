@@ -49,13 +49,19 @@ def video(asked: Asked) -> Tensor | None:
 
 def patches(asked: Asked) -> Tensor | None:
     """The patches of one image, a row each; rows of several frames are cut through all of them."""
+    from torch import nn
+
     if not is_packed(asked.model):
         return None
-    count = _merged(asked) ** 2
+    count, side = _merged(asked) ** 2, _patch(asked)
+    if "target_sizes" in asked.parameters:
+        return asked.draw(_channels(asked), side, count * side)
+    maps = [part for name, part in asked.model.named_modules() if "patch_embed" in name]
+    if (row := next((part.in_features for part in maps if isinstance(part, nn.Linear)), None)) is not None:
+        return asked.draw(count, row)[0]
     if asked.said("temporal_patch_size", of=VISION) is None and "hidden_states" not in asked.parameters:
-        side = _patch(asked)
         return asked.draw(count, _channels(asked), side, side)[0]
-    return asked.draw(count, _channels(asked) * _depth(asked) * _area(asked))[0]
+    return asked.draw(count, _channels(asked) * _depth(asked) * side**2)[0]
 
 
 def grid(asked: Asked) -> Tensor:
@@ -109,6 +115,11 @@ def size(asked: Asked) -> Tensor | None:
     return torch.tensor([_image(asked)[1:]])
 
 
+def finer(asked: Asked) -> Tensor:
+    """The same place for an image of a finer grid."""
+    return asked.draw(_channels(asked), *sides(asked.said("image_size", of=("high_res_vision_config",)) or IMAGE_SIZE))
+
+
 def prompt(asked: Asked) -> Tensor:
     """A second image, to be told what to do with the first."""
     return asked.draw(*_image(asked))
@@ -160,10 +171,11 @@ def _several(asked: Asked) -> tuple[int, ...]:
         return (int(image_size_to_num_patches(tile, pinpoints, tile[0])),)
     if {"pixel_attention_mask", "image_attention_mask"} & asked.parameters and "input_ids" in asked.parameters:
         return () if asked.said("multimodal_config") is not None else (1,)
-    if "KeypointMatching" in type(asked.model).__name__ or asked.said("keypoint_detector_config", "coarse_stride"):
+    if asked.said("keypoint_detector_config", "coarse_matching_threshold") is not None:
         return (2,)
-    moving = asked.said("num_frames", of=VISION)
-    return (moving,) if moving and asked.model.main_input_name == "pixel_values" else ()
+    read = asked.model.input_modalities
+    moving = asked.said("num_frames", of=VISION) and asked.model.main_input_name == "pixel_values"
+    return (_frames(asked),) if moving or ("video" in read and "image" not in read) else ()
 
 
 def _frames(asked: Asked) -> int:

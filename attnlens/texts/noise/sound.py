@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
 SAMPLES, FRAMES = 16_000, 100
 """Sound samples of a sequence, or frames of a spectrogram: one second at the usual rate."""
-SOUND = ("thinker_config", "audio_config", "encoder_config", "speech_config", "audio_encoder", "encoder")
+SOUND = (
+    "thinker_config",
+    "audio_config",
+    "encoder_config",
+    "speech_config",
+    "audio_encoder",
+    "encoder",
+    "decoder_config",
+)
 """Under which names the configuration of what hears lies in a model's own."""
 
 
@@ -57,8 +65,10 @@ def _longer(frames: tuple[int, ...]) -> int:
 
 def _frames_shape(asked: Asked) -> tuple[int, ...] | None:
     """(frames, features of each), or (mel, frames) for an encoder that begins with a convolution over frames."""
-    found = (_frames_of(config, asked) for config in (asked.model.config, asked.config(*SOUND)))
-    return next((one for one in found if one is not None), None)
+    for config in (asked.model.config, *(asked.config("thinker_config", name) for name in SOUND)):
+        if (found := _frames_of(config, asked)) is not None:
+            return found
+    return None
 
 
 def _frames_of(config: Any, asked: Asked) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
 from attnlens.records import Task
-from attnlens.texts import Batch, Batches, decodes_text, reads_noise
+from attnlens.texts import Batch, Batches, decodes_text
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -106,7 +106,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
     """
     generator = torch.Generator().manual_seed(seed)
     fed = (_fed(loaded, batch, task, generator) for batch in batches)
-    return [replace(one, noise=reads_noise(loaded)) for one in fed]
+    return [replace(one, noise=batches.made_up) for one in fed]
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
@@ -114,9 +114,9 @@ def meanings(task: Task, *, noise: bool) -> list[str]:
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 
-def check_input(loaded: Loaded) -> None:
-    """Raise UsageError for a model of pixels or sound, which is fed with noise: it has no loss that could be spent."""
-    if reads_noise(loaded):
+def check_input(evaluated: Batches) -> None:
+    """Raise UsageError where the model is fed with noise: it has no loss that could be spent."""
+    if evaluated.made_up:
         raise UsageError(
             "This model's input is noise that attnlens makes up, so that there is no loss to spend.",
             "Give one rank for all heads, as in --kernel rank:16.",
