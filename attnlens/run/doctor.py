@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -54,7 +54,7 @@ def doctor(
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, given["text"], asked.tokens)
-    settings, inputs = _fed(feeding.of_model(asked, loaded), loaded, feeding.contents(named, loaded))
+    settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -220,7 +220,7 @@ def _unused(call: Call) -> Tensor:
 
 
 def _fed(
-    asked: Settings, loaded: models.Loaded, contents: Sequence[texts.Content]
+    asked: Settings, given: Mapping[str, Any], loaded: models.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
     tokens, sequences = asked.tokens or 2, asked.sequences or 1
@@ -228,7 +228,7 @@ def _fed(
         found = texts.placeholder(loaded, tokens, asked.seed, sequences=sequences)
     else:
         # what is compared is arithmetic, which is the same on a text that the model does not know
-        known = {"allow_foreign_text": True, "batch_size": sequences}
+        known = {**given, "allow_foreign_text": True, "batch_size": sequences}
         found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
     return feeding.fed(asked, found, loaded), found.batches[0].inputs
 

@@ -1,7 +1,7 @@
 """What a model is fed with: windows or lines of texts, or noise for one that reads pixels or sound."""
 
 from attnlens.choices import Placement
-from attnlens.texts.batches import Batch, Batches, Cut, passages
+from attnlens.texts.batches import Batch, Batches, Cut, first, passages, sequences_in
 from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
 from attnlens.texts.foreign import foreign_notes
 from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
@@ -21,6 +21,7 @@ __all__ = [
     "Placement",
     "batches",
     "decodes_text",
+    "first",
     "foreign_notes",
     "passages",
     "placeholder",
@@ -30,6 +31,7 @@ __all__ = [
     "reads_text",
     "repeated_share",
     "sample",
+    "sequences_in",
     "shared_share",
     "vocabulary",
     "wanted",

@@ -13,6 +13,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PACKED = ("grid_thw", "image_grid_thw", "target_sizes")
+"""Inputs beside which the patches of all images stand in one row, so that a forward pass gets one sequence."""
+
+
+def sequences_in(inputs: Mapping[str, Tensor]) -> int:
+    """How many sequences a forward pass gets."""
+    return 1 if any(name in inputs for name in PACKED) else len(next(iter(inputs.values())))
+
+
+def first(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The inputs of the first `count` sequences."""
+    whole = sequences_in(inputs) <= count
+    return {name: value if whole else value[:count] for name, value in inputs.items()}
+
+
 @dataclass(frozen=True)
 class Batch:
     """The keyword arguments of one forward pass."""
@@ -23,10 +38,13 @@ class Batch:
     """Ids of each sequence that are no padding (which stands on the right); empty where no tokens are fed."""
     parts: tuple[str, ...] = ()
     """The name of the text that each sequence is of; empty where no tokens are fed."""
-    size: int = 1
-    """How many sequences it holds."""
     start: int = 0
     """Where the text begins in each sequence: behind the ids that stand for an image or a sound."""
+
+    @property
+    def size(self) -> int:
+        """How many sequences it holds."""
+        return sequences_in(self.inputs)
 
 
 @dataclass(frozen=True)

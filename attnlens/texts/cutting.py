@@ -208,7 +208,7 @@ def _batch(
     if rows:
         ids, mask = token_tensors(whole, _padding(loaded))
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
-    return Batch(placed(model, inputs), tuple(map(len, whole)), parts, count, len(before))
+    return Batch(placed(model, inputs), tuple(map(len, whole)), parts, len(before))
 
 
 def _padding(loaded: Loaded) -> int:

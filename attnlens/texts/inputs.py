@@ -49,7 +49,8 @@ def text_inputs(
         said, seen = ids[:, start:], mask[:, start:]
         decoder_ids = shifted(model, said) if reads_ids(model) else said
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
-    taken = signature(model.forward).parameters
+    taken = set(signature(model.forward).parameters)
+    taken -= {"inputs"} if "input_ids" in taken else set()
     return {name: tensor.to(model.device) for name, tensor in inputs.items() if name in taken}
 
 

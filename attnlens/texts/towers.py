@@ -174,13 +174,14 @@ def _parts(model: PreTrainedModel, inputs: Mapping[str, Tensor], features: str) 
     """How many ids stand for one image or sound (none, where tokens meet it in cross-attention), or what fails."""
     import torch
 
-    owner: Any = next((part for part in _nested(model) if hasattr(part, features)), None)
-    if owner is None:
+    owners: list[Any] = [part for part in _nested(model) if hasattr(part, features)]
+    if not owners:
         return 0
     try:
-        taken = signature(getattr(owner, features)).parameters
+        run = getattr(owners[-1], features)  # of the innermost, which names all that it takes
+        taken = signature(run).parameters
         with torch.no_grad():
-            result = getattr(owner, features)(**{name: value for name, value in inputs.items() if name in taken})
+            result = run(**{name: value for name, value in inputs.items() if name in taken})
     except FAILURES as error:
         if is_memory(error):
             raise

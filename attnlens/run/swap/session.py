@@ -80,7 +80,7 @@ class Swapping:
 
     def run(self) -> list[Swap]:
         """Gates, then every kernel: fit, comparison, sweep, healing."""
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        probe = texts.first(self.fed[0].inputs, 2)
         with self._timed("survey"), enough_memory(self.loaded.model, probe, nullcontext):
             self._survey()
         candidates = [Candidate(kernel, {"swapped": self._swaps(kernel)}) for kernel in self._kernels()]
@@ -93,7 +93,7 @@ class Swapping:
         with self._timed("fit"):
             for candidate in candidates:
                 self._fit(candidate)
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        probe = texts.first(self.fed[0].inputs, 2)
         gates = [leaks(self.loaded, self.sites, probe, self._variant(c.last), self.settings.seed) for c in candidates]
         with self._timed("compare"):
             self._compare(candidates)
@@ -105,7 +105,7 @@ class Swapping:
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
         with self._timed("sites"):
-            one = {name: value[:1] for name, value in probe.items()}  # whatever the batch size
+            one = texts.first(probe, 1)  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.options.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
         if self.options.sweep and not self.interrupted:
@@ -121,7 +121,7 @@ class Swapping:
 
     def _survey(self) -> None:
         """Find the sites, prove that recomputing attention changes nothing, choose the sites."""
-        probe = {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        probe = texts.first(self.fed[0].inputs, 2)
         reached = checks.sites(self.loaded, probe)
         self.identity_error = checks.proven_whole(self.loaded, probe)
         refuse_initialised(self.loaded, probe, predictions(self.task))

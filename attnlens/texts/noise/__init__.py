@@ -25,7 +25,7 @@ MAKERS: dict[str, dict[str, Maker]] = {
         "pixel_values": images.pixels,
         "pixel_values_videos": images.video,
         "hidden_states": images.patches,
-        **dict.fromkeys(images.GRIDS, images.grid),
+        **dict.fromkeys(("grid_thw", "image_grid_thw"), images.grid),
         **dict.fromkeys(("spatial_shapes", "target_sizes"), images.shape),
         **dict.fromkeys(("merge_sizes", "image_merge_sizes"), images.merge),
         **dict.fromkeys(("pixel_position_ids", "image_position_ids"), images.places),

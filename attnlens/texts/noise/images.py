@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from attnlens.texts.batches import PACKED
 from attnlens.texts.noise.asked import Asked, sides
 
 if TYPE_CHECKING:
@@ -19,14 +20,12 @@ MERGED = 8
 """Patches along a side of an image without a size of its own, as the model merges them."""
 VISION = ("thinker_config", "vlm_config", "vision_config", "image_config", "encoder", "backbone_config")
 """Under which names the configuration of what sees lies in a model's own."""
-GRIDS = ("grid_thw", "image_grid_thw")
-"""Where these are read, the patches of all images stand in one row, and an image's number of them is not fixed."""
-SIZES = ("image_size", "crop_size", "input_size", "img_size")
+SIZES = ("image_size", "crop_size", "input_size", "img_size", "max_img_size")
 
 
 def is_packed(model: PreTrainedModel) -> bool:
     """Whether the images of a batch stand in one row, so that only one of them is a sequence of its own."""
-    return bool({*GRIDS, "target_sizes"} & set(signature(model.forward).parameters))
+    return bool(set(PACKED) & set(signature(model.forward).parameters))
 
 
 def pixels(asked: Asked) -> Tensor | None:
@@ -35,7 +34,7 @@ def pixels(asked: Asked) -> Tensor | None:
         return patches(asked)
     if "spatial_shapes" in asked.parameters:
         return asked.draw(asked.said("num_patches", of=VISION) or _merged(asked) ** 2, _channels(asked) * _area(asked))
-    if "pixel_position_ids" in asked.parameters:
+    if {"pixel_position_ids", "image_position_ids"} & asked.parameters:
         return asked.draw(_merged(asked) ** 2, _channels(asked) * _area(asked))
     return asked.draw(*_several(asked), *_image(asked))
 
@@ -156,8 +155,9 @@ def seen_images(asked: Asked) -> Tensor | None:
 
 
 def _image(asked: Asked) -> tuple[int, ...]:
-    """Channels, height and width."""
-    return _channels(asked), *sides(asked.said(*SIZES, of=VISION) or IMAGE_SIZE)
+    """Channels, height and width; half the height where a prompt stands above the image."""
+    height, width = sides(asked.said(*SIZES, of=VISION) or IMAGE_SIZE)
+    return _channels(asked), height // 2 if "prompt_pixel_values" in asked.parameters else height, width
 
 
 def _several(asked: Asked) -> tuple[int, ...]:

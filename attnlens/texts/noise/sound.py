@@ -19,6 +19,7 @@ SOUND = (
     "audio_encoder",
     "encoder",
     "decoder_config",
+    "dac_config",
 )
 """Under which names the configuration of what hears lies in a model's own."""
 
@@ -41,7 +42,7 @@ def all_frames(asked: Asked) -> Tensor | None:
     import torch
 
     found = _frames_shape(asked)
-    return None if found is None else torch.ones(1, _longer(found), dtype=torch.bool)
+    return None if found is None else torch.ones(1, _time(found), dtype=torch.bool)
 
 
 def no_longer(asked: Asked) -> Tensor:
@@ -59,8 +60,8 @@ def _channels(asked: Asked) -> tuple[int, ...]:
     return () if found is None else (found,)
 
 
-def _longer(frames: tuple[int, ...]) -> int:
-    return max(frames[-2:])
+def _time(frames: tuple[int, ...]) -> int:
+    return FRAMES if frames[-2] == FRAMES else frames[-1]
 
 
 def _frames_shape(asked: Asked) -> tuple[int, ...] | None:
@@ -81,6 +82,9 @@ def _frames_of(config: Any, asked: Asked) -> tuple[int, ...] | None:
     sizes = ("feature_projection_input_dim", "input_dim", "input_feat_size")
     if (features := next((getattr(config, name) for name in sizes if hasattr(config, name)), None)) is not None:
         return FRAMES, features
+    maps = (part for name, part in asked.model.named_modules() if name.endswith("input_linear"))
+    if (row := next((part.in_features for part in maps if isinstance(part, torch.nn.Linear)), None)) is not None:
+        return FRAMES, row
     mel = getattr(config, "num_mel_bins", getattr(config, "feature_size", None))
     if mel is None:
         return None
