@@ -18,7 +18,7 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
     is none's. A decoder is no tower of an encoder–decoder: Whisper has an encoder, and Florence-2 vision and text.
     """
     found: dict[nn.Module, Part] = {}
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else None
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
     writing = set(decoder.modules()) - {model} if isinstance(decoder, nn.Module) else set()
     for inner in model.modules():  # from the outside in
         if isinstance(inner, PreTrainedModel) and inner is not model:

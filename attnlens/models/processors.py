@@ -11,11 +11,12 @@ from attnlens.models.hub import first_line
 if TYPE_CHECKING:
     from attnlens.models import Loaded
 
+Modality = Literal["image", "audio"]
 SETTINGS = ("processor_config.json", "preprocessor_config.json")
 """In which files transformers looks for the settings of a processor."""
 
 
-def processor(loaded: Loaded, modality: Literal["image", "audio"]) -> Any:
+def processor(loaded: Loaded, modality: Modality) -> Any:
     """What turns images, or sounds, into the inputs of this model.
 
     Raises ModelError where the checkpoint has none, where it would run code of its own, and where it can't be loaded.
@@ -39,7 +40,7 @@ def processor(loaded: Loaded, modality: Literal["image", "audio"]) -> Any:
             f"The processor of {loaded.info.id} is code of its own, which attnlens does not run.",
             f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.",
         )
-    kind = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    kind: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     try:
         return kind.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:

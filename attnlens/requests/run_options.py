@@ -63,6 +63,17 @@ class Feeding(Loading, total=False):
             call_only="read",
         ),
     ]
+    pairs: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
+            panel=INPUT,
+            metavar="FILE",
+            typed=str | None,
+            check=values.file,
+            call_only="read",
+        ),
+    ]
     image: Annotated[
         Words,
         Option(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks, models, requests, texts, tracer, weights
 from attnlens.arguments import public
-from attnlens.errors import UnreadableError
+from attnlens.errors import FAILURES, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
 from attnlens.requests import ModelRequest, reading
@@ -49,11 +49,11 @@ def doctor(
     start = time.perf_counter()
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
-    named = texts.read_each(given["text"])
+    named = texts.read_each(reading.files(given))
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **_with_dtype(loading))
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
@@ -164,7 +164,7 @@ def own_probabilities(
     found: dict[Site, Tensor] = {}
     try:
         other = hooks.difference(model, inputs, _eager(model, reached, found))
-    except checks.FAILURES as error:
+    except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({models.first_line(error)})"
         return dict.fromkeys(sites, why)
     if not other <= max(ANOTHER, 16 * torch.finfo(model.dtype).eps):

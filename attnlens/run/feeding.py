@@ -57,6 +57,7 @@ def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
         pack=asked.pack is not False,
         placement=asked.windows or "spread",
         seed=asked.seed,
+        pairs=given["pairs"] is not None,
         image=tuple(given["image"]),
         audio=tuple(given["audio"]),
         allow_foreign=given["allow_foreign_text"],

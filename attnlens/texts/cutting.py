@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from hashlib import sha256
+from inspect import signature
 from random import Random
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
+from attnlens.models.processors import Modality
 from attnlens.records import Text
 from attnlens.texts.batches import Batch, Batches, Cut
 from attnlens.texts.foreign import refuse_foreign, unknown_shares
@@ -25,7 +27,7 @@ from attnlens.texts.inputs import (
 from attnlens.texts.media import prepared
 from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
-from attnlens.texts.sequences import lines, window_length, windows
+from attnlens.texts.sequences import lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
 from attnlens.texts.towers import Beside, Standing, ids_of, placed, towers, types_of
 
@@ -54,14 +56,14 @@ def batches(
     """
     _check(loaded, cut.sequences, cut.batch_size)
     files, media = _files(loaded, cut)
-    rows, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
+    rows, types, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
     unknown = unknown_shares(loaded.tokenizer, rows, names)
     if not cut.allow_foreign:
         refuse_foreign(unknown)
     count = len(rows) or max(map(len, files.values()), default=cut.sequences)
     beside = Beside(loaded.model, towers(loaded.model), cut.seed, skip_noise, files)
     return Batches(
-        batches=_in_batches(loaded, beside, rows, names, count, cut.batch_size),
+        batches=_in_batches(loaded, beside, rows, types, names, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, rows), default=0),
         texts=(*texts, *media, *beside.described),
@@ -113,7 +115,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
         rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
     beside = Beside(loaded.model, towers(loaded.model), seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    made = _in_batches(loaded, beside, rows, (), sequences, sequences)
+    made = _in_batches(loaded, beside, rows, [], (), sequences, sequences)
     return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})
 
 
@@ -124,19 +126,20 @@ def _drawn(draws: Random, known: int, standing: Sequence[int]) -> int:
 
 def _fed(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
-) -> tuple[list[list[int]], tuple[str, ...], list[Text]]:
-    """The ids of every sequence, the name of the text that it is of, and what is fed of each text."""
+) -> tuple[list[list[int]], list[list[int]], tuple[str, ...], list[Text]]:
+    """The ids of every sequence (and its token types, of pairs), the name of its text, and what is fed of each text."""
     if not reads_text(loaded):
-        return [], (), []
+        return [], [], (), []
     length = window_length(loaded.model, cut.tokens)
     every = [_sequences(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
     gone = [taken.get(digest, frozenset()) for digest in digests]
     counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
-    rows, names, texts = list[list[int]](), list[str](), list[Text]()
+    rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
     for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
         numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
-        rows += [found[number] for number in numbers]
+        rows += [found[number][0] for number in numbers]
+        types += [found[number][1] for number in numbers if cut.pairs]
         names += [content.name] * len(numbers)
         if numbers:
             texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
@@ -146,18 +149,20 @@ def _fed(
             "Give a longer text, another one with --calibration, or fewer --sequences.",
         )
     _check_known(loaded, rows)
-    return rows, tuple(names), texts
+    return rows, types, tuple(names), texts
 
 
-def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[list[int]]:
-    """All windows or lines of a text."""
+def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[tuple[list[int], list[int]]]:
+    """All windows, lines or pairs of a text, with the token types of pairs."""
     if loaded.tokenizer is None:
         raise TextError(
             f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
             "Put its tokenizer files beside its weights, or use --source weights.",
         )
     read = thinned(content, spread=cut.placement != "first")
-    return (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)
+    if cut.pairs:
+        return pairs(loaded.tokenizer, read, tokens=length)
+    return [(ids, []) for ids in (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)]
 
 
 def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
@@ -173,7 +178,8 @@ def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
 def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]], list[Text]]:
     """The inputs that are made of the files of each modality, and what these files are."""
     found, said = dict[str, list[dict[str, "Tensor"]]](), list[Text]()
-    for modality, paths in (("image", cut.image), ("audio", cut.audio)):
+    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    for modality, paths in asked.items():
         if paths:
             found[modality], named = prepared(loaded, modality, paths)
             said += named
@@ -181,13 +187,19 @@ def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]]
 
 
 def _in_batches(
-    loaded: Loaded, beside: Beside, rows: Sequence[Sequence[int]], names: tuple[str, ...], count: int, size: int
+    loaded: Loaded,
+    beside: Beside,
+    rows: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]],
+    names: tuple[str, ...],
+    count: int,
+    size: int,
 ) -> tuple[Batch, ...]:
     """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
     size = 1 if beside.given.alone or beside.files else size
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
     return tuple(
-        _batch(loaded, beside, rows[part], names[part], beside.before(part.start), part.stop - part.start)
+        _batch(loaded, beside, rows[part], types[part], names[part], beside.before(part.start), part.stop - part.start)
         for part in parts
     )
 
@@ -196,6 +208,7 @@ def _batch(
     loaded: Loaded,
     beside: Beside,
     rows: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]],
     parts: tuple[str, ...],
     standing: Standing,
     count: int,
@@ -208,6 +221,8 @@ def _batch(
     if rows:
         ids, mask = token_tensors(whole, _padding(loaded))
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
+    if types and "token_type_ids" in signature(model.forward).parameters:
+        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in types], 0)[0]
     return Batch(placed(model, inputs), tuple(map(len, whole)), parts, len(before))
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError
 from attnlens.files import read_bytes, with_home
 from attnlens.models.hub import first_line
-from attnlens.models.processors import processor
+from attnlens.models.processors import Modality, processor
 from attnlens.records import Text
 from attnlens.texts.noise import LARGEST_INPUT, OF, makable
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from attnlens.models import Loaded
 
-Modality = Literal["image", "audio"]
 LARGEST_FILE = 2**28
 """Bytes of the largest image or sound that is read."""
 SAY = {
@@ -118,7 +117,8 @@ def _named(loaded: Loaded, result: Mapping[str, Any]) -> dict[str, Tensor]:
     import torch
 
     taken = signature(loaded.model.forward).parameters
-    mask = next((name for name in MASKS if name in taken), None)
-    both = "input_ids" in taken  # whose own mask is called attention_mask
-    named = {mask if name == "attention_mask" and both else name: value for name, value in result.items()}
+    mask = "attention_mask"
+    if "input_ids" in taken:  # whose own mask is called so
+        mask = next((name for name in MASKS if name in taken), "")
+    named = {mask if name == "attention_mask" else name: value for name, value in result.items()}
     return {name: value for name, value in named.items() if name in taken and isinstance(value, torch.Tensor)}

@@ -187,7 +187,8 @@ def _parts(model: PreTrainedModel, inputs: Mapping[str, Tensor], features: str) 
             raise
         return f"its tower fails on it ({type(error).__name__}: {first_line(error)})"
     found = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
-    return sum(value.shape[:-1].numel() for value in values_of(found))
+    parts: int = sum(value.shape[:-1].numel() for value in values_of(found))
+    return parts
 
 
 def _refusal(model: PreTrainedModel, only: Towers) -> str | None:

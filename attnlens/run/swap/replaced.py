@@ -44,7 +44,7 @@ def replaced(
             loss = model(**batch, labels=batch["input_ids"]).loss
 
     `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) name the attention that is replaced, None all of
-    it; the rest keeps the model's own kernel. The sites are found on made-up inputs, or on a `batch` of the model's own,
+    it; the rest keeps the model's own kernel. The sites are found on made-up inputs, or on a `batch` of its own,
     which some models need. Before the block, the model must give the same outputs when its own attention is recomputed,
     and run with the new kernel. The block's value counts, in `calls`, how often each module was reached. At the end the
     model's own attention is back, after an exception too.

@@ -78,7 +78,7 @@ def said(config: Any, *names: str) -> Any:
 def sides(size: Any) -> tuple[int, int]:
     """Height and width, of a number, a pair, or a map that names them."""
     if isinstance(size, dict):
-        return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
+        size = size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
     return (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
 
 
