@@ -8,6 +8,7 @@ from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sequences import position_limit, window_length
 from attnlens.texts.sources import LONGEST, Content, read_each, sample
+from attnlens.texts.towers import standing_ids
 
 __all__ = [
     "CHARACTERS",
@@ -33,6 +34,7 @@ __all__ = [
     "sample",
     "sequences_in",
     "shared_share",
+    "standing_ids",
     "vocabulary",
     "wanted",
     "window_length",

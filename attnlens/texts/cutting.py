@@ -29,7 +29,7 @@ from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
 from attnlens.texts.sequences import lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
-from attnlens.texts.towers import Beside, Standing, ids_of, placed, towers, types_of
+from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +111,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # no secret
         known = vocabulary(loaded.model) or CHARACTERS
-        standing = towers(loaded.model).ids[:1]
+        standing = standing_ids(loaded.model)
         rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
     beside = Beside(loaded.model, towers(loaded.model), seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
@@ -119,7 +119,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})
 
 
-def _drawn(draws: Random, known: int, standing: Sequence[int]) -> int:
+def _drawn(draws: Random, known: int, standing: AbstractSet[int]) -> int:
     """A random id; none that stands for a part of an image."""
     return next(number for number in iter(lambda: draws.randrange(known), None) if number not in standing)
 

@@ -207,9 +207,15 @@ def _refusal(model: PreTrainedModel, only: Towers) -> str | None:
     return None
 
 
+def standing_ids(model: PreTrainedModel) -> set[int]:
+    """The ids that stand for a part of an image or a sound."""
+    found = {said(model.config, name) for ids, _ in STANDING.values() for name in ids}
+    return {number for number in found if number is not None}
+
+
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     """So many ids from 10 on that stand for nothing but themselves."""
-    taken = {said(model.config, name) for ids, _ in STANDING.values() for name in ids}
+    taken = standing_ids(model)
     return [number for number in range(10, 10 + count + len(taken)) if number not in taken][:count]
 
 

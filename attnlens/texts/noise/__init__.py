@@ -70,6 +70,14 @@ MAKERS: dict[str, dict[str, Maker]] = {
     "question": dict.fromkeys(("qformer_input_ids", "task_inputs"), beside.question),
 }
 """By modality, and by what transformers' forward passes call the input."""
+NEEDS = {
+    "hidden_states": "grid_thw",
+    "encoder_hidden_states": "query_embeds",
+    "cross_attention_mask": "aspect_ratio_ids",
+    "image_attention_mask": "perceiver_embeddings",
+    "padding_mask": "input_features",
+}
+"""Names that mean something else where the other is not named too."""
 OF = {name: modality for modality, makers in MAKERS.items() for name in makers}
 """The modality of an input."""
 SAID = {"image": "random pixels", "audio": "random sound", "series": "random series"}
@@ -78,7 +86,8 @@ SAID = {"image": "random pixels", "audio": "random sound", "series": "random ser
 
 def makable(model: PreTrainedModel) -> tuple[str, ...]:
     """The inputs that the model's forward pass names and that can be made."""
-    return tuple(name for name in signature(model.forward).parameters if name in OF)
+    named = signature(model.forward).parameters
+    return tuple(name for name in named if name in OF and NEEDS.get(name, name) in named)
 
 
 def made(model: PreTrainedModel, names: tuple[str, ...], draws: torch.Generator, width: int) -> dict[str, Tensor]:

@@ -49,8 +49,6 @@ def queries(asked: Asked) -> Tensor:
     return asked.draw(QUESTION, asked.said("hidden_size"))
 
 
-def seen_by_queries(asked: Asked) -> Tensor | None:
-    """The image that it asks; None where no other sequence is needed."""
-    if "query_embeds" not in asked.parameters:
-        return None
+def seen_by_queries(asked: Asked) -> Tensor:
+    """The image that it asks."""
     return asked.draw(QUESTION, asked.said("encoder_hidden_size"))

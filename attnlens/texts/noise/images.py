@@ -28,7 +28,7 @@ def is_packed(model: PreTrainedModel) -> bool:
     return bool(set(PACKED) & set(signature(model.forward).parameters))
 
 
-def pixels(asked: Asked) -> Tensor | None:
+def pixels(asked: Asked) -> Tensor:
     """One image in the layout that the forward pass asks for."""
     if is_packed(asked.model):
         return patches(asked)
@@ -46,12 +46,10 @@ def video(asked: Asked) -> Tensor | None:
     return asked.draw(_frames(asked), *_image(asked))
 
 
-def patches(asked: Asked) -> Tensor | None:
+def patches(asked: Asked) -> Tensor:
     """The patches of one image, a row each; rows of several frames are cut through all of them."""
     from torch import nn
 
-    if not is_packed(asked.model):
-        return None
     count, side = _merged(asked) ** 2, _patch(asked)
     if "target_sizes" in asked.parameters:
         return asked.draw(_channels(asked), side, count * side)
@@ -139,19 +137,19 @@ def first_tile(asked: Asked) -> Tensor:
     return (torch.arange(tiles) == 0).long()[None, None]
 
 
-def seen_tiles(asked: Asked) -> Tensor | None:
+def seen_tiles(asked: Asked) -> Tensor:
     """Every token sees the image."""
     import torch
 
-    tiles: int | None = asked.said("max_num_tiles", of=VISION)
-    return None if tiles is None else (torch.arange(tiles) == 0).long().expand(1, asked.width, 1, tiles)
+    tiles: int = asked.said("max_num_tiles", of=VISION)
+    return (torch.arange(tiles) == 0).long().expand(1, asked.width, 1, tiles)
 
 
-def seen_images(asked: Asked) -> Tensor | None:
+def seen_images(asked: Asked) -> Tensor:
     """Every token sees the only image, where tokens meet images in cross-attention (IDEFICS)."""
     import torch
 
-    return None if "perceiver_embeddings" not in asked.parameters else torch.ones(1, asked.width, 1, dtype=torch.long)
+    return torch.ones(1, asked.width, 1, dtype=torch.long)
 
 
 def _image(asked: Asked) -> tuple[int, ...]:
