@@ -8,8 +8,8 @@ Placement = Literal["spread", "first", "random"]
 """Where windows lie in each text: evenly spread over it, the first ones, or drawn at random."""
 Intervals = Literal["windows", "texts"]
 """Over what errors and intervals are: the windows of the texts named, or texts like them."""
-Part = Literal["encoder", "decoder", "cross"]
-"""The part of a model that an attention computation belongs to."""
+Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
+"""The part of a model that an attention computation belongs to: where several towers encode, each by what it reads."""
 Sweep = Literal["heads", "layers"]
 """What is swapped one by one."""
 Route = Literal["auto", "eager", "fused"]

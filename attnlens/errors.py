@@ -68,6 +68,10 @@ class UnposedError(AttnlensError):
     """An Att-SVM problem has no constraint, so that no direction is asked for; callers turn it into a missing value."""
 
 
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+"""What models raise in a forward pass that they can't do."""
+
+
 def is_memory(error: BaseException) -> bool:
     """Whether memory did not suffice: Python says so by type, torch's CPU allocator in a plain RuntimeError."""
     said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""

@@ -118,6 +118,15 @@ THREE_AXES_INSIDE = {"text_config": THREE_AXES}
 SERIES = {"prediction_length": 4, "context_length": 8}
 ALL_HEADS = {"num_key_value_heads": 4}
 STARTS = {"decoder_start_token_id": 0}
+STANDS = {"image_token_index": 300, "image_token_id": 300, "video_token_index": 300}
+FOUR_STAGES = {
+    "backbone_config": {"num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+    "neck_hidden_sizes": [16, 16, 16, 16],
+    "fusion_hidden_size": 16,
+}
+FEW_TOKENS = {"mm_tokens_per_image": 4}
+TILES = {"image_grid_pinpoints": [[32, 32], [32, 64]]}
+SEEN = {"vision_config": {"projection_dim": 64}, "projection_dim": 64}
 PROJECTED = {"text_config": {"projection_size": 64}}
 SAM = {
     "vision_config": {"hidden_size": 64, "image_size": 64, "patch_size": 16, "output_channels": 32, "window_size": 2}
@@ -135,15 +144,28 @@ CHANGES: dict[str, dict[str, Any]] = {
         THREE_AXES_INSIDE,
     ),
     **dict.fromkeys(_names("informer autoformer time_series_transformer"), SERIES),
-    **dict.fromkeys(_names("longt5 t5 pop2piano florence2"), STARTS),
+    **dict.fromkeys(_names("longt5 t5 pop2piano switch_transformers"), STARTS),
     **dict.fromkeys(_names("siglip siglip2"), PROJECTED),
     **dict.fromkeys(_names("sam sam_hq"), SAM),
+    **dict.fromkeys(_names("gemma3 shieldgemma2"), FEW_TOKENS),
+    **dict.fromkeys(_names("blip-2 instructblip instructblipvideo"), STANDS),
+    **dict.fromkeys(_names("llava_next llava_next_video llava_onevision"), TILES),
+    **dict.fromkeys(_names("paligemma janus"), SEEN),
+    **dict.fromkeys(_names("chmv2 depth_anything zoedepth tipsv2_dpt prompt_depth_anything"), FOUR_STAGES),
+    "colpali": {"vlm_config": SEEN},
+    "florence2": STARTS | SEEN,
+    "llama4": {"image_token_index": 300, "image_token_id": 300}
+    | {
+        "vision_config": {"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64}
+        | {"vision_output_dim": 64}
+    },
+    "seggpt": {"image_size": [64, 32]},
     "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 16},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
     "beit": {"image_size": 32},
     "big_bird": {"attention_type": "original_full"},
     "blt": {"encoder_hash_byte_group_vocab": 256},
-    "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 4, "dim_bbox_projection": 16},
+    "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 16},
     "colqwen2": {"vlm_config": {"text_config": THREE_AXES}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "num_key_value_heads": 2},
     "dia": {"decoder_start_token_id": 1},

@@ -20,7 +20,7 @@ from attnlens import models, texts
 from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo
-from attnlens.texts import inputs
+from attnlens.texts import noise
 from attnlens.texts.sequences import position_limit
 from attnlens.texts.sources import BLOCKS, DEMO, LONGEST, thinned
 
@@ -524,7 +524,9 @@ def test_a_placeholder_needs_no_tokenizer_and_fits_every_family(name: str) -> No
 @pytest.mark.parametrize("size", [100_000, -1, 2.5, "many", [3, None]])
 def test_an_image_of_any_size_that_a_config_asks_for_is_not_made(size: Any) -> None:
     model = families.build("vit")
-    assert inputs.noise(model, "pixel_values", 1, seed=0).shape[1] == model.config.num_channels, "the control"
+    draws = torch.Generator().manual_seed(0)
+    found = noise.made(model, ("pixel_values",), draws, 0)["pixel_values"]
+    assert found.shape[1] == model.config.num_channels, "the control"
     model.config.__dict__["image_size"] = size
     with pytest.raises(TextError):
-        inputs.noise(model, "pixel_values", 1, seed=0)
+        noise.made(model, ("pixel_values",), draws, 0)

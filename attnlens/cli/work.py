@@ -35,7 +35,7 @@ def check_reading(settings: Mapping[str, Any]) -> None:
     from attnlens.requests import reading  # late, because it loads the records
 
     reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
-    reading.refuse_unread(settings["text"], settings["source"])
+    reading.refuse_unread(settings, settings["source"])
 
 
 @contextmanager

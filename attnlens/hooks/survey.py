@@ -18,6 +18,7 @@ from attnlens.attention import attend
 from attnlens.choices import Part
 from attnlens.hooks.implementations import configs_of, is_attention, out_of_reach
 from attnlens.hooks.interface import opened
+from attnlens.hooks.towers import towers
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 from attnlens.tracer import Refused
@@ -85,9 +86,12 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     if not calls:
         raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()})
     total, seen, reached = Counter(modules[module] for module, _, _ in calls), Counter[str](), []
+    tower = towers(model)
     for layer, (module, call, bound) in enumerate(calls):
         path = modules[module]
-        site = Site(path, seen[path], layer, _part(call, bound), repeated=total[path] > 1, traced=call.traced)
+        part = _part(call, bound)
+        part = tower.get(module, part) if part == "encoder" else part
+        site = Site(path, seen[path], layer, part, repeated=total[path] > 1, traced=call.traced)
         seen[path] += 1
         reached.append(Reached(site, module, bound, call))
     return reached

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens import arguments
@@ -58,6 +59,8 @@ class Loaded:
     """Tensors of the checkpoint that the model has no place for."""
     adapter: Adapted | None = None
     """The adapter that was merged into its weights."""
+    folder: Path | None = None
+    """Where the checkpoint lies; None for a model in memory."""
 
 
 @arguments.public
@@ -120,7 +123,7 @@ def _loaded(
     info = _info(place, model, unused).model_copy(update={"quantised": method})
     if adapted is not None:
         info = info.model_copy(update={"adapter": adapted.info, "unexpected": [*unused, *adapted.unplaced]})
-    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, adapted)
+    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, adapted, Path(place.folder))
 
 
 def _checked(place: Location, trust_remote_code: bool, adapter: AdapterFiles | None) -> dict[str, Stored]:

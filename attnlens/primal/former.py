@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -106,24 +105,20 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
     """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
-    from attnlens.models.classes import kind_of
-    from attnlens.texts.inputs import beside_noise, noise
+    from attnlens.texts.inputs import decodes_text, not_made, reads_ids, text_inputs, wanted
+    from attnlens.texts.towers import Beside, placed, towers, types_of
 
-    main, kind, made = model.main_input_name, kind_of(model), {}
-    noisy = "pixel_values" if kind == "pixels+text" else main
-    if noisy != "input_ids":
-        try:
-            made[noisy] = noise(model, noisy, 1, 0).to(model.device, model.dtype)
-        except TextError:
-            raise ModelError(
-                f"{type(model).__name__} reads {noisy}, which can't be made up.",
-                "Choose a model of text, images or sound.",
-            ) from None
-    made |= beside_noise(model, 1) if made else {}
-    sides = {"input_ids": main == "input_ids", "decoder_input_ids": model.config.is_encoder_decoder}
-    taken = signature(model.forward).parameters
-    ids = torch.ones(1, 4, dtype=torch.long, device=model.device)
-    return made | {name: ids for name, reads in sides.items() if reads and name in taken}
+    given = towers(model)
+    ids = torch.tensor([[*given.ids, *[1] * 4]])
+    try:
+        made = Beside(model, given, 0).take(1, ids.shape[1]) | types_of(model, given.before, ids)
+    except TextError as error:
+        raise ModelError(error.problem, error.remedy) from None
+    if reads_ids(model) or decodes_text(model):
+        made |= text_inputs(model, ids, torch.ones_like(ids), len(given.ids))
+    if missing := [name for name in wanted(model) if name not in made]:
+        raise ModelError(*not_made(model, missing))
+    return placed(model, made)
 
 
 def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:

@@ -30,7 +30,7 @@ class Site:
     layer: int
     """Running number of the site in the order of execution, from 0."""
     part: Part
-    """Self-attention that sees everything, self-attention that sees the past, or attention to another sequence."""
+    """Self-attention that sees everything (of one of several towers: which), the past, or another sequence."""
     repeated: bool = False
     """Whether the module is called more than once in a forward pass (as in ALBERT)."""
     traced: bool = False

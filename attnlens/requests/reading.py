@@ -16,7 +16,8 @@ def settings(asked: Mapping[str, Any]) -> Settings:
     """What was asked for, as far as a report records it under the options' own names."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # which are known when the model is there
     names = [name for name in Settings.model_fields if name in asked and name not in later]
-    return Settings(**{name: asked[name] for name in names})
+    found = Settings(**{name: asked[name] for name in names})
+    return found if asked.get("pairs") is None else found.model_copy(update={"pack": False})
 
 
 def chosen(
@@ -44,9 +45,19 @@ def chosen(
     return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 
-def refuse_unread(files: Sequence[str], source: str) -> None:
-    """Raise UsageError for texts where the weights alone are read, which need none."""
-    if files and source == "weights":
+def files(asked: Mapping[str, Any]) -> list[str]:
+    """The files of text that were named; raises UsageError for texts and pairs of texts at once."""
+    if asked["pairs"] is None:
+        return list(asked["text"])
+    if asked["text"]:
+        raise UsageError("--text and --pairs are both given, and a run reads one of them.", "Leave out one of them.")
+    return [str(asked["pairs"])]
+
+
+def refuse_unread(asked: Mapping[str, Any], source: str) -> None:
+    """Raise UsageError for inputs where the weights alone are read, which need none."""
+    named = next((name for name in ("text", "pairs", "image", "audio") if asked[name]), None)
+    if named is not None and source == "weights":
         raise UsageError(
-            "source weights reads no text, so that text would be ignored.", "Leave out --text or --source."
+            f"source weights reads no {named}, so that {named} would be ignored.", f"Leave out --{named} or --source."
         )

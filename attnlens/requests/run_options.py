@@ -73,6 +73,39 @@ class Feeding(Loading, total=False):
             call_only="read",
         ),
     ]
+    pairs: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
+            panel=INPUT,
+            metavar="FILE",
+            typed=str | None,
+            check=values.file,
+            call_only="read",
+        ),
+    ]
+    image: Annotated[
+        Words,
+        Option(
+            "Image file for a model that sees; repeatable: each sequence gets the next. Default: noise.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,
+            call_only="read",
+        ),
+    ]
+    audio: Annotated[
+        Words,
+        Option(
+            "Sound file (`.wav`) for a model that hears; repeatable: each sequence gets the next. Default: noise.",
+            (),
+            panel=INPUT,
+            metavar="FILE",
+            typed=list[Path] | None,
+            call_only="read",
+        ),
+    ]
     tokens: Annotated[
         int | None,
         Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit"),
@@ -158,7 +191,13 @@ class InspectRequest(SeriesRequest, total=False):
 class SwapRequest(ModelRequest, total=False):
     """What `swap_kernel` can be asked for, beside the kernels."""
 
-    part: Annotated[Part | None, Option("Only this part: `encoder`, `decoder` or `cross`.", metavar="PART")]
+    part: Annotated[
+        Part | None,
+        Option(
+            "Only this part: `encoder`, `decoder`, `cross`; where there are several towers, `vision`, `audio`, `text`.",
+            metavar="PART",
+        ),
+    ]
     sweep: Annotated[
         Sweep | None,
         Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),

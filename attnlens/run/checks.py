@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
-from attnlens.errors import IdentityError, ModelError, UsageError, is_memory
+from attnlens.errors import FAILURES, IdentityError, ModelError, UsageError, is_memory
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Skipped
 
@@ -30,8 +30,6 @@ SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025
 
 
 NOT_RUN = "it is not run on this input"
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""What models raise in a forward pass that they can't do."""
 
 
 def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> list[Reached]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks, models, requests, texts, weights
 from attnlens.arguments import public
-from attnlens.errors import UnreadableError
+from attnlens.errors import FAILURES, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
 from attnlens.requests import ModelRequest, reading
@@ -48,12 +48,12 @@ def doctor(
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
     loading: models.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
     asked = reading.settings(given)
-    named = texts.read_each(given["text"])
+    named = texts.read_each(reading.files(given))
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **loading)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    feeding.refuse_text(loaded, given["text"], asked.tokens)
-    settings, inputs = _fed(feeding.of_model(asked, loaded), loaded, feeding.contents(named, loaded))
+    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
+    settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -156,7 +156,7 @@ def own_probabilities(
     found: dict[Site, Tensor] = {}
     try:
         other = hooks.difference(model, inputs, hooks.handed_out(model, reached, found))
-    except checks.FAILURES as error:
+    except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({models.first_line(error)})"
         return dict.fromkeys(sites, why)
     if not other <= max(ANOTHER, 16 * torch.finfo(model.dtype).eps):
@@ -169,7 +169,7 @@ def own_probabilities(
 
 
 def _fed(
-    asked: Settings, loaded: models.Loaded, contents: Sequence[texts.Content]
+    asked: Settings, given: Mapping[str, Any], loaded: models.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
     tokens, sequences = asked.tokens or 2, asked.sequences or 1
@@ -177,7 +177,7 @@ def _fed(
         found = texts.placeholder(loaded, tokens, asked.seed, sequences=sequences)
     else:
         # what is compared is arithmetic, which is the same on a text that the model does not know
-        known = {"allow_foreign_text": True, "batch_size": sequences}
+        known = {**given, "allow_foreign_text": True, "batch_size": sequences}
         found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
     return feeding.fed(asked, found, loaded), found.batches[0].inputs
 

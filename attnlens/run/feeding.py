@@ -57,6 +57,9 @@ def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
         pack=asked.pack is not False,
         placement=asked.windows or "spread",
         seed=asked.seed,
+        pairs=given["pairs"] is not None,
+        image=tuple(given["image"]),
+        audio=tuple(given["audio"]),
         allow_foreign=given["allow_foreign_text"],
     )
 
@@ -88,7 +91,10 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
     """The settings that say what was fed: texts in windows or lines, or noise alone."""
     if not found.tokens:
         nothing = {"pack": None, "windows": None, "intervals": None}
-        return asked.model_copy(update={"noise": Text.of(found.texts), "sequences": found.sequences, **nothing})
+        said = Text.of(found.texts)
+        fed = {"noise": said} if found.made_up else {"text": said, "texts": list(found.texts)}
+        more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
+        return asked.model_copy(update=fed | more | nothing)
     short = found.sequences < (asked.sequences or 0)
     update = {
         "text": Text.of(found.texts),
@@ -103,6 +109,7 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
 
 def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Iterator[str]:
     """What a reader must know of the windows, a sentence each."""
+    yield from found.notes
     yield from texts.foreign_notes(found.unknown)
     if found.left_out:
         yield (

@@ -1,17 +1,17 @@
 """What a model is fed with: windows or lines of texts, or noise for one that reads pixels or sound."""
 
-from attnlens.texts.batches import Batch, Batches, Cut, passages
-from attnlens.texts.cutting import NOISE, batches, placeholder, reads_text
+from attnlens.texts.batches import Batch, Batches, Cut, first, passages, sequences_in
+from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
 from attnlens.texts.foreign import foreign_notes
 from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sequences import window_length
 from attnlens.texts.sources import Content, read_each, sample
+from attnlens.texts.towers import standing_ids
 
 __all__ = [
     "CHARACTERS",
     "MOST_SHARED",
-    "NOISE",
     "RUN",
     "Batch",
     "Batches",
@@ -19,14 +19,18 @@ __all__ = [
     "Cut",
     "batches",
     "decodes_text",
+    "first",
     "foreign_notes",
     "passages",
     "placeholder",
     "read_each",
+    "reads_noise",
     "reads_text",
     "repeated_share",
     "sample",
+    "sequences_in",
     "shared_share",
+    "standing_ids",
     "vocabulary",
     "wanted",
     "window_length",

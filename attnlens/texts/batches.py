@@ -13,6 +13,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PACKED = ("grid_thw", "image_grid_thw", "target_sizes")
+"""Inputs beside which the patches of all images stand in one row, so that a forward pass gets one sequence."""
+
+
+def sequences_in(inputs: Mapping[str, Tensor]) -> int:
+    """How many sequences a forward pass gets."""
+    return 1 if any(name in inputs for name in PACKED) else len(next(iter(inputs.values())))
+
+
+def first(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The inputs of the first `count` sequences."""
+    whole = sequences_in(inputs) <= count
+    return {name: value if whole else value[:count] for name, value in inputs.items()}
+
+
 @dataclass(frozen=True)
 class Batch:
     """The keyword arguments of one forward pass."""
@@ -20,14 +35,16 @@ class Batch:
     inputs: dict[str, Tensor]
     """`model(**inputs)`; on the model's device."""
     lengths: tuple[int, ...]
-    """Real tokens of each sequence (padding stands on the right); empty where no tokens are fed."""
+    """Ids of each sequence that are no padding (which stands on the right); empty where no tokens are fed."""
     parts: tuple[str, ...] = ()
     """The name of the text that each sequence is of; empty where no tokens are fed."""
+    start: int = 0
+    """Where the text begins in each sequence: behind the ids that stand for an image or a sound."""
 
     @property
     def size(self) -> int:
         """How many sequences it holds."""
-        return next(iter(self.inputs.values())).shape[0]
+        return sequences_in(self.inputs)
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,10 @@ class Batches:
     """Share of each text's ids that are the tokenizer's unknown token; near 1, the model can't read that text."""
     pack: bool = True
     """Whether the sequences are windows of running text, and not lines."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know of what is fed beside the texts."""
+    made_up: bool = False
+    """Whether what the model reads first of all is noise."""
     left_out: tuple[str, ...] = ()
     """Texts of which nothing is fed, since there are fewer sequences than texts."""
 
@@ -60,7 +81,7 @@ class Batches:
         """What each sequence says, without padding; empty where no tokens are fed."""
         said = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
         return [
-            tuple(row[:length])
+            tuple(row[batch.start : length])
             for batch, ids in zip(self.batches, said, strict=True)
             for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
         ]
@@ -116,5 +137,11 @@ class Cut:
     """Of the placement, and of noise."""
     turn: tuple[int, int] = (0, 1)
     """(i, n): of the chosen sequences of each text only number i, i + n, i + 2n …, so that n parts are disjoint."""
+    image: tuple[str, ...] = ()
+    """Files of images, of which each sequence gets the next one in turn; none: noise."""
+    audio: tuple[str, ...] = ()
+    """Files of sounds, in the same way."""
+    pairs: bool = False
+    """Whether each line holds two texts with a tab between them, which the tokenizer joins."""
     allow_foreign: bool = False
     """Whether a text of which the tokenizer does not know half of the tokens is fed all the same."""

@@ -5,36 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from hashlib import sha256
+from inspect import signature
 from random import Random
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
+from attnlens.models.processors import Modality
 from attnlens.records import Text
 from attnlens.texts.batches import Batch, Batches, Cut
 from attnlens.texts.foreign import refuse_foreign, unknown_shares
 from attnlens.texts.inputs import (
     CHARACTERS,
-    NO_NOISE,
-    beside_noise,
     decodes_text,
-    noise,
+    not_made,
+    reads_ids,
     text_inputs,
     token_tensors,
     vocabulary,
     wanted,
 )
+from attnlens.texts.media import prepared
+from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
-from attnlens.texts.sequences import lines, window_length, windows
+from attnlens.texts.sequences import lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
+from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.models import Loaded
 
-NOISE = {"pixels": "pixel_values", "pixels+text": "pixel_values", "audio": None}
-"""For each kind of model that reads noise, which input it is; None means the model's main input."""
-NOISE_NAMES = {"pixel_values": "random pixels", "input_features": "random sound", "input_values": "random sound"}
+IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+"""What is made of a text."""
 
 
 def batches(
@@ -52,23 +55,22 @@ def batches(
     usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
     _check(loaded, cut.sequences, cut.batch_size)
-    rows, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
+    files, media = _files(loaded, cut)
+    rows, types, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
     unknown = unknown_shares(loaded.tokenizer, rows, names)
     if not cut.allow_foreign:
         refuse_foreign(unknown)
-    count = len(rows) or cut.sequences
-    made = _noise(loaded, count, cut.seed, skip_noise)
-    parts = [slice(start, start + cut.batch_size) for start in range(0, count, cut.batch_size)]
+    count = len(rows) or max(map(len, files.values()), default=cut.sequences)
+    beside = Beside(loaded.model, towers(loaded.model), cut.seed, skip_noise, files)
     return Batches(
-        batches=tuple(
-            _batch(loaded, rows[part], {name: tensor[part] for name, tensor in made.items()}, names[part])
-            for part in parts
-        ),
+        batches=_in_batches(loaded, beside, rows, types, names, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, rows), default=0),
-        texts=(*texts, *_described(made)),
+        texts=(*texts, *media, *beside.described),
         unknown=unknown,
         pack=cut.pack,
+        notes=() if files else towers(loaded.model).notes,
+        made_up=reads_noise(loaded) and not files,
         left_out=tuple(content.name for content in contents if rows and content.name not in names),
     )
 
@@ -83,14 +85,20 @@ def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
 
 def _check_kind(loaded: Loaded) -> None:
     """Raise TextError for a model whose inputs can't be made up."""
-    if loaded.kind == "other":
-        names = " and ".join(wanted(loaded.model))
-        raise TextError(f"attnlens can't make up {names} for a {loaded.info.architecture}.", NO_NOISE)
+    made = (*makable(loaded.model), *IDS * reads_text(loaded))
+    missing = [name for name in wanted(loaded.model) if name not in made]
+    if missing:
+        raise TextError(*not_made(loaded.model, missing))
 
 
 def reads_text(loaded: Loaded) -> bool:
     """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
-    return loaded.kind in ("text", "seq2seq", "pixels+text") or decodes_text(loaded.model)
+    return reads_ids(loaded.model) or decodes_text(loaded.model)
+
+
+def reads_noise(loaded: Loaded) -> bool:
+    """Whether the model's main input is made up (pixels, sound, series), so that what it says of it has no loss."""
+    return loaded.kind not in ("text", "seq2seq")
 
 
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> Batches:
@@ -103,27 +111,35 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # no secret
         known = vocabulary(loaded.model) or CHARACTERS
-        rows = [[draws.randrange(known) for _ in range(tokens)] for _ in range(sequences)]
-    made = _noise(loaded, sequences, seed)
+        standing = standing_ids(loaded.model)
+        rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
+    beside = Beside(loaded.model, towers(loaded.model), seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    return Batches((_batch(loaded, rows, made, ()),), sequences, tokens * bool(rows), (*named, *_described(made)), {})
+    made = _in_batches(loaded, beside, rows, [], (), sequences, sequences)
+    return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})
+
+
+def _drawn(draws: Random, known: int, standing: AbstractSet[int]) -> int:
+    """A random id; none that stands for a part of an image."""
+    return next(number for number in iter(lambda: draws.randrange(known), None) if number not in standing)
 
 
 def _fed(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
-) -> tuple[list[list[int]], tuple[str, ...], list[Text]]:
-    """The ids of every sequence, the name of the text that it is of, and what is fed of each text."""
+) -> tuple[list[list[int]], list[list[int]], tuple[str, ...], list[Text]]:
+    """The ids of every sequence (and its token types, of pairs), the name of its text, and what is fed of each text."""
     if not reads_text(loaded):
-        return [], (), []
+        return [], [], (), []
     length = window_length(loaded.model, cut.tokens)
     every = [_sequences(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
     gone = [taken.get(digest, frozenset()) for digest in digests]
     counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
-    rows, names, texts = list[list[int]](), list[str](), list[Text]()
+    rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
     for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
         numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
-        rows += [found[number] for number in numbers]
+        rows += [found[number][0] for number in numbers]
+        types += [found[number][1] for number in numbers if cut.pairs]
         names += [content.name] * len(numbers)
         if numbers:
             texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
@@ -133,18 +149,20 @@ def _fed(
             "Give a longer text, another one with --calibration, or fewer --sequences.",
         )
     _check_known(loaded, rows)
-    return rows, tuple(names), texts
+    return rows, types, tuple(names), texts
 
 
-def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[list[int]]:
-    """All windows or lines of a text."""
+def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[tuple[list[int], list[int]]]:
+    """All windows, lines or pairs of a text, with the token types of pairs."""
     if loaded.tokenizer is None:
         raise TextError(
             f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
             "Put its tokenizer files beside its weights, or use --source weights.",
         )
     read = thinned(content, spread=cut.placement != "first")
-    return (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)
+    if cut.pairs:
+        return pairs(loaded.tokenizer, read, tokens=length)
+    return [(ids, []) for ids in (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)]
 
 
 def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
@@ -157,33 +175,58 @@ def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _noise(loaded: Loaded, count: int, seed: int, skip: int = 0) -> dict[str, Tensor]:
-    if loaded.kind not in NOISE:
-        return {}
-    name = NOISE[loaded.kind] or loaded.model.main_input_name
-    return {name: noise(loaded.model, name, count, seed, skip)}
+def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]], list[Text]]:
+    """The inputs that are made of the files of each modality, and what these files are."""
+    found, said = dict[str, list[dict[str, "Tensor"]]](), list[Text]()
+    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    for modality, paths in asked.items():
+        if paths:
+            found[modality], named = prepared(loaded, modality, paths)
+            said += named
+    return found, said
 
 
-def _batch(loaded: Loaded, rows: Sequence[Sequence[int]], made: dict[str, Tensor], parts: tuple[str, ...]) -> Batch:
+def _in_batches(
+    loaded: Loaded,
+    beside: Beside,
+    rows: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]],
+    names: tuple[str, ...],
+    count: int,
+    size: int,
+) -> tuple[Batch, ...]:
+    """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
+    size = 1 if beside.given.alone or beside.files else size
+    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    return tuple(
+        _batch(loaded, beside, rows[part], types[part], names[part], beside.before(part.start), part.stop - part.start)
+        for part in parts
+    )
+
+
+def _batch(
+    loaded: Loaded,
+    beside: Beside,
+    rows: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]],
+    parts: tuple[str, ...],
+    standing: Standing,
+    count: int,
+) -> Batch:
+    """Sequences that stand behind equally many ids for an image or a sound."""
     model = loaded.model
-    inputs = {name: tensor.to(model.device, model.dtype) for name, tensor in made.items()}
-    if made:
-        inputs |= beside_noise(model, len(next(iter(made.values()))))
+    before = ids_of(standing) if rows else []
+    whole = [[*before, *row] for row in rows]
+    inputs = beside.take(count, max(map(len, whole), default=0))
     if rows:
-        ids, mask = token_tensors(rows, _padding(loaded))
-        inputs |= text_inputs(model, ids, mask, encoder_reads=loaded.kind in ("text", "seq2seq", "pixels+text"))
-    return Batch(inputs, tuple(map(len, rows)), parts)
+        ids, mask = token_tensors(whole, _padding(loaded))
+        inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
+    if types and "token_type_ids" in signature(model.forward).parameters:
+        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in types], 0)[0]
+    return Batch(placed(model, inputs), tuple(map(len, whole)), parts, len(before))
 
 
 def _padding(loaded: Loaded) -> int:
     """The id that stands for nothing; any id would do, since the mask hides it."""
     choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return next((choice for choice in choices if choice is not None), 0)
-
-
-def _described(made: Mapping[str, Tensor]) -> list[Text]:
-    """The noise as what was fed."""
-    return [
-        Text(name=NOISE_NAMES[name], sha256=sha256(tensor.numpy().tobytes()).hexdigest())
-        for name, tensor in made.items()
-    ]

@@ -51,6 +51,28 @@ def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) 
     return found
 
 
+def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Ids and token types of every line of two texts, joined and truncated to `tokens` ids by the tokenizer.
+
+    Raises TextError for a line that does not hold two texts with one tab between them.
+    """
+    found = []
+    for number, line in enumerate(content.text.split("\n"), 1):
+        if not line.strip():
+            continue
+        one, tab, other = line.removesuffix("\r").partition("\t")
+        if not tab or "\t" in other or not one.strip() or not other.strip():
+            raise TextError(
+                f"Line {number} of {content.name} is no pair: it needs two texts and one tab between them.",
+                "Write one pair a line: FIRST<tab>SECOND.",
+            )
+        with _told(content), _repeatable(tokenizer):
+            made = tokenizer(one, other, truncation=True, max_length=tokens, return_token_type_ids=True)
+        ids: list[int] = made["input_ids"]
+        found.append((ids, list(made.get("token_type_ids", [0] * len(ids)))))
+    return found
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a sequence, read off the beginning of the text.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
 from attnlens.records import Task
-from attnlens.texts import NOISE, Batches, decodes_text
+from attnlens.texts import Batch, Batches, decodes_text
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -105,8 +105,8 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
     Raises TextError where a masked language model's tokenizer has no mask token.
     """
     generator = torch.Generator().manual_seed(seed)
-    fed = (_fed(loaded, batch.inputs, task, generator) for batch in batches)
-    return [replace(one, noise=loaded.kind in NOISE) for one in fed]
+    fed = (_fed(loaded, batch, task, generator) for batch in batches)
+    return [replace(one, noise=batches.made_up) for one in fed]
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
@@ -114,18 +114,19 @@ def meanings(task: Task, *, noise: bool) -> list[str]:
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 
-def check_input(loaded: Loaded) -> None:
-    """Raise UsageError for a model of pixels or sound, which is fed with noise: it has no loss that could be spent."""
-    if loaded.kind in NOISE:
+def check_input(evaluated: Batches) -> None:
+    """Raise UsageError where the model is fed with noise: it has no loss that could be spent."""
+    if evaluated.made_up:
         raise UsageError(
             "This model's input is noise that attnlens makes up, so that there is no loss to spend.",
             "Give one rank for all heads, as in --kernel rank:16.",
         )
 
 
-def _fed(loaded: Loaded, inputs: dict[str, Tensor], task: Task, generator: torch.Generator) -> Fed:
+def _fed(loaded: Loaded, batch: Batch, task: Task, generator: torch.Generator) -> Fed:
+    inputs = batch.inputs
     if task == "causal":
-        return Fed(inputs, _next(inputs["input_ids"], inputs.get("attention_mask")))
+        return Fed(inputs, _next(inputs["input_ids"], inputs.get("attention_mask"), batch.start))
     if task == "masked":
         return _masked(loaded, inputs, generator)
     if task == "seq2seq":
@@ -134,9 +135,10 @@ def _fed(loaded: Loaded, inputs: dict[str, Tensor], task: Task, generator: torch
     return Fed(inputs, None)
 
 
-def _next(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """The token after each position; none after the last, and none that is padding."""
-    real = ids if mask is None else ids.masked_fill(mask == 0, NOTHING)
+def _next(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
+    """The token after each position; none after the last, none that is padding, and none before the text's `start`."""
+    real = ids.clone() if mask is None else ids.masked_fill(mask == 0, NOTHING)
+    real[:, :start] = NOTHING
     return torch.cat([real[:, 1:], torch.full_like(real[:, :1], NOTHING)], 1)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Swap
 
-OF_PART = {"encoder": CATEGORIES[0], "decoder": CATEGORIES[0], "cross": CATEGORIES[6]}
+OF_PART = dict.fromkeys(PARTS, CATEGORIES[0]) | {"cross": CATEGORIES[6]}
 """Self-attention in one colour, cross-attention in another; the parts' names stand beside the layers."""
 LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
 MARKERS = "osD^vPX*"

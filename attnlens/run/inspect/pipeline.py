@@ -44,12 +44,12 @@ def inspect(
     chosen, asked = reading.chosen(
         reading.settings(given), given["analyzers"], given["select"], given["show"], adapted=adapted
     )
-    reading.refuse_unread(given["text"], asked.source)
-    named = texts.read_each(given["text"])
+    reading.refuse_unread(given, asked.source)
+    named = texts.read_each(reading.files(given))
     start = time.perf_counter()
     loaded = subject if isinstance(subject, models.Loaded) else models.load(subject, **loading)
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, given["text"], asked.tokens)
+    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
     inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)

@@ -115,7 +115,7 @@ class Inspection:
         """Find the sites, prove that watching changes nothing, and choose the layers; returns the one-token survey."""
         sample = texts.placeholder(self.loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
         window_sites = checks.sites(self.loaded, sample)
-        probe = {name: value[:2] for name, value in batches[0].inputs.items()} if batches else sample
+        probe = texts.first(batches[0].inputs, 2) if batches else sample
         self._prove_identity(probe)
         refuse_initialised(self.loaded, sample, attention)
         self.sites = tuple(found.site for found in window_sites)

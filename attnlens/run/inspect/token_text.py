@@ -15,7 +15,8 @@ SIGNS = {"\n": "↵", "\t": "→"}
 
 def told(selection: Selection, loaded: models.Loaded, batches: Sequence[texts.Batch]) -> Selection:
     """The selection with the texts of its sequences; unchanged where the model reads no text."""
-    if loaded.kind not in ("text", "seq2seq") or loaded.tokenizer is None:
+    unread = selection.part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq")
+    if unread or loaded.tokenizer is None:
         return selection
     numbers = sorted({pick.sequence for pick in selection.picks})
     starts = [sum(batch.size for batch in batches[:index]) for index in range(len(batches))]
@@ -29,7 +30,7 @@ def told(selection: Selection, loaded: models.Loaded, batches: Sequence[texts.Ba
 def _sentence(
     selection: Selection, loaded: models.Loaded, inputs: dict[str, Tensor], number: int, row: int
 ) -> Sentence:
-    decoder = "decoder_" if selection.part != "encoder" and "decoder_input_ids" in inputs else ""
+    decoder = "decoder_" if selection.part in ("decoder", "cross") and "decoder_input_ids" in inputs else ""
     queries = _words(loaded, inputs, decoder, row)
     if selection.part != "cross":
         return Sentence(sequence=number, keys=queries)

@@ -103,10 +103,13 @@ def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bo
     name = "input_ids"
     padding = min(PADDING, inputs[name].shape[1] // 2)
     ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]][:, :-padding]
-    fill = _random_ids(loaded, ids[:, :1].expand(-1, padding), seed)
+    fill = _random_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
     nothing = torch.zeros_like(fill).to(mask)
     parts = ([fill, ids], [nothing, mask]) if left else ([ids, fill], [mask, nothing])
-    found = {**inputs, name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
+    # what goes with each token (its type, its place on a page) moves with it
+    beside = {key: value for key, value in inputs.items() if value.shape[:2] == inputs[name].shape}
+    found = {**inputs, **{key: value.roll(padding * left, 1) for key, value in beside.items()}}
+    found |= {name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
     if left and "position_ids" in signature(loaded.model.forward).parameters:
         found["position_ids"] = (found[MASKS[name]].cumsum(1) - 1).clamp_min(0)
     return found
@@ -159,4 +162,7 @@ def _kept(tensor: Tensor, inputs: Mapping[str, Tensor], positions: slice) -> Ten
 def _random_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     known = texts.vocabulary(loaded.model) or texts.CHARACTERS
-    return torch.randint(known, like.shape, generator=generator).to(like)
+    standing = texts.standing_ids(loaded.model)
+    plain = torch.tensor([number for number in range(known) if number not in standing])
+    drawn = plain[torch.randint(len(plain), like.shape, generator=generator)].to(like)
+    return drawn.where(~torch.isin(like, like.new_tensor(sorted(standing))), like)

@@ -44,10 +44,10 @@ def swap_kernel(
     options = SwapOptions.of(kernels, given)
     given["layers"], given["heads"] = options.reach(given["layers"], given["heads"])
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
-    named = texts.read_each(given["text"])
+    named = texts.read_each(reading.files(given))
     others = texts.read_each(options.calibration)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
-    feeding.refuse_text(loaded, [*given["text"], *options.calibration], asked.tokens)
+    feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)
@@ -99,7 +99,7 @@ def _prepared(
     shared = 0.0
     if options.limit is not None:
         search.check_task(task)
-        check_input(loaded)
+        check_input(evaluated)
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
         calibrated, samples = _calibrated(loaded, options, asked, others or contents, more, evaluated)

@@ -43,11 +43,11 @@ def replaced(
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
             loss = model(**batch, labels=batch["input_ids"]).loss
 
-    `layers`, `heads` and `part` (encoder, decoder, cross) name the attention that is replaced, None all of it; the rest
-    keeps the model's own kernel. The sites are found on random tokens, or on a `batch` of the model's own inputs, which
-    models of other inputs need. Before the block, the model must give the same outputs when its own attention is
-    recomputed, and run with the new kernel. The block's value counts, in `calls`, how often each module was reached. At
-    the end the model's own attention is back, after an exception too.
+    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) name the attention that is replaced, None all of
+    it; the rest keeps the model's own kernel. The sites are found on made-up inputs, or on a `batch` of its own,
+    which some models need. Before the block, the model must give the same outputs when its own attention is recomputed,
+    and run with the new kernel. The block's value counts, in `calls`, how often each module was reached. At the end the
+    model's own attention is back, after an exception too.
 
     Raises UsageError for a kernel that makes no sense, needs calibration text or has no meaning at a site, ModelError
     for attention out of reach, IdentityError; and at the end of the block ModelError where a site was never reached.

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from attnlens import arguments, hooks, texts
 from attnlens.choices import Part
-from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
+from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, UsageError
 from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, Loading, first_line, load
@@ -27,7 +27,6 @@ from attnlens.models.folders import refuse_outside, weight_file
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Report, Site
 from attnlens.requests import checked
-from attnlens.run.checks import FAILURES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -104,7 +104,7 @@ class Swapping:
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
                 self.plan = planned(*work, candidates[0].found, self.samples)
         with timed(self.timings, "sites"):
-            one = {name: value[:1] for name, value in self._probe.items()}  # whatever the batch size
+            one = texts.first(self._probe, 1)  # whatever the batch size
             local = [locally(self.loaded, self.sites, c.last, one, self.options.path) for c in candidates]
         swaps = [self._record(*parts) for parts in zip(candidates, gates, local, strict=True)]
         if self.options.sweep and not self.interrupted:
@@ -275,7 +275,7 @@ class Swapping:
     @property
     def _probe(self) -> dict[str, Tensor]:
         """Two of the sequences, by which the model is proven."""
-        return {name: value[:2] for name, value in self.fed[0].inputs.items()}
+        return texts.first(self.fed[0].inputs, 2)
 
     def _pass(self) -> None:
         run(self.loaded.model, self.fed[0], self.task)

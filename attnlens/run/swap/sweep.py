@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attnlens import hooks
+from attnlens import hooks, texts
 from attnlens.attention import Route
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
@@ -115,7 +115,7 @@ def _sizes(fed: Fed, task: Task) -> Tensor:
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
-        return torch.ones(next(iter(fed.inputs.values())).shape[0], dtype=torch.float64)
+        return torch.ones(texts.sequences_in(fed.inputs), dtype=torch.float64)
     return (fed.targets != NOTHING).sum(1).double().cpu()
 
 

@@ -50,11 +50,11 @@ def converge_checkpoints(
     loading = feeding.loading_of(more, None)
     wanted = given["analyzers"] or _usual(given["source"])
     chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
-    reading.refuse_unread(given["text"], asked.source)
+    reading.refuse_unread(given, asked.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     found = _found(names, requests.words("revisions", revisions), loading)
     refuse_different(found)
-    contents = texts.read_each(given["text"])
+    contents = texts.read_each(reading.files(given))
     if asked.source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()

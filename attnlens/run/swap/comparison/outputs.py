@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnlens import hooks
+from attnlens import hooks, texts
 from attnlens.records import Task
 from attnlens.texts.targets import NOTHING, Fed, last_states, logits_of
 
@@ -94,7 +94,7 @@ def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, T
 def tokens_in(fed: Fed) -> int:
     """Real tokens (or images) of a pass."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
-    return int(masks[0].sum()) if masks else next(iter(fed.inputs.values())).shape[0]
+    return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
 
 def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:

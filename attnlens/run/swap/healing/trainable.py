@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens import hooks
+from attnlens import hooks, texts
 from attnlens.records import Call, Site
 
 
@@ -22,7 +22,7 @@ def trainable(
 
     Read from gradients, so that it holds for every layout: fused, interleaved, shared by several heads or sites.
     """
-    short = {name: value[:1] for name, value in inputs.items()}
+    short = texts.first(inputs, 1)
     moved: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens import hooks
+from attnlens import hooks, texts
 from attnlens.attention import attend
 from attnlens.errors import ModelError, UsageError
 from attnlens.hooks.padding import unpadded
@@ -93,7 +93,7 @@ def bases(
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         for fed in batches:
             hooks.forward(loaded.model, fed.inputs)
-            progress(next(iter(fed.inputs.values())).shape[0])
+            progress(texts.sequences_in(fed.inputs))
     found = {}
     for site, (heads, kv_heads) in shared.items():
         grams = (
@@ -142,7 +142,7 @@ def sensitivities(
             if gradient is not None:
                 with torch.no_grad():
                     totals[site] = totals[site] + _risen(found[site], calls[site], output, gradient).cpu()
-        progress(next(iter(fed.inputs.values())).shape[0])
+        progress(texts.sequences_in(fed.inputs))
     return {site: _between(total / (2 * count)) for site, total in totals.items()}
 
 

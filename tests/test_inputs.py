@@ -1,0 +1,365 @@
+"""Tests what models are fed beside text: noise of the config's shape, images and sounds from files, pairs of texts."""
+
+from __future__ import annotations
+
+import json
+import struct
+import wave
+from pathlib import Path
+from typing import Any
+
+import families
+import model_types
+import numpy as np
+import program
+import pytest
+import tiny
+import torch
+import transformers
+from attnlens.run.swap.comparison.targets import NOTHING, feed
+from loaded import loaded
+from PIL import Image
+
+import attnlens
+from attnlens import hooks, texts
+from attnlens.errors import ModelError, TextError, UsageError
+from attnlens.texts import media
+from attnlens.texts.inputs import wanted
+from attnlens.texts.noise import made, makable
+from attnlens.texts.towers import Beside, towers
+
+PROSE = texts.Content("In the beginning God created the heaven and the earth. " * 20, "a text")
+
+
+def of_type(name: str) -> Any:
+    return loaded(model_types.build(name), tiny.tokenizer("roberta"))
+
+
+# noise where the config says its shape
+
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "videomae": {"pixel_values": (2, 16, 3, 32, 32)},
+    "vivit": {"pixel_values": (2, 32, 3, 32, 32)},
+    "lightglue": {"pixel_values": (2, 2, 3, 224, 224)},
+    "seggpt": dict.fromkeys(("pixel_values", "prompt_pixel_values", "prompt_masks"), (2, 3, 32, 32)),
+    "siglip2_vision_model": {
+        "pixel_values": (2, 256, 192),
+        "pixel_attention_mask": (2, 256),
+        "spatial_shapes": (2, 2),
+    },
+    "layoutlm": {"bbox": (2, 9, 4)},
+    "lxmert": {"visual_feats": (2, 8, 2048), "visual_pos": (2, 8, 4)},
+    "clap": {"input_features": (2, 1, 1024, 64), "is_longer": (2, 1)},
+    "patchtst": {"past_values": (2, 32, 1), "past_observed_mask": (2, 32, 1)},
+    "decision_transformer": {"states": (2, 16, 17), "actions": (2, 16, 4), "timesteps": (2, 16)},
+    "vilt": {"pixel_values": (2, 3, 32, 32)},
+}
+"""What two sequences of nine ids stand beside."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_noise_has_the_shape_that_the_config_says_and_the_model_runs_on_it(name: str) -> None:
+    given = of_type(name)
+    (batch,) = texts.placeholder(given, 9, 0, sequences=2)
+    assert SHAPES[name].items() <= {key: tuple(value.shape) for key, value in batch.inputs.items()}.items()
+    with torch.no_grad():
+        given.model(**batch.inputs)
+
+
+def test_boxes_lie_on_the_page_in_reading_order() -> None:
+    (batch,) = texts.placeholder(of_type("layoutlm"), 25, 0)
+    left, top, right, bottom = batch.inputs["bbox"][0].unbind(-1)
+    assert bool(((left >= 0) & (left < right) & (right <= 1000) & (top < bottom) & (bottom <= 1000)).all())
+    assert top.tolist() == sorted(top.tolist())
+    assert len({tuple(box) for box in batch.inputs["bbox"][0].tolist()}) == 25
+
+
+def test_patches_of_one_image_stand_in_a_row_and_go_through_alone() -> None:
+    given = of_type("qwen3_vl_vision")
+    found = texts.placeholder(given, 9, 0, sequences=3)
+    assert [batch.size for batch in found] == [1, 1, 1]
+    patches, grid = (found.batches[0].inputs[name] for name in ("hidden_states", "grid_thw"))
+    assert len(patches) == int(grid.prod()) == 256
+    assert texts.first(found.batches[0].inputs, 1)["hidden_states"] is patches
+    report = attnlens.inspect(given, sequences=2, analyzers=["spectrum"])
+    assert report.settings.noise.name == "random pixels"
+    assert report.settings.sequences == 2
+
+
+def test_what_the_config_does_not_say_is_refused_by_name() -> None:
+    given = of_type("mimi_decoder")
+    with pytest.raises(TextError, match="can't make up latents for a MimiDecoderModel"):
+        texts.placeholder(given, 9, 0)
+    unsaid = of_type("gemma4_audio")
+    with pytest.raises(TextError, match="can't make up input_features for a Gemma4AudioModel"):
+        texts.placeholder(unsaid, 9, 0)
+
+
+def test_each_name_that_is_made_is_one_that_a_forward_pass_asks_for() -> None:
+    model = families.build("vit")
+    assert makable(model) == ("pixel_values",)
+    assert wanted(model) == ["pixel_values"]
+    assert made(families.build("bert"), makable(families.build("bert")), torch.Generator(), 4) == {}
+
+
+# towers
+
+IMAGE = 300
+
+
+@pytest.fixture(scope="module")
+def llava() -> Any:
+    return of_type("llava")
+
+
+def test_an_image_stands_before_each_text_as_many_ids_as_its_tower_makes_parts(llava: Any) -> None:
+    cut = texts.Cut(tokens=10, sequences=4, batch_size=2)
+    found = texts.batches(llava, [PROSE], cut)
+    with torch.no_grad():
+        pixels = found.batches[0].inputs["pixel_values"][:1]
+        parts = llava.model.model.get_image_features(pixels).pooler_output
+    count = sum(len(part) for part in parts)
+    for batch in found:
+        ids = batch.inputs["input_ids"]
+        assert batch.start == count == 16
+        assert bool((ids[:, :count] == IMAGE).all())
+        assert not bool((ids[:, count:] == IMAGE).any())
+        assert batch.lengths == (count + 10,) * 2
+    assert all(len(said) == 10 and IMAGE not in said for said in found.ids)
+    assert [text.name for text in found.texts] == ["a text", "random pixels"]
+
+
+def test_nothing_is_predicted_before_the_text(llava: Any) -> None:
+    found = texts.batches(llava, [PROSE], texts.Cut(tokens=10, sequences=2))
+    targets = feed(llava, found, "causal", 0)[0].targets
+    assert bool((targets[:, :15] == NOTHING).all())
+    assert bool((targets[:, 15:25] != NOTHING).all())
+    assert torch.equal(targets[:, 15:25], found.batches[0].inputs["input_ids"][:, 16:])
+
+
+def test_random_ids_hold_none_that_stands_for_an_image(llava: Any) -> None:
+    (batch,) = texts.placeholder(llava, 100, 0, sequences=8)
+    assert bool((batch.inputs["input_ids"][:, 16:] != IMAGE).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("llava", ["vision", "vision", "decoder", "decoder"]),
+        ("siglip", ["vision", "vision", "cross", "text", "text"]),
+        ("clap", ["audio", "text"]),
+        ("flava", ["vision", "text", "encoder"]),
+        ("whisper", ["encoder", "decoder", "cross"]),
+        ("vision-encoder-decoder", ["encoder", "decoder", "cross"]),
+        ("bert", ["encoder", "encoder"]),
+    ],
+)
+def test_a_tower_has_a_name_where_there_are_several(name: str, parts: list[str]) -> None:
+    given = of_type(name)
+    inputs = texts.placeholder(given, 9, 0, sequences=2).batches[0].inputs
+    found = [reached.site.part for reached in hooks.survey(given.model, inputs)]
+    assert set(found) == set(parts)
+
+
+def test_one_tower_is_swapped_alone(llava: Any) -> None:
+    report = attnlens.swap_kernel(llava, "rbf", part="vision", sequences=2, tokens=12)
+    assert {site.part for site in report.swap.sites} == {"vision"}
+    assert all("vision_tower" in site.site for site in report.swap.sites)
+    assert report.swap.hidden_cosine < 1
+    with pytest.raises(UsageError, match="No site is left to swap"):
+        attnlens.swap_kernel(llava, "rbf", part="audio", sequences=2, tokens=12)
+
+
+def test_a_tower_that_fails_on_noise_is_told_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = of_type("llava")
+
+    def broken(*_given: Any, **_more: Any) -> Any:
+        raise ValueError("no such image")
+
+    monkeypatch.setattr(given.model.model, "get_image_features", broken)
+    report = attnlens.inspect(given, sequences=2, tokens=12, analyzers=["spectrum"])
+    (note,) = [note for note in report.settings.notes if "image" in note]
+    assert note == "No image is fed: its tower fails on it (ValueError: no such image)."
+    assert {head.part for head in report.heads} == {"decoder"}
+    assert {entry.reason for entry in report.coverage.skipped if "vision" in entry.site} == {
+        "it is not run on this input"
+    }
+    swapped = attnlens.swap_kernel(given, "rbf", sequences=2, tokens=12)
+    assert {site.part for site in swapped.swap.sites} == {"decoder"}
+
+
+def test_what_was_found_is_not_kept_beyond_the_model() -> None:
+    model = families.build("vit")
+    assert towers(model) is towers(model)
+    assert "model" not in vars(towers(model))
+
+
+# files
+
+RATE = 16_000
+
+
+def processed(folder: Path, name: str) -> Any:
+    """A tiny model in a folder with a processor beside it."""
+    model = model_types.build(name)
+    model.save_pretrained(folder)
+    if name == "wav2vec2":
+        transformers.Wav2Vec2FeatureExtractor(sampling_rate=RATE).save_pretrained(folder)
+    else:
+        sizes = {"height": 32, "width": 32}
+        transformers.ViTImageProcessor(size=sizes, crop_size=sizes).save_pretrained(folder)
+    tiny.tokenizer("roberta").save_pretrained(folder)
+    return attnlens.load(folder)
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return processed(tmp_path_factory.mktemp("sees"), "vit")
+
+
+@pytest.fixture(scope="module")
+def hears(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return processed(tmp_path_factory.mktemp("hears"), "wav2vec2")
+
+
+def picture(path: Path, shade: int, size: tuple[int, int] = (40, 30)) -> str:
+    Image.fromarray(np.full((*size, 3), shade, np.uint8)).save(path)
+    return str(path)
+
+
+def sound(path: Path, samples: Any, width: int = 2, rate: int = RATE, channels: int = 1) -> str:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        shift = 128 if width == 1 else 0
+        file.writeframes(b"".join(struct.pack("<i", int(one) + shift)[:width] for one in samples))
+    return str(path)
+
+
+def test_images_are_fed_as_the_processor_prepares_them(sees: Any, tmp_path: Path) -> None:
+    files = [picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255)]
+    found = texts.batches(sees, [], texts.Cut(image=tuple(files)))
+    pixels = torch.cat([batch.inputs["pixel_values"] for batch in found])
+    assert pixels.shape == (2, 3, 32, 32)
+    assert pixels[0].unique().tolist() == [-1.0]
+    assert pixels[1].unique().tolist() == [1.0]
+    report = attnlens.inspect(sees, image=files, analyzers=["spectrum"])
+    assert (report.settings.noise, report.settings.sequences) == (None, 2)
+    assert [text.name for text in report.settings.texts] == ["0.png", "255.png"]
+
+
+def test_each_window_stands_behind_the_next_image(tmp_path: Path) -> None:
+    given = processed(tmp_path / "llava", "llava")
+    files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
+    found = texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
+    assert [batch.inputs["pixel_values"].mean().item() for batch in found] == [-1.0, 1.0, -1.0]
+    assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in found)
+    assert not found.made_up
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_samples_of_any_width_are_read(hears: Any, tmp_path: Path, width: int) -> None:
+    most = 2 ** (8 * width - 1)
+    expected = np.tile([0.5, -0.5, 0.25, -1.0], 2000)
+    path = Path(sound(tmp_path / "one.wav", expected * most, width))
+    found, rate = media._samples(str(path), path.read_bytes())
+    assert rate == RATE
+    assert np.allclose(found, expected, atol=1e-6)
+    both = np.stack([expected, 0 * expected], 1).ravel()
+    path = Path(sound(tmp_path / "two.wav", both * most, width, channels=2))
+    assert np.allclose(media._samples(str(path), path.read_bytes())[0], expected / 2, atol=1e-6)
+
+
+def test_sounds_are_fed_as_the_processor_prepares_them(hears: Any, tmp_path: Path) -> None:
+    waves = np.sin(np.arange(4000) / 10) * 20_000
+    path = sound(tmp_path / "a.wav", waves)
+    (batch,) = texts.batches(hears, [], texts.Cut(audio=(path,)))
+    heard = batch.inputs["input_values"]
+    assert heard.shape == (1, 4000)
+    expected = (waves.astype(int) - waves.astype(int).mean()) / waves.astype(int).std()
+    assert np.allclose(heard[0], expected, atol=1e-3)
+
+
+def refused(error: type[Exception], words: str, given: Any, **options: Any) -> None:
+    for command in (attnlens.inspect, attnlens.doctor, attnlens.swap_kernel):
+        with pytest.raises(error, match=words):
+            command(given, **options)
+
+
+def test_files_that_can_not_be_read_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    refused(TextError, "broken.png can't be read as an image", sees, image=[broken])
+    refused(TextError, "broken.png can't be read as a sound", hears, audio=[broken])
+    refused(TextError, "missing.png can't be read", sees, image=[tmp_path / "missing.png"])
+    refused(TextError, "holds 0 samples", hears, audio=[sound(tmp_path / "empty.wav", [])])
+    path = sound(tmp_path / "slow.wav", [0] * 100, rate=8000)
+    refused(TextError, "has 8000 samples a second, and the model hears 16000", hears, audio=[path])
+
+
+def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
+    path, text = picture(tmp_path / "a.png", 3), tmp_path / "text.txt"
+    text.write_text(PROSE.text)
+    refused(UsageError, "reads no image", hears, image=[path])
+    refused(UsageError, "reads no audio", sees, audio=[path])
+    refused(UsageError, "reads pixels and no text", sees, text=[text])
+    refused(ModelError, "has no folder that a processor could lie in", loaded(families.build("vit")), image=[path])
+    bare = tmp_path / "bare"
+    families.build("vit").save_pretrained(bare)
+    refused(ModelError, "has no preprocessor_config.json", attnlens.load(bare), image=[path])
+    (bare / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "own.Own"}}))
+    refused(ModelError, "code of its own, which attnlens does not run", attnlens.load(bare), image=[path])
+    (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
+    refused(ModelError, "has no processor of images that can be loaded", attnlens.load(bare), image=[path])
+    with pytest.raises(UsageError, match="source weights reads no image"):
+        attnlens.inspect(sees, image=[path], source="weights")
+
+
+def test_the_program_says_so_in_two_lines(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", 3)
+    done = program.attnlens("inspect", "demo", "--image", path)
+    assert done.returncode == 2
+    assert "reads no image" in done.stderr
+    assert "Leave out --image" in done.stderr
+
+
+def test_an_unprepared_input_is_named(sees: Any, tmp_path: Path) -> None:
+    inputs, named = media.prepared(sees, "image", [picture(tmp_path / "a.png", 9)])
+    assert [set(one) for one in inputs] == [{"pixel_values"}]
+    assert [one.name for one in named] == ["a.png"]
+    beside = Beside(sees.model, towers(sees.model), 0, files={"image": inputs})
+    assert beside.described == []
+    assert torch.equal(beside.take(2, 0)["pixel_values"][0], inputs[0]["pixel_values"][0])
+
+
+# pairs
+
+
+def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path: Path) -> None:
+    given = loaded(families.build("bert"))
+    file = tmp_path / "pairs.tsv"
+    file.write_text("the dog\ta cat sat\n\nwho is it\tnobody\n")
+    content = texts.read_each([str(file)])
+    (batch,) = texts.batches(given, content, texts.Cut(pairs=True, pack=False, tokens=64))
+    for row, (one, other) in enumerate([("the dog", "a cat sat"), ("who is it", "nobody")]):
+        expected = given.tokenizer(one, other, return_token_type_ids=True)
+        length = batch.lengths[row]
+        assert batch.inputs["input_ids"][row, :length].tolist() == expected["input_ids"]
+        assert batch.inputs["token_type_ids"][row, :length].tolist() == expected["token_type_ids"]
+        assert set(expected["token_type_ids"]) == {0, 1}, "the control"
+    report = attnlens.inspect(given, pairs=file, analyzers=["spectrum"])
+    assert (report.settings.sequences, report.settings.pack) == (2, False)
+
+
+@pytest.mark.parametrize("line", ["no tab at all", "a\tb\tc", "\tb", "a\t "])
+def test_a_line_that_is_no_pair_is_refused_with_its_number(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_text(f"a\tb\n{line}\n")
+    refused(TextError, "Line 2 of pairs.tsv is no pair", loaded(families.build("bert")), pairs=file)
+
+
+def test_pairs_stand_in_the_place_of_texts(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_text("a\tb\n")
+    refused(UsageError, "--text and --pairs", loaded(families.build("bert")), pairs=file, text=[file])
