@@ -269,20 +269,9 @@ def from_weights(found: Reached, factors: weights.Factors) -> QueryKey:
     Under QK-norm the per-token length, which W_Q does not carry, is taken from the captured queries and keys.
     """
     captured = found.call.query_key(found.site)
-    x = found.arguments[found.input_name].double().flatten(1, -2)
-    y = x if found.other is None else found.arguments[found.other].double().flatten(1, -2)
-    rebuilt = []
-    for inputs, factor, bias, seen in (
-        (x, factors.maps.query, factors.maps.query_bias, captured.query),
-        (y, factors.maps.key, factors.maps.key_bias, captured.key),
-    ):
-        part = torch.einsum("btd,hdk->bhtk", inputs, factor) + bias[:, None]
-        if factors.rotation is not None:
-            part = factors.rotation.turned(part)
-        if factors.qk_norm:
-            part = nn.functional.normalize(part, dim=-1) * seen.norm(dim=-1, keepdim=True)
-        rebuilt.append(part)
-    return replace(captured, query=rebuilt[0], key=rebuilt[1])
+    x, y = (found.sequences(found.arguments[name]) for name in (found.input_name, found.other or found.input_name))
+    query, key = factors.rebuilt(x, y, (captured.query, captured.key))
+    return replace(captured, query=query, key=key)
 
 
 def _error(query_key: QueryKey, own: Tensor) -> float:

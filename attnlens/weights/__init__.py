@@ -1,5 +1,6 @@
 """W_Q and W_K of each head, whatever the layout."""
 
-from attnlens.weights.query_key_maps import Factors, Maps, factors
+from attnlens.weights.factors import Factors, Maps
+from attnlens.weights.query_key_maps import factors
 
 __all__ = ["Factors", "Maps", "factors"]
