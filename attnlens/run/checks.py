@@ -18,6 +18,10 @@ CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
     "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
 )
+LATENT_NOTE = (
+    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the one that "
+    "turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
+)
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
 
@@ -141,10 +145,11 @@ def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> 
     added = any(found.call.query_key(found.site).bias is not None for found in reached)
     biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
     causal = any(found.site.part == "decoder" for found in reached)
+    latent = any(factors.latent for factors in read)
     untested = "absolute" if len(read) == len(reached) else "unknown"
     return Conventions(
         position="rotary" if rotary else "bias" if added else untested,
         qk_norm=any(factors.qk_norm for factors in read),
         bias="excluded" if biased else "none",
-        notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal,
+        notes=[SIGN_NOTE] + [CAUSAL_NOTE] * causal + [LATENT_NOTE] * latent,
     )

@@ -16,7 +16,7 @@ from attnlens.records import Rotation
 from attnlens.weights.factors import Factors, Maps, unit
 from attnlens.weights.norms import Norms, WithoutLengths, linear, norms_inside
 from attnlens.weights.probe import TOLERANCE, Probe, alone, float64_weights, unreadable
-from attnlens.weights.rope import ANGLE, rotation_of
+from attnlens.weights.rope import ANGLE, SINGLE, rotation_of, rounding_of
 
 Sides = tuple[Tensor, Tensor]
 """Queries and keys."""
@@ -48,10 +48,9 @@ def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached])
 def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
     window.check_captured()
     norms = norms_inside(probe.reached.module)
-    # Where one token is not taken, position is looked at first: without it, each token of a sequence can be a probe.
-    turned = rotation_of(window, {}, known) is not None if probe.whole else False
-    alike = turned or probe.reached.site.part == "cross"
-    maps, groups = _checked_maps(probe, norms, alike)
+    # Where one token is not taken, position is looked at first, so that each token of a sequence can be a probe.
+    turned = rotation_of(window, {}, known) if probe.whole else None
+    maps, groups = _checked_maps(probe, norms, turned)
     rotation = rotation_of(window, norms if groups else {}, known)
     if rotation is None:
         with linear(norms):
@@ -61,20 +60,20 @@ def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
     return found
 
 
-def _checked_maps(probe: Probe, norms: Norms, alike: bool) -> tuple[Maps, Groups]:
+def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[Maps, Groups]:
     """The maps, and the groups of coordinates that are normalised together; raises NotBilinearError where it is not so.
 
     Normalisations that are no modules are taken out where the others don't explain queries and keys.
     """
     with linear(norms):
-        maps = _maps(probe, alike=alike)
+        maps = _maps(probe, turned)
     reason = _mismatch(*_first_tokens(probe, maps))
     if reason is None:
         return maps, ()
     found = _normalised(*_first_tokens(probe, maps)) if norms else None
     if found is None:
         with linear(norms), WithoutLengths():
-            maps = _maps(probe, alike=alike)
+            maps = _maps(probe, turned)
         sides = _first_tokens(probe, maps)
         found = _normalised(*sides)
         if found is None:
@@ -83,25 +82,32 @@ def _checked_maps(probe: Probe, norms: Norms, alike: bool) -> tuple[Maps, Groups
     return maps, found
 
 
-def _maps(probe: Probe, *, alike: bool) -> Maps:
+def _maps(probe: Probe, turned: Rotation | None) -> Maps:
     """∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and what is left at zero input.
 
     Probe i carries the tangent e_i, so that row i of W comes out exactly, without a difference that rounds; a head
     whose weights are NaN spoils no other (as it would in a backward pass, where 0 · NaN enters every gradient). A probe
-    is a token or, with `alike`, a whole sequence of one token.
+    is a token, `turned` back to position 0, or a whole sequence of one token where queries and keys come from two, and
+    where cos and sin are rounded in half precision.
     """
+    alike = probe.reached.site.part == "cross" or (turned is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
     with torch.no_grad():
         zero = probe(*(torch.zeros_like(x) for x in base))
     tokens = max(x[0, ..., 0].numel() for x in base)
     rows = probe.batch or max(1, CHUNK // tokens)
     step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
-    parts = [_tangents(probe, base, start, step, alike) for start in range(0, max(x.shape[-1] for x in base), step)]
+    parts = [
+        _tangents(probe, base, start, step, None if alike else turned, alike)
+        for start in range(0, max(x.shape[-1] for x in base), step)
+    ]
     jacobians = [torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True)]
     return Maps(*(part.double() for part in (*jacobians, zero.query[0, :, :1], zero.key[0, :, :1])))
 
 
-def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, alike: bool) -> tuple[Tensor, Tensor]:
+def _tangents(
+    probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, turned: Rotation | None, alike: bool
+) -> tuple[Tensor, Tensor]:
     """Rows start … start + step of the two Jacobians, (rows, heads, head_dim) each; fewer where the width ends."""
     counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
     with torch.no_grad(), forward_ad.dual_level():
@@ -118,6 +124,8 @@ def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, 
         hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
         call = probe(hidden, other)
         found = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+    if turned is not None:
+        found = [turned.transposed.turned(part.double()) for part in found]
     query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in found)
     return query[: counts[0]], key[: counts[1]]
 
@@ -183,8 +191,7 @@ def _check_everywhere(found: Factors, window: Probe) -> None:
     inputs = window.random(window.shapes[0][0], seed=3, alike=False)
     with torch.no_grad():
         call = window(*inputs)
-    rounding = float(torch.finfo(window.reached.call.query.dtype).eps)
-    border = TOLERANCE if found.rotation is None else max(ANGLE, 4 * rounding)
+    border = TOLERANCE if found.rotation is None else max(ANGLE, 4 * rounding_of(window))
     for name, seen, expected in zip(
         ("queries", "keys"), (call.query, call.key), found.rebuilt(*inputs, (call.query, call.key)), strict=True
     ):

@@ -26,6 +26,8 @@ ANGLE = 1e-3
 """Largest error of an angle, root mean square over the pairs; positions times frequencies are float32."""
 EQUAL = 1e-6
 """Difference of angles below which two rotations are one: far below what any measure shows."""
+SINGLE = torch.finfo(torch.float32).eps
+"""Relative rounding of cos and sin in a model that is not in half precision."""
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
@@ -52,16 +54,21 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
         raise unreadable("queries and keys of two sequences depend on their positions")
     with linear(without_gains(norms)):
         bare = _parts(probe, probe.random(many, seed=5))
-    rounding = float(torch.finfo(probe.reached.call.query.dtype).eps)
+    rounding = rounding_of(probe)
     found = fitted(bare[0], bare[1], rounding)
     if any(_missed(part, found, rounding) for part in used):
         raise unreadable(DIRECTION)
-    if found.by_distance and rounding > torch.finfo(torch.float32).eps:
+    if found.by_distance and rounding > SINGLE:
         found = _steady(found)
     same = next((one for one in known if _same(one, found)), None)
     if same is None:
         known.append(found)
     return same or found
+
+
+def rounding_of(probe: Probe) -> float:
+    """The relative rounding of the module's own numbers, such as cos and sin."""
+    return float(torch.finfo(probe.reached.call.query.dtype).eps)
 
 
 def _parts(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
@@ -154,7 +161,7 @@ def _wrapped(angles: Tensor) -> Tensor:
 
 
 def _steady(rotation: Rotation) -> Rotation:
-    """φ(i) = iθ for the least-squares θ: of angles from rounded cos and sin, which is what they were made from."""
+    """φ(i) = iθ for the least-squares θ: of angles from rounding cos and sin, which is what they were made from."""
     first = rotation.angles[1]
     turns = (_wrapped(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # whole turns are not taken off
     steps = torch.arange(len(rotation.angles)).to(first)
