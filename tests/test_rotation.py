@@ -80,7 +80,7 @@ def refused(query, key, words, rounding=EXACT):
         fitted(query, key, rounding)
 
 
-def test_what_is_no_rotation_by_distance_is_refused():
+def test_what_is_no_rotation_is_refused():
     true, other = rotation(LAYOUTS["half-split"]), rotation(LAYOUTS["half-split"], base=30.0)
     queries, keys = turned(true), turned(true, seed=1)
     refused(queries, turned(other, seed=1), "turn differently")
@@ -90,8 +90,6 @@ def test_what_is_no_rotation_by_distance_is_refused():
     lengths = 1 + 0.1 * torch.arange(POSITIONS).double()[:, None]
     refused(queries * lengths, keys * lengths, "more than the direction")
     refused(queries + random(POSITIONS, SIZE), keys, "more than the direction")
-    rows = Rotation(true.pairs, true.angles[torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2])], SIZE)  # an image of three rows
-    refused(turned(rows), turned(rows, seed=1), "more than the distance")
     one_pair = other.angles.clone()
     one_pair[:, :-1] = true.angles[:, :-1]
     refused(queries, turned(Rotation(true.pairs, one_pair, SIZE), seed=1), "turn differently")

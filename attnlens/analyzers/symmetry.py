@@ -18,7 +18,7 @@ WEIGHTS = (
     ),
     MeasureInfo(
         "weights.symmetry",
-        "how symmetric M is: 1 symmetric, 0 as much skew, −1 skew; under RoPE over all distances",
+        "how symmetric M is: 1 symmetric, 0 as much skew, −1 skew; under RoPE over all distances, or places",
         "(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K); RoPE: Σ_Δ tr(M(Δ)M(−Δ))/Σ_Δ‖M(Δ)‖²",
         low=-1,
         high=1,
@@ -66,7 +66,7 @@ WEIGHTS = (
         low=-1,
         high=1,
         curve=True,
-        missing="positions are not a rotation",
+        missing="M does not depend on a distance",
         steps="distance in tokens",
     ),
 )
@@ -178,7 +178,7 @@ def of_weights(query_key: QueryKey) -> Readings:
         "weights.inertia_positive": positive,
         "weights.inertia_negative": negative,
     }
-    if query_key.rotation is not None:
+    if query_key.rotation is not None and query_key.rotation.by_distance:
         readings["weights.symmetry_by_distance"] = linalg.symmetry_by_distance(form)
     return readings
 

@@ -15,12 +15,12 @@ from attnlens.hooks.survey import Reached, by_name
 def inputs_of(reached: Iterable[Reached]) -> Iterator[dict[nn.Module, Tensor]]:
     """Inside the block, module → the inputs (batch, tokens, d_model) of its latest call, for these sites' modules."""
     latest: dict[nn.Module, Tensor] = {}
-    names = {found.module: found.input_name for found in reached}
+    known = {found.module: found for found in reached}
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        latest[module] = by_name(module, args, kwargs)[names[module]]
+        latest[module] = known[module].sequences(by_name(module, args, kwargs)[known[module].input_name])
 
-    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in names]
+    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in known]
     try:
         yield latest
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,6 +55,20 @@ class Reached:
     def other(self) -> str | None:
         """The name of the argument that carries the other sequence of a cross-attention."""
         return _other(self.arguments)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The axes of its inputs in the order (batch, tokens, …, d_model); XLNet has the tokens first."""
+        return _layout(self.arguments[self.input_name], self.call.query)
+
+    def sequences(self, given: Tensor) -> Tensor:
+        """Inputs of the module as (batch, tokens, …, d_model)."""
+        return as_sequences(given, self.layout)
+
+
+def as_sequences(given: Tensor, layout: tuple[int, ...]) -> Tensor:
+    """A module's inputs as (batch, tokens, …, d_model), where their axes have this layout or there is no batch."""
+    return given[None] if given.dim() == 2 else given.permute(layout)
 
 
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached]:
@@ -259,6 +274,16 @@ def _other(arguments: dict[str, Any]) -> str | None:
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
     between = isinstance(query, Tensor) and isinstance(key, Tensor) and query is not key
     return next(iter([*named, *["key"] * between]), None)
+
+
+def _layout(given: Tensor, query: Tensor) -> tuple[int, ...]:
+    """How the axes of a module's input are permuted, told by batch and tokens of its queries; as given if none fits."""
+    usual = tuple(range(given.dim()))
+    for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if given.dim() > 2 else ():
+        batch, *tokens, _ = (given.shape[axis] for axis in axes)
+        if (batch, math.prod(tokens)) == (query.shape[0], query.shape[2]):
+            return axes
+    return usual
 
 
 def _part(call: Call, arguments: dict[str, Any]) -> Part:

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     """(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
-    Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. NaN for a zero matrix.
+    Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions; where its angles are no multiples of a
+    distance (images), of the joint kernel on (content, position), every pair of positions once. NaN for a zero matrix.
     """
+    if not (form.rotation is None or form.rotation.by_distance):
+        return _of_grams(form.query_mean, form.key_mean, form.cross_mean)
     return _over_distances(*form.distance_traces)
 
 
@@ -55,6 +58,8 @@ def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
         return (matrix * matrix.mT).sum() / matrix.square().sum()
     rotation = query_key.rotation
     query_gram, key_gram, cross = query.mT @ query, key.mT @ key, key.mT @ query
+    if not rotation.by_distance:
+        return _of_grams(*(_blocks_averaged(rotation, gram) for gram in (query_gram, key_gram, cross)))
     return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
@@ -90,6 +95,22 @@ def _over_distances(
 ) -> Float[Tensor, "*batch"]:
     """Σ_Δ of the one over Σ_Δ of the other over all |Δ| < positions: every distance but 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
+
+
+def _of_grams(
+    query: Float[Tensor, "*batch size size"],
+    key: Float[Tensor, "*batch size size"],
+    cross: Float[Tensor, "*batch size size"],
+) -> Float[Tensor, "*batch"]:
+    """tr(CC)/tr(G_Q G_K)."""
+    return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
+
+
+def _blocks_averaged(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+    """The Gram matrix of the stacked factors of all heads, each head turned alike."""
+    heads = len(gram) // rotation.size
+    blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
+    return averaged(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
 def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """R(0) … R(positions − 1), R(i) R(j)ᵀ = R(i−j); a coordinate turns with one partner or stands still (RoPE).
+    """R(0) … R(positions − 1), R(0) = 1; a coordinate turns with one partner or stands still (RoPE).
 
+    Of a sequence R(i) R(j)ᵀ = R(i−j); of an image each place has angles of its own, and tokens without a place have 0.
     x R(i) has x_a cos φ − x_b sin φ at the first coordinate a of a pair, and x_a sin φ + x_b cos φ at its second b.
     """
 
@@ -23,11 +24,20 @@ class Rotation:
     """φ, by which they turn, in float64."""
     size: int
     """head_dim."""
+    by_distance: bool = True
+    """Whether R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j."""
 
     @property
     def transposed(self) -> Rotation:
         """R(i)ᵀ = R(−i) in the place of R(i)."""
         return replace(self, angles=-self.angles)
+
+    def of_coordinates(self, kept: Int[Tensor, " some"]) -> Rotation | None:
+        """The rotation of these coordinates alone, renumbered; None where none of their pairs is whole."""
+        numbers = {coordinate: number for number, coordinate in enumerate(kept.tolist())}
+        inside = [row for row, pair in enumerate(self.pairs.tolist()) if all(one in numbers for one in pair)]
+        pairs = self.pairs[inside].clone().apply_(numbers.__getitem__)
+        return replace(self, pairs=pairs, angles=self.angles[:, inside], size=len(kept)) if inside else None
 
     def turned(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
         """x_i R(i), of the first positions where x has fewer."""

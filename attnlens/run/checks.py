@@ -26,6 +26,10 @@ ADDED_NOTE = (
     "The model adds to its scores what is no product of a query and a key (a position bias, content–position terms): "
     "the shares and tokens.definite are of the products alone."
 )
+LATENT_NOTE = (
+    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the one "
+    "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
+)
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
 
@@ -155,10 +159,11 @@ def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> 
     notes = [TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced) + [ADDED_NOTE] * added
     biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
     causal = any(found.site.part == "decoder" for found in reached)
+    latent = any(factors.latent for factors in read)
     untested = "absolute" if len(read) == len(reached) else "unknown"
     return Conventions(
         position="rotary" if rotary else "content–position" if relative else "bias" if added else untested,
         qk_norm=any(factors.qk_norm for factors in read),
         bias="excluded" if biased else "none",
-        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * causal, *notes],
+        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * causal, *notes, *[LATENT_NOTE] * latent],
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
-from attnlens.weights.probe import TOLERANCE, float64_weights
+from attnlens.weights.probe import FAILURES, TOLERANCE, float64_weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def _read(module: nn.Module) -> Norm | None:
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
     try:
         norm = _linear_norm(module, ones)
-    except (TypeError, ValueError):  # it takes more than one tensor (Zaya), or axes of another kind (LeViT)
+    except FAILURES:  # it takes more than one tensor (Zaya), or images (LeViT)
         return None
     # A norm without weights has one gain for all coordinates, of whatever number.
     return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
@@ -92,3 +95,23 @@ def linear(norms: Norms) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+LENGTHS = frozenset(
+    {torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt, torch.norm, Tensor.norm, torch.linalg.norm}
+    | {torch.linalg.vector_norm}
+)
+"""What normalisations that are no modules multiply or divide by."""
+
+
+class WithoutLengths(TorchFunctionMode):
+    """Inside, x/‖x‖ and x · rsqrt(mean x²), written by hand, are x: the positive scalar per token is dropped."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        if function is F.normalize and args:
+            return args[0]
+        result = function(*args, **kwargs or {})
+        return torch.ones_like(result) if function in LENGTHS else result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from attnlens.errors import UnreadableError
-from attnlens.hooks import Reached, opened
+from attnlens.hooks import Reached, as_sequences, opened
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Probe:
     """The module, and the arguments it was last called with."""
     weights: Mapping[str, Tensor]
     """The module's parameters and buffers in float64, which stand in for its own during a call."""
+    layout: tuple[int, ...]
+    """The axes of the module's inputs as (batch, tokens, …, d_model); one token does not tell."""
     whole: bool = False
     """Whether it is given sequences of the captured length, and not of one token."""
     batch: int | None = None
@@ -48,20 +50,21 @@ class Probe:
 
         What it would do with an answer is not computed. Raises UnreadableError where the module can't be called alone.
         """
-        given = self._everywhere(self.reached.input_name, hidden)
+        laid = [self._as_given(part) for part in (hidden, other)]
+        given = self._everywhere(self.reached.input_name, laid[0])
         if self.reached.other is not None:
-            given |= self._everywhere(self.reached.other, other)
+            given |= self._everywhere(self.reached.other, laid[1])
         try:
-            call = self._asked(given, (hidden, other))
+            call = self._asked(given, laid)
         except UnreadableError:
             mask = self.reached.arguments.get("attention_mask")
-            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None:
+            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._shorter:
                 raise
-            call = self._asked(given | {"attention_mask": mask[:1]}, (hidden, other))  # it needs one (DeBERTa)
+            call = self._asked(given | {"attention_mask": mask[:1]}, laid)  # it needs one (DeBERTa)
         self._check(call, hidden, hidden if self.reached.other is None else other)
         return call
 
-    def _asked(self, given: Mapping[str, Tensor], content: tuple[Tensor, ...]) -> Call:
+    def _asked(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
         def answer(call: Call) -> Tensor:
             raise _Asked(call)
 
@@ -77,8 +80,7 @@ class Probe:
 
     def check_captured(self) -> None:
         """Raise UnreadableError where the captured call has other queries and keys than its tokens'."""
-        names = self.reached.input_name, self.reached.other or self.reached.input_name
-        self._check(self.reached.call, *(self.reached.arguments[name] for name in names))
+        self._check(self.reached.call, *self.captured)
 
     def _check(self, call: Call, *given: Tensor) -> None:
         """Raise UnreadableError where a call has not one query and one key a head for each token given."""
@@ -89,6 +91,19 @@ class Probe:
             if asked != wanted:
                 raise unreadable(f"its {name} has (batch, heads, tokens) {asked}, where its inputs have {wanted}")
 
+    @property
+    def captured(self) -> tuple[Tensor, Tensor]:
+        """What it was called with, (batch, tokens, …, d_model): its inputs and, of cross-attention, the other ones."""
+        names = self.reached.input_name, self.reached.other or self.reached.input_name
+        first, other = (as_sequences(self.reached.arguments[name], self.layout) for name in names)
+        return first, other
+
+    def _as_given(self, tokens: Tensor) -> Tensor:
+        """These tokens with the axes of the module's own inputs; where those have no batch, one behind the other."""
+        if self.reached.arguments[self.reached.input_name].dim() == 2:
+            return tokens.flatten(0, 1)
+        return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
+
     def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
         """These tokens under every name under which the module was given the same ones (CTRL: v, k and q)."""
         given = self.reached.arguments
@@ -96,21 +111,26 @@ class Probe:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64, without a cache, and a mask made for several sequences.
+        """The arguments of the module's last call in float64, without a cache, and a mask made for other sequences.
 
-        The mask says which keys are used and not what they are, and doesn't go with other tokens (Swin's windows).
+        The mask says which keys are used and not what they are. With fewer tokens than it is for, Swin makes of it one
+        of another shape, which takes the square of the tokens in memory for each sequence.
         """
         arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
-        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and len(mask) > 1)
+        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._shorter))
         return arguments | dict.fromkeys(dropped)
+
+    @property
+    def _shorter(self) -> bool:
+        """Whether it is given fewer tokens than the module was called with."""
+        return not self.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in self.shapes)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """(batch, tokens, …, d_model) of what the module was called with; of cross-attention both sequences'."""
-        names = self.reached.input_name, self.reached.other
-        return [tuple(self.reached.arguments[name].shape) for name in names if name]
+        return [tuple(part.shape) for part in self.captured[: 1 if self.reached.other is None else 2]]
 
     @property
     def tokens(self) -> int:

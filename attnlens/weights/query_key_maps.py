@@ -3,88 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.hooks import Reached
-from attnlens.records import QueryKey, Rotation, Site
-from attnlens.weights.norms import linear, norms_inside
-from attnlens.weights.probe import TOLERANCE, Probe, alone, float64_weights
-from attnlens.weights.rope import rotation_of
+from attnlens.records import Rotation
+from attnlens.weights.factors import Factors, Maps, unit
+from attnlens.weights.norms import Norms, WithoutLengths, linear, norms_inside
+from attnlens.weights.probe import TOLERANCE, Probe, alone, float64_weights, unreadable
+from attnlens.weights.rope import ANGLE, SINGLE, rotation_of, rounding_of
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
-
+Sides = tuple[Tensor, Tensor]
+"""Queries and keys."""
+Groups = tuple[Tensor, ...]
+"""Coordinates of a head that are normalised together."""
 CHUNK = 512
 """How many probe tokens go through a module at once."""
-
-
-@dataclass(frozen=True)
-class Maps:
-    """q = x W_Q + b_Q and k = y W_K + b_K at position 0, float64."""
-
-    query: Float[Tensor, "heads d_model head_dim"]
-    key: Float[Tensor, "kv_heads d_other head_dim"]
-    query_bias: Float[Tensor, "heads head_dim"]
-    key_bias: Float[Tensor, "kv_heads head_dim"]
-
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the first tokens of x and y: (batch, heads, head_dim) and (batch, kv_heads, head_dim)."""
-        first, other = (part.double().flatten(1, -2)[:, 0] for part in (x, y))
-        query = torch.einsum("bd,hdk->bhk", first, self.query) + self.query_bias
-        return query, torch.einsum("bd,hdk->bhk", other, self.key) + self.key_bias
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The effective query and key maps of one site: q_i = (x W_Q + b_Q) R(i), under QK-norm up to a positive scalar."""
-
-    site: Site
-    """Where."""
-    maps: Maps
-    """W_Q, W_K and the biases."""
-    scale: float
-    """Factor of the product."""
-    rotation: Rotation | None
-    """R(i), or None where queries and keys don't depend on their position."""
-    qk_norm: bool
-    """Whether queries and keys are normalised per token; W_Q and W_K then carry the gains only."""
-
-    @property
-    def route(self) -> str:
-        """How the factors were read, in words."""
-        return "jacobian" + ", QK-norm gains" * self.qk_norm + ", rotation" * (self.rotation is not None)
-
-    @property
-    def query_key(self) -> QueryKey:
-        """The bilinear form M = s · W_Q W_Kᵀ of every head; biases stay out (x W_Q b_K is invisible to softmax)."""
-        heads = tuple(range(self.maps.query.shape[0]))
-        group = len(heads) // self.maps.key.shape[0]
-        return QueryKey(
-            query=self.maps.query,
-            key=self.maps.key,
-            scale=self.scale,
-            source="weights",
-            site=self.site,
-            heads=heads,
-            key_of=tuple(head // group for head in heads),
-            rotation=self.rotation,
-        )
-
-    @property
-    def on_inputs(self) -> QueryKey | None:
-        """M on (x, 1), the biases a last row of the factors; None where the logits are not bilinear in one input x."""
-        if self.rotation is not None or self.qk_norm or self.site.part == "cross":
-            return None
-        sides = ((self.maps.query, self.maps.query_bias), (self.maps.key, self.maps.key_bias))
-        query, key = (torch.cat([factor, bias[:, None]], 1) for factor, bias in sides)
-        return replace(self.query_key, query=query, key=key)
 
 
 def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached]) -> Iterator[Factors | UnreadableError]:
@@ -99,7 +38,8 @@ def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached])
     for one, many in zip(first, window, strict=True):
         weights = float64_weights(one.module)
         try:
-            probe, all_of = alone(Probe(model, one, weights)), Probe(model, many, weights, whole=True)
+            probe = alone(Probe(model, one, weights, many.layout))
+            all_of = Probe(model, many, weights, many.layout, whole=True)
             yield _factors(probe, replace(all_of, batch=all_of.shapes[0][0] if probe.batch else None), known)
         except UnreadableError as error:
             yield error
@@ -108,40 +48,66 @@ def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached])
 def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
     window.check_captured()
     norms = norms_inside(probe.reached.module)
-    # Where one token is not taken, position is looked at first: without it, each token of a sequence can be a probe.
-    turned = rotation_of(window, {}, known) is not None if probe.whole else False
+    # Where one token is not taken, position is looked at first, so that each token of a sequence can be a probe.
+    turned = rotation_of(window, {}, known) if probe.whole else None
+    maps, groups = _checked_maps(probe, norms, turned)
+    rotation = rotation_of(window, norms if groups else {}, known)
+    if rotation is None:
+        with linear(norms):
+            maps = _with_positions(maps, window)
+    found = Factors(window.reached.site, maps, probe.reached.call.scale, rotation, groups)
+    _check_everywhere(found, window)
+    return found
+
+
+def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[Maps, Groups]:
+    """The maps, and the groups of coordinates that are normalised together; raises NotBilinearError where it is not so.
+
+    Normalisations that are no modules are taken out where the others don't explain queries and keys.
+    """
     with linear(norms):
-        maps = _maps(probe, alike=turned or probe.reached.site.part == "cross")
-    reason = _mismatch(probe, maps)
-    qk_norm = reason is not None and bool(norms)
-    if qk_norm:
-        reason = _mismatch(probe, maps, up_to_scale=True)
-    if reason is not None:
-        remedy = "The tokens.* measures of this site stand; weights.* do not exist."
-        raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
-    rotation = rotation_of(window, norms if qk_norm else {}, known)
-    return Factors(window.reached.site, maps, probe.reached.call.scale, rotation, qk_norm)
+        maps = _maps(probe, turned)
+    reason = _mismatch(*_first_tokens(probe, maps))
+    if reason is None:
+        return maps, ()
+    found = _normalised(*_first_tokens(probe, maps)) if norms else None
+    if found is None:
+        with linear(norms), WithoutLengths():
+            maps = _maps(probe, turned)
+        sides = _first_tokens(probe, maps)
+        found = _normalised(*sides)
+        if found is None:
+            remedy = "The tokens.* measures of this site stand; weights.* do not exist."
+            raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
+    return maps, found
 
 
-def _maps(probe: Probe, *, alike: bool) -> Maps:
+def _maps(probe: Probe, turned: Rotation | None) -> Maps:
     """∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and what is left at zero input.
 
     Probe i carries the tangent e_i, so that row i of W comes out exactly, without a difference that rounds; a head
     whose weights are NaN spoils no other (as it would in a backward pass, where 0 · NaN enters every gradient). A probe
-    is a token or, with `alike`, a whole sequence of one token.
+    is a token, `turned` back to position 0, or a whole sequence of one token where queries and keys come from two, and
+    where cos and sin are rounded in half precision.
     """
+    alike = probe.reached.site.part == "cross" or (turned is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
     with torch.no_grad():
         zero = probe(*(torch.zeros_like(x) for x in base))
     tokens = max(x[0, ..., 0].numel() for x in base)
     rows = probe.batch or max(1, CHUNK // tokens)
     step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
-    parts = [_tangents(probe, base, start, step, alike) for start in range(0, max(x.shape[-1] for x in base), step)]
+    parts = [
+        _tangents(probe, base, start, step, None if alike else turned, alike)
+        for start in range(0, max(x.shape[-1] for x in base), step)
+    ]
     jacobians = [torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True)]
-    return Maps(*(part.double() for part in (*jacobians, zero.query[0, :, 0], zero.key[0, :, 0])))
+    return Maps(*(part.double() for part in (*jacobians, zero.query[0, :, :1], zero.key[0, :, :1])))
 
 
-def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, alike: bool) -> tuple[Tensor, Tensor]:
+def _tangents(
+    probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, turned: Rotation | None, alike: bool
+) -> tuple[Tensor, Tensor]:
     """Rows start … start + step of the two Jacobians, (rows, heads, head_dim) each; fewer where the width ends."""
     counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
     with torch.no_grad(), forward_ad.dual_level():
@@ -158,22 +124,78 @@ def _tangents(probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, 
         hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
         call = probe(hidden, other)
         found = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+    if turned is not None:
+        found = [turned.transposed.turned(part.double()) for part in found]
     query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in found)
     return query[: counts[0]], key[: counts[1]]
 
 
-def _mismatch(probe: Probe, maps: Maps, *, up_to_scale: bool = False) -> str | None:
-    """Why the maps are not what the module computes at other inputs, or None where they are; NaN heads are left out."""
+def _with_positions(maps: Maps, window: Probe) -> Maps:
+    """The maps with the biases of every position, where they are not all the same."""
+    with torch.no_grad():
+        zero = window(*(torch.zeros_like(x) for x in window.random(window.shapes[0][0], seed=1)))
+    biases = []  # position embeddings may carry the batch of the captured call, so that was given
+    for seen, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
+        found = seen[0].double()
+        moved = (found - found[:, :1]).norm() > TOLERANCE * factor.norm()
+        biases.append(found if moved else bias)
+    return replace(maps, query_bias=biases[0], key_bias=biases[1])
+
+
+def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
+    """Queries and keys of the first token of eight sequences: those of the module and those of the maps.
+
+    (sequences, heads, head_dim) each, without the heads that have NaN.
+    """
     inputs = probe.random(8, seed=2, alike=False)
     with torch.no_grad():
         call = probe(*inputs)
-    for name, seen, expected in zip(("queries", "keys"), (call.query, call.key), maps(*inputs), strict=True):
-        fine = expected.isfinite().all(-1).all(0)
-        ours, theirs = expected[:, fine], seen[:, fine, 0].double()
-        if up_to_scale:
-            ours, theirs = (nn.functional.normalize(side, dim=-1) for side in (ours, theirs))
-        error = float((ours - theirs).norm() / ours.norm()) if ours.norm() > 0 else float(theirs.norm())
-        if not error < TOLERANCE:
-            kind = "no positive multiple of an affine function" if up_to_scale else "no affine function"
-            return f"its {name} are {kind} of its inputs (relative difference {error:.1e})"
+    seen, expected = [], []
+    for theirs, ours in zip((call.query, call.key), maps(*inputs), strict=True):
+        fine = ours[:, :, 0].isfinite().all(-1).all(0)
+        seen.append(theirs[:, fine, 0].double())
+        expected.append(ours[:, fine, 0])
+    return (seen[0], seen[1]), (expected[0], expected[1])
+
+
+def _normalised(seen: Sides, expected: Sides) -> Groups | None:
+    """The groups of coordinates in which queries and keys are positive multiples of the expected ones; None: none are.
+
+    All coordinates of a head, or those of the keys that are no affine function and those that are (latent attention).
+    """
+    size = seen[1].shape[-1]
+    every = (torch.arange(size),)
+    if _mismatch(seen, expected, every) is None:
+        return every
+    difference = (seen[1] - expected[1]).flatten(0, 1).norm(dim=0)
+    affine = difference <= TOLERANCE * expected[1].flatten(0, 1).norm(dim=0)
+    parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())
+    # The direction of a single number says next to nothing.
+    return parts if min(map(len, parts)) > 1 and _mismatch(seen, expected, parts) is None else None
+
+
+def _mismatch(seen: Sides, expected: Sides, groups: Groups = ()) -> str | None:
+    """Why those expected are not those seen, up to a positive scalar in each group, or None where they are."""
+    kind = "no positive multiple of an affine function" if groups else "no affine function"
+    for name, theirs, ours in zip(("queries", "keys"), seen, expected, strict=True):
+        pairs = [(unit(theirs[..., part]), unit(ours[..., part])) for part in groups] or [(theirs, ours)]
+        for one, other in pairs:
+            error = float((other - one).norm() / other.norm()) if other.norm() > 0 else float(one.norm())
+            if not error < TOLERANCE:
+                return f"its {name} are {kind} of its inputs (relative difference {error:.1e})"
     return None
+
+
+def _check_everywhere(found: Factors, window: Probe) -> None:
+    """Raise UnreadableError where queries and keys of unlike tokens at all positions are not what the factors say."""
+    inputs = window.random(window.shapes[0][0], seed=3, alike=False)
+    with torch.no_grad():
+        call = window(*inputs)
+    border = TOLERANCE if found.rotation is None else max(ANGLE, 4 * rounding_of(window))
+    for name, seen, expected in zip(
+        ("queries", "keys"), (call.query, call.key), found.rebuilt(*inputs, (call.query, call.key)), strict=True
+    ):
+        fine = expected.isfinite().all(-1).all(-1).all(0)
+        error = (seen[:, fine].double() - expected[:, fine]).norm()
+        if not error <= border * expected[:, fine].norm():
+            raise unreadable(f"its {name} depend on more than their own token and its position")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from attnlens.hooks import Reached
 from attnlens.records import QueryKey
-from attnlens.weights.query_key_maps import Factors
+from attnlens.weights.factors import Factors
 
 
 def rebuilt(found: Reached, factors: Factors) -> QueryKey:
@@ -18,17 +15,6 @@ def rebuilt(found: Reached, factors: Factors) -> QueryKey:
     Under QK-norm the per-token length, which W_Q does not carry, is taken from the captured queries and keys.
     """
     captured = found.call.query_key(found.site)
-    x = found.arguments[found.input_name].double().flatten(1, -2)
-    y = x if found.other is None else found.arguments[found.other].double().flatten(1, -2)
-    sides = []
-    for inputs, factor, bias, seen in (
-        (x, factors.maps.query, factors.maps.query_bias, captured.query),
-        (y, factors.maps.key, factors.maps.key_bias, captured.key),
-    ):
-        part = torch.einsum("btd,hdk->bhtk", inputs, factor) + bias[:, None]
-        if factors.rotation is not None:
-            part = factors.rotation.turned(part)
-        if factors.qk_norm:
-            part = nn.functional.normalize(part, dim=-1) * seen.norm(dim=-1, keepdim=True)
-        sides.append(part)
-    return replace(captured, query=sides[0], key=sides[1])
+    x, y = (found.sequences(found.arguments[name]) for name in (found.input_name, found.other or found.input_name))
+    query, key = factors.rebuilt(x, y, (captured.query, captured.key))
+    return replace(captured, query=query, key=key)

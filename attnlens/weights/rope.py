@@ -26,15 +26,18 @@ ANGLE = 1e-3
 """Largest error of an angle, root mean square over the pairs; positions times frequencies are float32."""
 EQUAL = 1e-6
 """Difference of angles below which two rotations are one: far below what any measure shows."""
+SINGLE = torch.finfo(torch.float32).eps
+"""Relative rounding of cos and sin in a model that is not in half precision."""
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
 def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
-    """R(i) with q_i = q_0 R(i) for one and the same input, or None where position makes no difference.
+    """R(i) with q_i = q_0 R(i) for one and the same input, or None where position makes no difference or is added.
 
     Fitted pair by pair from queries and keys, those of a module with QK-norm without its gains: a gain of 0 hides what
-    its coordinate does. That the same R turns queries and keys as the model has them, gains and all, and depends on
-    distances only, is checked (Su et al. 2021, RoFormer, Eq. 16). One that is `known` is returned as the same object.
+    its coordinate does. That the same R turns queries and keys as the model has them, gains and all, is checked;
+    its angles are those of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place of an image. One that is
+    `known` is returned as the same object.
     """
     batch = probe.shapes[0][0]
     if probe.tokens < 2:
@@ -42,22 +45,30 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
     # Position embeddings may carry the batch of the captured call; where it is 1, any other goes with them.
     few, many = (batch, batch) if batch > 1 else (1, -(-ROWS // heads))
-    used = _parts(probe, probe.random(few, seed=4))
+    used, others = (_parts(probe, probe.random(few, seed=seed)) for seed in (4, 6))
     if not any(_moved(part) for part in used):
+        return None
+    if not any(_moved(part - other) for part, other in zip(used, others, strict=True)):
         return None
     if probe.reached.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
     with linear(without_gains(norms)):
         bare = _parts(probe, probe.random(many, seed=5))
-    rounding = float(torch.finfo(probe.reached.call.query.dtype).eps)
+    rounding = rounding_of(probe)
     found = fitted(bare[0], bare[1], rounding)
     if any(_missed(part, found, rounding) for part in used):
         raise unreadable(DIRECTION)
-    found = _steady(found) if rounding > torch.finfo(torch.float32).eps else found
+    if found.by_distance and rounding > SINGLE:
+        found = _steady(found)
     same = next((one for one in known if _same(one, found)), None)
     if same is None:
         known.append(found)
     return same or found
+
+
+def rounding_of(probe: Probe) -> float:
+    """The relative rounding of the module's own numbers, such as cos and sin."""
+    return float(torch.finfo(probe.reached.call.query.dtype).eps)
 
 
 def _parts(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
@@ -79,7 +90,7 @@ def fitted(
 
     The angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w = x_a + i x_b, its least-squares fit. A pair
     without signal in either has none, and stands still: it adds nothing to any score. Raises UnreadableError where
-    queries and keys turn differently, where position does more than turn, and where distances don't say all.
+    queries and keys turn differently, and where position does more than turn.
     """
     pairs = _pairs(torch.cat((query, key)))
     sides = [_overlaps(part, pairs) for part in (query, key)]
@@ -89,9 +100,7 @@ def fitted(
         raise unreadable("queries and keys turn differently with position")
     if any(_missed(part, found, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
-    if _large(_wrapped(found.angles.diff(dim=0) - found.angles[1]), rounding):
-        raise unreadable("scores depend on more than the distance of two positions")
-    return found
+    return replace(found, by_distance=not _large(_wrapped(found.angles.diff(dim=0) - found.angles[1]), rounding))
 
 
 def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
@@ -152,7 +161,7 @@ def _wrapped(angles: Tensor) -> Tensor:
 
 
 def _steady(rotation: Rotation) -> Rotation:
-    """φ(i) = iθ for the least-squares θ: of angles from rounded cos and sin, which is what they were made from."""
+    """φ(i) = iθ for the least-squares θ: of angles from rounding cos and sin, which is what they were made from."""
     first = rotation.angles[1]
     turns = (_wrapped(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # whole turns are not taken off
     steps = torch.arange(len(rotation.angles)).to(first)
@@ -163,4 +172,5 @@ def _steady(rotation: Rotation) -> Rotation:
 def _same(one: Rotation, other: Rotation) -> bool:
     """Whether two rotations differ by rounding alone."""
     alike = torch.equal(one.pairs, other.pairs) and one.angles.shape == other.angles.shape
+    alike = alike and one.by_distance == other.by_distance
     return alike and bool((_wrapped(one.angles - other.angles).abs() < EQUAL).all())
