@@ -330,6 +330,7 @@ def test_third_party_imports_are_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
     names = {name.split(".")[0] for path in FILES for name in imported(path.read_text())}
+    declared |= {"PIL"} if "pillow" in declared else set()
     types_alone = {"jaxtyping", "pandas"}  # but for to_dataframe, which imports pandas when it is called
     assert names - set(sys.stdlib_module_names) - {"attnlens"} <= declared | types_alone
     at_import = {name.split(".")[0] for path in FILES for name in imported(path.read_text(), everywhere=False)}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from importlib import import_module
+from pkgutil import walk_packages
 from unittest.mock import patch
 
 import jaxtyping
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 import attnlens.records
 from attnlens.records.rotation import Rotation
 
-FILES = ("positions", "primal_scores", "products", "routes", "rows", "sums", "whole")
+FILES = ("costs", "masks", "positions", "primal_scores", "products", "routes", "rows", "sums", "whole")
 """Those of attnlens.attention but `scores`: FlexAttention counts the parameters of its functions, which checks hide."""
 ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kernels", "ksvd", "linalg", "statistics")
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
@@ -89,7 +90,9 @@ def import_rooms() -> None:
         hook = jaxtyping.install_import_hook(rooms, "watch.checked")
         with hook, patch.object(jaxtyping, "jaxtyped", once):
             for room in rooms:
-                import_module(room)
+                found = import_module(room)
+                for each in walk_packages(getattr(found, "__path__", ()), f"{room}."):
+                    import_module(each.name)  # also what a room imports late
     finally:
         typing.TYPE_CHECKING = False
 
