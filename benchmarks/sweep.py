@@ -100,6 +100,7 @@ def swept(name: str) -> dict[str, Any]:
         except Exception as error:
             return row | {"reason": f"{type(error).__name__}: {first_line(error)}"}
         row |= told(folder)
+        row["reason"] = str(row["reason"]).replace(folder, "MODEL")
     return row | {"seconds": f"{time.perf_counter() - start:.1f}"}
 
 
