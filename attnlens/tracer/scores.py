@@ -55,7 +55,8 @@ def begun(
 ) -> tuple[TracedScores, Standins]:
     """The scores that begin with a product, and its stand-ins; with `prove`, also that of other queries and keys."""
     moved = _moved(found) if prove else None
-    left, right = (_signs(part) for part in (found.left, found.right))
+    # signs of neighbouring keys differ, so that no query sees one sign alone where it sees several keys
+    left, right = _signs(found.left), (torch.arange(found.right.shape[-2]) % 2 * 2 - 1)[:, None].to(found.right)
     scores = TracedScores(found, content, running, left @ right.T, moved)
     wide = torch.promote_types(result.dtype, torch.float32)
     if found.plain:

@@ -70,6 +70,8 @@ def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
     Both are (batch, heads, queries, keys). Raises UnreadableError where the factor is not the same for all pairs of a
     head, or is 0.
     """
+    if bool(zero.isnan().any()):
+        raise unread("what is added to its scores is not a number")
     allowed, bias = split_mask(zero)
     # what no product moves is masked too: by a factor of 0, or by a number beside which all others are lost
     seen = (scores != zero) if allowed is None else allowed & (scores != zero)

@@ -82,7 +82,7 @@ def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, T
 
     A model that cuts its images into windows gives so many rows an image, those of one image after another.
     """
-    found, sequences = last_states(result), len(next(iter(inputs.values())))
+    found, sequences = last_states(result), texts.sequences_in(inputs)
     if found is None or len(found) % sequences:
         return None, None
     rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
