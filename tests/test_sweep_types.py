@@ -14,10 +14,11 @@ import attnlens
 from attnlens import texts
 from attnlens.errors import ModelError, TextError
 
-ROTARY, ABSOLUTE, HIDDEN = "all rotary", "all absolute", "none unknown"
+ROTARY, ABSOLUTE, HIDDEN, SOME = "all rotary", "all absolute", "none unknown", "some rotary"
 READ: dict[str, str] = {
-    **dict.fromkeys(("qwen3_vl", "llava", "internvl", "glm4v", "aya_vision", "qwen2_vl", "got_ocr2"), ROTARY),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "moonshine", "qwen3_5", "qwen3_next", "bamba"), ROTARY),
+    **dict.fromkeys(("llava", "internvl", "aya_vision", "got_ocr2"), ROTARY),
+    **dict.fromkeys(("qwen3_vl", "glm4v", "qwen2_vl", "qwen3_5"), SOME),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "moonshine", "qwen3_next", "bamba"), ROTARY),
     **dict.fromkeys(("nanochat", "llama4_text", "neomme", "muse_glimmer_text", "afmoe", "lfm2"), ROTARY),
     **dict.fromkeys(("qwen2_audio", "voxtral", "granite_speech", "gpt_oss", "gemma3n_text", "modernbert"), ROTARY),
     **dict.fromkeys(("phi3", "cohere2", "olmo2", "starcoder2", "stablelm", "granite", "nemotron", "esm"), ROTARY),
@@ -35,11 +36,11 @@ READ: dict[str, str] = {
 }
 """Which weights.* a type has, and how its positions are called: rotary or unknown where there is a rotation."""
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("bloom", "canine", "table-transformer"), "computes its attention by hand"),
-    **dict.fromkeys(("mamba",), "has no softmax attention"),
-    **dict.fromkeys(("qwen2_5_vl_vision", "glm4v_vision"), "can't make up hidden_states and grid_thw"),
-    "patchtst": "can't make up past_values",
-    "switch_transformers": "config names no start token that its decoder knows",
+    "mamba": "has no softmax attention",
+    "mimi_decoder": "can't make up latents",
+    "sam2_video": "can't make up inference_session",
+    "gemma4_audio": "can't make up input_features",
+    "lilt": "its scores are a sum of 2 products",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "gives every query a sink of its own",
 }

@@ -97,9 +97,8 @@ def load(
         check_loaded(place, model, stored, found)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(place_on)  # type: ignore[arg-type]  # the decorator of .to hides self
-    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    info = _info(place, model, unused)
-    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, Path(place.folder))
+    lost, left = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
+    return Loaded(model, tokenizer, problem, _info(place, model, left), kind_of(model), lost, left, place.folder)
 
 
 def _checked(place: Location, trust_remote_code: bool) -> dict[str, Stored]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, texts
 from attnlens.records import Task
-from attnlens.run.swap.comparison.targets import NOTHING, Fed, last_states, logits_of
+from attnlens.run.swap.comparison.targets import NOTHING, Fed, last_states, logits_of, of_text
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -73,7 +73,7 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
         return None
     logits = logits_of(result)
     if fed.targets is not None:
-        logits = logits[fed.targets != NOTHING]
+        logits = of_text(logits, fed.targets)[fed.targets != NOTHING]
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -82,7 +82,7 @@ def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, T
 
     A model that cuts its images into windows gives so many rows an image, those of one image after another.
     """
-    found, sequences = last_states(result), len(next(iter(inputs.values())))
+    found, sequences = last_states(result), texts.sequences_in(inputs)
     if found is None or len(found) % sequences:
         return None, None
     rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
