@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from attnlens.run.swap.comparison.targets import NOTHING, feed
+from attnlens.texts.targets import NOTHING, feed
 from loaded import loaded
 from PIL import Image
 

@@ -39,9 +39,10 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("mra", "yoso", "rwkv"), "computes its attention by hand, without a softmax"),
     "longformer": "its softmax has the axes",
     "mamba": "has no softmax attention",
-    **dict.fromkeys(("qwen2_5_vl_vision", "glm4v_vision"), "can't make up hidden_states and grid_thw"),
-    "patchtst": "can't make up past_values",
-    "switch_transformers": "config names no start token that its decoder knows",
+    "mimi_decoder": "can't make up latents",
+    "sam2_video": "can't make up inference_session",
+    "gemma4_audio": "can't make up input_features",
+    "lilt": "its scores are a sum of 2 products",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "gives every query a sink of its own",
 }

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from attnlens.attention import attend
 from attnlens.choices import Part
+from attnlens.errors import ModelError
 from attnlens.hooks.implementations import configs_of, is_attention, out_of_reach
 from attnlens.hooks.interface import opened
 from attnlens.hooks.towers import towers
@@ -85,6 +86,10 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
 
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
+        if not min(call.query.shape[2], call.key.shape[2]):
+            raise ModelError(
+                f"{modules[module]} gets no token of this input.", "Give one in which the model finds any."
+            )
         calls.append((module, call, by_name(module, *running[module])))
         return attend(call, OWN, "eager")
 

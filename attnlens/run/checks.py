@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,6 +60,18 @@ def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> li
     except ModelError:  # a model that wants more (Canine's strides)
         return reached
     return found if [one.site for one in found] == [one.site for one in reached] else reached
+
+
+def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
+    """The same sites as random ids reach them; those that ids alone don't reach, or no ids stand for, as they are.
+
+    Ids that stand for an image have positions of their own, on which the weights don't depend.
+    """
+    if not texts.towers(loaded.model).before:
+        return list(reached)
+    bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
+    found = {(one.site.path, one.site.ordinal): one for one in sites(loaded, bare)}
+    return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
 
 
 def _cannot_run(

@@ -114,7 +114,7 @@ def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> It
     if found.left_out:
         yield (
             f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
-            f"{len(found.texts) + len(found.left_out)} texts."
+            f"{len(set(found.parts)) + len(found.left_out)} texts."
         )
     what = "lines" if asked.pack is False else "windows"
     if found.sequences < (asked.sequences or 0):

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnlens.models import Loaded
 from attnlens.run.swap.comparison.outputs import sequence_losses
 from attnlens.texts import Batches
-from attnlens.texts.targets import NOTHING, feed, logits_of, task_of
+from attnlens.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -46,7 +46,8 @@ class Guesses:
         """Take in the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
         if not self.targets:
             return
-        for logits, targets in zip(logits_of(result), self.targets[number], strict=True):
+        every = self.targets[number]
+        for logits, targets in zip(of_text(logits_of(result), every), every, strict=True):
             mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
             self.vocabulary = logits.shape[-1]
             self.means.append(mean)

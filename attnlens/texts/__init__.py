@@ -7,7 +7,7 @@ from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sequences import window_length
 from attnlens.texts.sources import Content, read_each, sample
-from attnlens.texts.towers import standing_ids
+from attnlens.texts.towers import standing_ids, towers
 
 __all__ = [
     "CHARACTERS",
@@ -31,6 +31,7 @@ __all__ = [
     "sequences_in",
     "shared_share",
     "standing_ids",
+    "towers",
     "vocabulary",
     "wanted",
     "window_length",

@@ -29,7 +29,7 @@ from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
 from attnlens.texts.sequences import lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
-from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of
+from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of, without_standing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,8 +101,10 @@ def reads_noise(loaded: Loaded) -> bool:
     return loaded.kind not in ("text", "seq2seq")
 
 
-def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> Batches:
+def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
     """Random ids (and noise for models of pixels or sound) of the right shape: to find a model's sites without a text.
+
+    `bare` leaves out the images and sounds that ids of their own stand for, so that these see text alone.
 
     Raises TextError for a model whose inputs attnlens can't make up.
     """
@@ -113,7 +115,8 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1) -> B
         known = vocabulary(loaded.model) or CHARACTERS
         standing = standing_ids(loaded.model)
         rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
-    beside = Beside(loaded.model, towers(loaded.model), seed)
+    given = towers(loaded.model)
+    beside = Beside(loaded.model, without_standing(given) if bare else given, seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
     made = _in_batches(loaded, beside, rows, [], (), sequences, sequences)
     return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})

@@ -78,6 +78,13 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
     return found
 
 
+def of_text(
+    logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"]
+) -> Float[Tensor, "batch tokens classes"]:
+    """The predictions at the text's tokens; some models put what they see before the text themselves (GIT)."""
+    return logits[:, -targets.shape[1] :]
+
+
 def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
     """The last hidden states of outputs that carry them: the decoder's where there is one."""
     for name in ("decoder_hidden_states", "hidden_states"):

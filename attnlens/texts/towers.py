@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,13 @@ def _of(
     notes: tuple[str, ...] = (),
 ) -> Towers:
     return Towers(names, before, notes, alone=is_packed(model) and any(OF[name] == "image" for name in names))
+
+
+def without_standing(given: Towers) -> Towers:
+    """The same without the modalities that ids stand for."""
+    gone = {modality for modality, _, _ in given.before}
+    names = tuple(name for name in given.names if OF[name] not in gone)
+    return replace(given, names=names, before=(), alone=given.alone and "image" not in gone)
 
 
 class Beside:

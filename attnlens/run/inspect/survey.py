@@ -131,6 +131,7 @@ class Inspection:
         for entry in checks.out_of_reach(self.loaded, sample, window_sites):
             self.collector.skip(entry.site, entry.reason)
         self.settings = feeding.seen(self.settings, self.loaded, window_sites)
+        first = checks.text_alone(self.loaded, first, 1, self.settings.seed)
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
@@ -144,7 +145,8 @@ class Inspection:
         analyzers = self._of_source("weights")
         nulls: dict[object, dict[str, tuple[float, float]]] = {}
         read: list[weights.Factors] = []
-        for done, (factors, base) in enumerate(with_base(self.loaded, first, self.reached)):
+        alone = checks.text_alone(self.loaded, self.reached, self.settings.tokens or 2, self.settings.seed)
+        for done, (factors, base) in enumerate(with_base(self.loaded, first, alone)):
             self.progress("weights", done, len(self.reached))
             self._keep_form(self.reached[done].site, factors)
             if isinstance(factors, UnreadableError):

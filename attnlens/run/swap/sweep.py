@@ -101,6 +101,7 @@ def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
     """The mean loss of each sequence; on noise KL, of a headless model the mean of 1 − cosine over its real tokens."""
     if task == "hidden":
         apart = 1 - torch.nn.functional.cosine_similarity(own.double(), new.double(), dim=-1)
+        apart = apart.reshape(texts.sequences_in(fed.inputs), -1)  # of images cut into windows, or in one row
         mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
         mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
         return ((apart * mask).sum(1) / mask.sum(1)).cpu()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, texts
 from attnlens.records import Task
-from attnlens.texts.targets import NOTHING, Fed, last_states, logits_of
+from attnlens.texts.targets import NOTHING, Fed, last_states, logits_of, of_text
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -73,7 +73,7 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
         return None
     logits = logits_of(result)
     if fed.targets is not None:
-        logits = logits[fed.targets != NOTHING]
+        logits = of_text(logits, fed.targets)[fed.targets != NOTHING]
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
