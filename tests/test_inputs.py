@@ -16,7 +16,6 @@ import pytest
 import tiny
 import torch
 import transformers
-from attnlens.texts.targets import NOTHING, feed
 from loaded import loaded
 from PIL import Image
 
@@ -26,6 +25,7 @@ from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.texts import media
 from attnlens.texts.inputs import wanted
 from attnlens.texts.noise import made, makable
+from attnlens.texts.targets import NOTHING, feed
 from attnlens.texts.towers import Beside, towers
 
 PROSE = texts.Content("In the beginning God created the heaven and the earth. " * 20, "a text")

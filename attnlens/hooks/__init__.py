@@ -2,6 +2,14 @@
 
 from attnlens.hooks.blocks import blocks, recorded, resumed
 from attnlens.hooks.eager import handed_out
+from attnlens.hooks.identity import (
+    IDENTITY_TOLERANCE,
+    allow_float64,
+    as_dtype,
+    difference,
+    identity_error,
+    repeat_error,
+)
 from attnlens.hooks.implementations import implementation, is_attention
 from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
@@ -16,17 +24,11 @@ from attnlens.hooks.interface import (
     watch,
 )
 from attnlens.hooks.survey import (
-    IDENTITY_TOLERANCE,
     Reached,
-    allow_float64,
-    as_dtype,
     as_sequences,
     at_real_tokens,
-    difference,
     forward,
-    identity_error,
     real_outputs,
-    repeat_error,
     survey,
     unreached,
     without_cache,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attnlens.errors import ModelError
-from attnlens.linalg.likeness import Likeness
 from attnlens.records import Change, Task, TextChange, TextCosine
 from attnlens.run.progress import Tell
 from attnlens.run.swap.comparison.outputs import (
@@ -25,6 +24,7 @@ from attnlens.run.swap.comparison.outputs import (
     tokens_in,
 )
 from attnlens.statistics import Design, paired_difference
+from attnlens.statistics.likeness import Likeness
 from attnlens.texts.targets import NO_LOSS, NOTHING, Fed
 
 if TYPE_CHECKING:
