@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
-from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
+from attnlens.models.adapters.files import AdapterFiles, find_adapter
 from attnlens.models.bounds import bounded
 from attnlens.models.classes import InputKind, kind_of, model_class, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, drop_settings, take_choices
@@ -31,6 +31,8 @@ from attnlens.requests import Loading, checked
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from attnlens.models.adapters.merging import Adapted
 
 __all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfinite_tensors"]
 
@@ -105,6 +107,8 @@ def _loaded(
     place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device, trust_remote_code: bool
 ) -> Loaded:
     """The model at that place, its codes decoded and the adapter merged, on that device."""
+    from attnlens.models.adapters.merging import merge  # late: it loads torch
+
     stored = _checked(place, trust_remote_code, adapter)
     with quiet(), no_kernels(), no_peft():
         config = _config(place, trust_remote_code)

@@ -79,7 +79,7 @@ def _head(report: Report, whole: bool) -> Heading:
         command=report.command,
         facts=reports.header(report),
         asides=tuple(filter(None, asides)),
-        notes=tuple(reports.notes(report) if whole else report.settings.notes),
+        notes=tuple(reports.notes(report) if whole else (*report.settings.notes, *reports.other_base(report))),
         standing=standing,
         sound=sound,
     )

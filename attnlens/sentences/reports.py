@@ -60,7 +60,7 @@ def conventions(report: Report) -> str:
 def notes(report: Report) -> list[str]:
     """What else a reader of the numbers must know, a sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
-    return [clean(note) for note in (*report.settings.notes, *of_model, *_other_base(report), *unexpected(report))]
+    return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *unexpected(report))]
 
 
 def adapter(report: Report) -> str:
@@ -75,12 +75,15 @@ def adapter(report: Report) -> str:
     )
 
 
-def _other_base(report: Report) -> list[str]:
+def other_base(report: Report) -> list[str]:
     """The sentence on an adapter that names another base than the model; an id and a folder's name are compared."""
     found = report.model.adapter
     if found is None or found.base is None or _last(found.base) == _last(report.model.id):
         return []
-    return [f"The adapter says that its base is {found.base}; it was merged into {report.model.id}, which it fits."]
+    said = (
+        f"The adapter says that its base is {found.base}; it was merged into {report.model.id}, whose shapes it fits."
+    )
+    return [clean(said)]
 
 
 def _last(name: str) -> str:
