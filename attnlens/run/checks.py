@@ -19,8 +19,8 @@ CAUSAL_NOTE = (
     "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
 )
 LATENT_NOTE = (
-    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the one that "
-    "turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
+    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the part "
+    "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
 )
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 
