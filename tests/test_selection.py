@@ -661,7 +661,7 @@ def test_forms_on_inputs_are_those_of_the_weights():
     (factors,) = weights.factors(demo.model, [first], [first])
     form = factors.on_inputs
     assert torch.equal(form.query[:, :-1], factors.query_key.query)
-    assert torch.equal(form.key[:, -1], factors.maps.key_bias)
+    assert torch.equal(form.key[:, -1], factors.maps.key_bias[:, 0])
     assert projected_norm(  # a form on everything is projected to itself
         judged(scenes(8, 12, 6), dense(random(6, 6)), most=64)[1].posed.problem, dense(random(6, 6))
     ) == pytest.approx(float(random(6, 6).norm()))

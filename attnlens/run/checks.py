@@ -28,7 +28,7 @@ ADDED_NOTE = (
     "the shares and tokens.definite are of the products alone."
 )
 LATENT_NOTE = (
-    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the one "
+    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the part "
     "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
 )
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."

@@ -137,6 +137,15 @@ class Probe:
         """Tokens in each of the sequences that the module was called with."""
         return math.prod(self.shapes[0][1:-1])
 
+    @cached_property
+    def least(self) -> int:
+        """The least number of sequences that it takes: one, or those of the captured call, whose masks carry them."""
+        try:
+            self(*self.random(1, seed=0))
+        except UnreadableError:
+            return self.shapes[0][0]
+        return 1
+
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
         """Seeded standard normal inputs, `alike` at every position or not; one and the same for self-attention."""
         generator = torch.Generator().manual_seed(seed)

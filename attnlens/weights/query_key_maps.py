@@ -67,15 +67,15 @@ def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[
     """
     with linear(norms):
         maps = _maps(probe, turned)
-    reason = _mismatch(*_first_tokens(probe, maps))
+    sides = _first_tokens(probe, maps)
+    reason = _mismatch(*sides)
     if reason is None:
         return maps, ()
-    found = _normalised(*_first_tokens(probe, maps)) if norms else None
+    found = _normalised(*sides) if norms else None
     if found is None:
         with linear(norms), WithoutLengths():
             maps = _maps(probe, turned)
-        sides = _first_tokens(probe, maps)
-        found = _normalised(*sides)
+        found = _normalised(*_first_tokens(probe, maps))
         if found is None:
             remedy = "The tokens.* measures of this site stand; weights.* do not exist."
             raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
@@ -124,6 +124,9 @@ def _tangents(
         hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
         call = probe(hidden, other)
         found = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+    for name, part in zip(("queries", "keys"), found, strict=True):
+        if part is None:
+            raise unreadable(f"its {name} do not depend on its first input")
     if turned is not None:
         found = [turned.transposed.turned(part.double()) for part in found]
     query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in found)
@@ -133,8 +136,8 @@ def _tangents(
 def _with_positions(maps: Maps, window: Probe) -> Maps:
     """The maps with the biases of every position, where they are not all the same."""
     with torch.no_grad():
-        zero = window(*(torch.zeros_like(x) for x in window.random(window.shapes[0][0], seed=1)))
-    biases = []  # position embeddings may carry the batch of the captured call, so that was given
+        zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
+    biases = []
     for seen, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
         found = seen[0].double()
         moved = (found - found[:, :1]).norm() > TOLERANCE * factor.norm()
@@ -188,7 +191,7 @@ def _mismatch(seen: Sides, expected: Sides, groups: Groups = ()) -> str | None:
 
 def _check_everywhere(found: Factors, window: Probe) -> None:
     """Raise UnreadableError where queries and keys of unlike tokens at all positions are not what the factors say."""
-    inputs = window.random(window.shapes[0][0], seed=3, alike=False)
+    inputs = window.random(window.least, seed=3, alike=False)
     with torch.no_grad():
         call = window(*inputs)
     border = TOLERANCE if found.rotation is None else max(ANGLE, 4 * rounding_of(window))

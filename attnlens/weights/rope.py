@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from attnlens.records import Rotation
 from attnlens.weights.norms import Norms, linear, without_gains
@@ -39,13 +40,14 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     its angles are those of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place of an image. One that is
     `known` is returned as the same object.
     """
-    batch = probe.shapes[0][0]
     if probe.tokens < 2:
         return None
     heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
-    # Position embeddings may carry the batch of the captured call; where it is 1, any other goes with them.
-    few, many = (batch, batch) if batch > 1 else (1, -(-ROWS // heads))
+    few = probe.least
+    many = few if few > 1 else -(-ROWS // heads)
     used, others = (_parts(probe, probe.random(few, seed=seed)) for seed in (4, 6))
+    if norms:  # lengths may depend on the position, as under a temperature of long contexts (Beam)
+        used, others = ([nn.functional.normalize(part, dim=-1) for part in side] for side in (used, others))
     if not any(_moved(part) for part in used):
         return None
     if not any(_moved(part - other) for part, other in zip(used, others, strict=True)):
