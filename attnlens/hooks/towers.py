@@ -22,15 +22,11 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
     writing = set(decoder.modules()) - {model} if isinstance(decoder, nn.Module) else set()
     for inner in model.modules():  # from the outside in
         if isinstance(inner, PreTrainedModel) and inner is not model:
-            part = _reads(inner)
-            found = {module: tower for module, tower in found.items() if part is not None or module not in _all(inner)}
-            found |= dict.fromkeys(_all(inner), part) if part is not None else {}
+            part, inside = _reads(inner), set(inner.modules())
+            found = {module: tower for module, tower in found.items() if module not in inside}
+            found |= {} if part is None else dict.fromkeys(inside, part)
     found = {module: part for module, part in found.items() if module not in writing}
     return found if len(set(found.values())) > 1 else {}
-
-
-def _all(model: nn.Module) -> set[nn.Module]:
-    return set(model.modules())
 
 
 def _reads(model: PreTrainedModel) -> Part | None:

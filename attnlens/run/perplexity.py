@@ -47,7 +47,7 @@ class Guesses:
         if not self.targets:
             return
         every = self.targets[number]
-        for logits, targets in zip(of_text(logits_of(result), every), every, strict=True):
+        for logits, targets in zip(of_text(logits_of(result), every, sees=True), every, strict=True):
             mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
             self.vocabulary = logits.shape[-1]
             self.means.append(mean)

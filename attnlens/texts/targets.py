@@ -79,10 +79,14 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 
 
 def of_text(
-    logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"]
+    logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """The predictions at the text's tokens; some models put what they see before the text themselves (GIT)."""
-    return logits[:, -targets.shape[1] :]
+    """The predictions at the text's tokens: the last, as a model that `sees` may put its image before them (GIT).
+
+    Of any other they are the first, with what is left of its positions behind (Perceiver).
+    """
+    count = targets.shape[1]
+    return logits[:, -count:] if sees else logits[:, :count]
 
 
 def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:

@@ -73,7 +73,7 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
         return None
     logits = logits_of(result)
     if fed.targets is not None:
-        logits = of_text(logits, fed.targets)[fed.targets != NOTHING]
+        logits = of_text(logits, fed.targets, sees="pixel_values" in fed.inputs)[fed.targets != NOTHING]
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
