@@ -72,7 +72,7 @@ def as_sequences(given: Tensor, layout: tuple[int, ...]) -> Tensor:
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached]:
     """Run one forward pass and list the sites that it reaches, in order.
 
-    Raises ModelError where the model has no softmax attention, or computes it outside the interface.
+    Raises ModelError where the model has no softmax attention that can be read.
     """
     modules = {module: name for name, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -102,6 +102,13 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     calls = [found for found in calls if found[0] not in refused]
     if not calls:
         raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()})
+    return _numbered(model, modules, calls)
+
+
+def _numbered(
+    model: PreTrainedModel, modules: Mapping[nn.Module, str], calls: list[tuple[nn.Module, Call, dict[str, Any]]]
+) -> list[Reached]:
+    """The calls of a pass as sites, numbered in their order, and each module's own calls too."""
     total, seen, reached = Counter(modules[module] for module, _, _ in calls), Counter[str](), []
     tower = towers(model)
     for layer, (module, call, bound) in enumerate(calls):
