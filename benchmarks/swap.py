@@ -183,12 +183,12 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement
     from attnlens import hooks
     from attnlens.run.swap.sweep import sweep, units
     from attnlens.statistics import Design
-    from attnlens.texts import Batch
+    from attnlens.texts import Batch, Batches
     from attnlens.texts.targets import feed, task_of
 
     task = task_of(loaded.model)
     short = {name: value[:2, :128] for name, value in inputs.items()}
-    fed = feed(loaded, [Batch(short, ())], task, seed=0)
+    fed = feed(loaded, Batches((Batch(short, ()),), 2, 128, texts=(), unknown={}), task, seed=0)
     chosen = units(swaps, "layers", {})
     start = time.perf_counter()
     design = Design.plain(sum(len(one.inputs["input_ids"]) for one in fed))
