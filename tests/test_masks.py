@@ -155,8 +155,11 @@ def test_models_with_other_masks_read_as_with_a_boolean_one(build, boolean):
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         torch.testing.assert_close(ours.attention, weights)
         old = scores + torch.where(seen, 0.0, -100.0)
-        unmasked = readings(ours, replace(ours, bias=old - plain_scores(ours), allowed=None))
-        assert max(unmasked.values()) > 0.05, "control: as a bias the mask is seen as structure"
+        added = (old - plain_scores(ours)).expand(*ours.query.shape[:-1], -1) / ours.scale
+        unit = torch.eye(added.shape[-1], dtype=torch.float64).expand(*ours.key.shape[:-1], -1)
+        parts = {"query": torch.cat([ours.query.double(), added], -1), "key": torch.cat([ours.key.double(), unit], -1)}
+        unmasked = readings(ours, replace(ours, **parts, bias=None, allowed=None))
+        assert max(unmasked.values()) > 0.05, "control: as scores the mask is seen as structure"
         assert max(readings(ours, replace(ours, bias=scores - plain_scores(ours))).values()) < 1e-6
 
 

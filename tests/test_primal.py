@@ -549,7 +549,7 @@ def families_output(model, batch):
 def test_inputs_that_cannot_be_made_up_are_refused():
     model = families.build("bert")
     model.main_input_name = "values"
-    with pytest.raises(ModelError, match="BertForMaskedLM reads values, which can't be made up"):
+    with pytest.raises(ModelError, match="attnlens can't make up values for a BertForMaskedLM"):
         primal.build(model)
 
 

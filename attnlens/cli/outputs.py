@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,8 @@ class Outputs:
         for option, path in self.files(*DATA, *PICTURES).items():
             check_writable(path, may_be_folder=option == "png")
         self._check_distinct(inputs)
+        if self.png is not None or self.html is not None:
+            logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
         if self.png is not None:
             _check_picture(Path(self.png))
 

@@ -90,7 +90,9 @@ Listed = Annotated[
         help="`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", show_default="the first three"
     ),
 ]
-ListedMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown; the schema stays as it is.")]
+_printed = typer.Option("--markdown", help="Print markdown; the schema stays as it is.")
+_printed.call_only = "written"  # as the option of that name which writes a file
+ListedMarkdown = Annotated[bool, _printed]
 Head = Annotated[
     str | None, option("--head", help="Only this head, as in `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
 ]

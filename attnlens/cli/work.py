@@ -40,14 +40,10 @@ def check_reading(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Around the one call of a command: progress is shown, and transformers and matplotlib log nothing."""
+    """Around the one call of a command: progress is shown, and transformers logs nothing."""
     gc.enable()
     with interruptible_at_once():
-        import logging
-
         from attnlens.models.quiet import unlogged
-
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
 
     with unlogged(), progress(shown=outputs.moving) as tell:
         yield tell

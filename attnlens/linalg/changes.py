@@ -19,13 +19,14 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     """‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
     Under RoPE M is that of equal positions. The rank counts the σ of ΔM above eps · n · ‖M‖_F (or ‖ΔM‖_F, where that is
-    more), which is what rounding of W_Q' − W_Q and W_K' − W_K can make. NaN where M = 0.
+    more), which is what rounding of W_Q' − W_Q and W_K' − W_K can make; eps is float32's, in which models compute the
+    cos and sin of their rotations. NaN where M = 0.
     """
     values = _difference_singular_values(query_key, base)
     norm = _norm(base)
     size = values.square().sum(-1).sqrt()
     most = max(query_key.query.shape[-2], query_key.key.shape[-2])
-    border = torch.finfo(values.dtype).eps * most * torch.maximum(norm, size)
+    border = torch.finfo(torch.float32).eps * most * torch.maximum(norm, size)
     # Strict: where nothing changed there is nothing above the border, and where M and ΔM are 0 it is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
     return size / norm, rank.masked_fill(norm == 0, torch.nan)
