@@ -294,7 +294,7 @@ def test_clip_chooses_among_the_batchs_texts(more):
     assert swap.task == "classification"
     assert swap.causality_error == 0
     if "sweep" in more:
-        assert {effect.part for effect in swap.sweep} == {"encoder", "decoder"}
+        assert {effect.part for effect in swap.sweep} == {"vision", "decoder"}
         assert all(effect.delta is not None for effect in swap.sweep)
     else:
         assert swap.healing.curve[0].validation > 0

@@ -32,7 +32,7 @@ READ = (
     *("layoutlmv3", "hiera", "levit", "xlnet", "swinv2", "siglip"),
 )
 """The types that are read here; what is expected of each stands in the table of architectures."""
-FUSED = ("falcon", "sam", "siglip")
+FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model")
 """Types with modules that call torch's fused attention, whose softmax nobody sees."""
 MORE = {"none": 0, "some": 1, "all": 2}
 REFUSED: dict[str, str] = {
