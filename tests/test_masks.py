@@ -8,7 +8,9 @@ import torch
 import transformers as tf
 
 from attnlens import hooks, weights
+from attnlens.attention import attend
 from attnlens.hooks.call import read_call
+from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 from attnlens.registry import analyzers
 
@@ -188,6 +190,19 @@ def test_a_call_without_a_scale_has_one_over_the_root_of_the_head_s_width():
     query = torch.ones(1, 2, 3, 16)
     assert read_call(torch.nn.Identity(), query, query, query, None, {}).scale == 0.25
     assert read_call(torch.nn.Identity(), query, query, query, None, {"scaling": 2.0}).scale == 2.0
+
+
+@pytest.mark.parametrize("kind", ["boolean", "numbers"])
+def test_one_row_of_a_mask_stands_for_all_queries(kind, monkeypatch):
+    monkeypatch.setattr("attnlens.attention.rows.TILE_BYTES", 1)  # tiles of 16 rows
+    query, key, value = torch.randn(3, 2, 3, 40, 4, generator=torch.Generator().manual_seed(0))
+    seen = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    seen[1, ..., 30:] = False
+    mask = seen if kind == "boolean" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    call = read_call(torch.nn.Identity(), query, key, value, mask, {})
+    assert call.allowed.shape == (2, 1, 40, 40)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen.expand(-1, -1, 40, -1))
+    torch.testing.assert_close(attend(call, OWN, "eager").transpose(1, 2), expected)
 
 
 def test_a_position_bias_beside_a_mask_of_numbers_is_added_to_it():

@@ -347,6 +347,31 @@ def test_weights_that_are_changed_or_used_twice_are_refused(weigh: Callable[...,
     assert reasons[0].startswith(why), reasons[0]
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", families.TRACED)
+def test_a_family_is_traced_in_half_precision_with_the_scale_of_float32(name: str, dtype: torch.dtype) -> None:
+    model = families.build(name)
+    inputs = families.inputs(name, model)
+    whole, half = hooks.survey(model, inputs), hooks.survey(model.to(dtype), inputs)
+    assert [found.site for found in half] == [found.site for found in whole]
+    for one, other in zip(half, whole, strict=True):
+        assert one.call.scale == pytest.approx(other.call.scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_in_half_precision_changed_weights_are_refused_too(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = Attention(READ["plain"], lambda self, weights, value: (weights * self.temperature) @ value).to(dtype)
+    x = torch.randn(2, TOKENS, HEADS * WIDTH).to(dtype)
+    with torch.no_grad(), tracing(module, unused, prove=True) as refused:
+        module(x)
+    (reason,) = refused.values()
+    assert reason.startswith("its output is not that of softmax(scores)")
+
+
 def test_a_choice_among_experts_is_no_attention() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -87,6 +86,8 @@ class Outputs:
             check_writable(path, may_be_folder=option == "png")
         self._check_distinct(inputs)
         if self.png is not None or self.html is not None:
+            import logging  # late: few commands draw
+
             logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
         if self.png is not None:
             _check_picture(Path(self.png))

@@ -29,7 +29,9 @@ def read_call(
     heads = max(key.shape[1], value.shape[1])  # one of them may be shared by more queries than the other
     if key.shape[1] != value.shape[1]:
         key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
-    allowed, added = split_mask(None if mask is None else mask[..., : key.shape[2]])
+    if mask is not None:  # one row may stand for all queries (LightGlue)
+        mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
+    allowed, added = split_mask(mask)
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added

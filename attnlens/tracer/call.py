@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,16 +56,13 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: int | None, modul
     return call, lead
 
 
-def fused_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int | None, module: nn.Module
-) -> tuple[Call, Lead]:
+def fused_call(given: Mapping[str, Any], tokens: int | None, module: nn.Module) -> tuple[Call, Lead]:
     """The arguments of torch's scaled_dot_product_attention, called by a module itself, as a Call."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
     query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
     lead = lead_of(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
     if mask is not None:
         mask = lead.split(mask) if mask.dim() > 2 else mask[None, None]
+        mask = mask.expand(-1, -1, query.shape[-2], key.shape[-2])
     allowed, bias = split_mask(mask)
     if allowed is not None and bool(allowed.all()):
         allowed = None

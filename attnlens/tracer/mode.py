@@ -23,11 +23,11 @@ from attnlens.tracer.lead import Lead
 from attnlens.tracer.products import operands, product, weighted_sum
 from attnlens.tracer.provenance import Provenance, tensors
 from attnlens.tracer.scores import begun
-from attnlens.tracer.softmax import TracedSoftmax, unread
+from attnlens.tracer.softmax import TracedSoftmax, rounding_of, unread
 
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
-TOLERANCE = 1e-4
-"""Largest relative difference between a module's own output and the one computed from what was traced."""
+FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""The arguments of torch's fused attention, in their order."""
 
 Refused = dict[nn.Module, str]
 """Attention that was found and can't be read: the module that computes it → why."""
@@ -166,14 +166,15 @@ class _Tracer(TorchFunctionMode):
 
     def _fused(self, args: Any, kwargs: Any) -> Tensor:
         """Attention by torch's own function, called by the module itself."""
+        given = dict(zip(FUSED, args, strict=False)) | kwargs
 
         def read(module: nn.Module, tokens: int | None) -> tuple[Call, Lead]:
-            call, lead = fused_call(args, kwargs, tokens, module)
+            call, lead = fused_call(given, tokens, module)
             if self.shown is not None:
-                self.shown(module, _fused_weights(lead, args, kwargs))
+                self.shown(module, _fused_weights(lead, given))
             return call, lead
 
-        return self._site(self.running, read, partial(F.scaled_dot_product_attention, *args, **kwargs), _same)
+        return self._site(self.running, read, partial(F.scaled_dot_product_attention, **given), _same)
 
     def _site(
         self,
@@ -220,16 +221,11 @@ class _Tracer(TorchFunctionMode):
         return result
 
 
-def _fused_weights(lead: Lead, args: Any, kwargs: Any) -> Tensor:
+def _fused_weights(lead: Lead, given: dict[str, Any]) -> Tensor:
     """The attention weights of torch's own function: its output for the identity matrix as values."""
-    given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
     key = given["key"]
     unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-    return lead.split(F.scaled_dot_product_attention(given["query"], key, unit, *args[3:], **_other(kwargs)))
-
-
-def _other(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
+    return lead.split(F.scaled_dot_product_attention(**{**given, "value": unit}))
 
 
 def _same(output: Tensor) -> Tensor:
@@ -246,9 +242,9 @@ def _sighted(call: Call) -> Tensor:
 
 def _check(found: Tensor, own: Tensor, sighted: Tensor) -> None:
     """Raise UnreadableError where the output from what was traced is not the module's own."""
-    found, own = (torch.where(sighted, part, 0.0).double() for part in (found, own))
-    error = float((found - own).norm() / own.norm().clamp_min(torch.finfo(torch.float64).tiny))
-    if not error <= max(TOLERANCE, 8 * torch.finfo(found.dtype).eps):
+    seen, expected = (torch.where(sighted, part, 0.0).double() for part in (found, own))
+    error = float((seen - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    if not error <= rounding_of(own.dtype):
         raise unread(f"its output is not that of softmax(scores) on its values (relative difference {error:.1e})")
 
 

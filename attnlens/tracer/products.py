@@ -73,7 +73,7 @@ def product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pro
         if function not in ADDING:
             return left @ right.transpose(-1, -2)
         factors = {name: kwargs[name] for name in ("beta", "alpha") if name in kwargs}
-        found: Tensor = function(args[0], left, right.transpose(-1, -2), **factors)
+        found: Tensor = function(args[0].to(left), left, right.transpose(-1, -2), **factors)
         return found
 
     return Product(first, second.transpose(-1, -2), again, plain=function not in ADDING)
@@ -99,24 +99,24 @@ def _arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
-def _einsum(args: tuple[Any, ...]) -> tuple[str, Tensor, Tensor] | None:
-    """Equation and operands of torch.einsum, where it has two; an ellipsis is not read."""
+def _einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
+    """Axes of both operands and of the result, and the operands of torch.einsum; an ellipsis is not read."""
     if not args or not isinstance(args[0], str):
         return None
     given = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     equation = args[0].replace(" ", "")
     if len(given) != 2 or "." in equation or "->" not in equation:
         return None
-    return equation, given[0], given[1]
+    inputs, result = equation.split("->")
+    left, right = inputs.split(",")
+    return (left, right, result), given[0], given[1]
 
 
 def _einsum_product(args: tuple[Any, ...]) -> Product | None:
     found = _einsum(args)
     if found is None:
         return None
-    equation, one, other = found
-    inputs, result = equation.split("->")
-    left, right = inputs.split(",")
+    (left, right, result), one, other = found
     summed = [axis for axis in left if axis in right and axis not in result]
     rows, columns = _own(left, right, result), _own(right, left, result)
     if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or result[-2:] != rows + columns:
@@ -139,9 +139,7 @@ def _einsum_sum(args: tuple[Any, ...], weights: Tensor) -> Sum | None:
     found = _einsum(args)
     if found is None:
         return None
-    equation, one, other = found
-    inputs, result = equation.split("->")
-    axes, others = inputs.split(",")
+    (axes, others, result), one, other = found
     if other is weights:
         axes, others, other = others, axes, one
     lead, rows, summed = axes[:-2], axes[-2], axes[-1]

@@ -63,11 +63,11 @@ def begun(
         zero = torch.zeros_like(result, dtype=wide)
         signs = zero + scores.signs.to(wide)
     else:
-        nothing = [torch.zeros_like(part) for part in (found.left, found.right)]
-        zero = found.again(*nothing).to(wide)
+        nothing = [torch.zeros_like(part, dtype=wide) for part in (found.left, found.right)]
+        zero = found.again(*nothing)
         for part, column in zip(nothing, (left, right), strict=True):
             part[..., :1] = column
-        signs = found.again(*nothing).to(wide)
+        signs = found.again(*nothing)
     return scores, Standins(zero, signs, None if moved is None else found.again(*moved))
 
 

@@ -99,8 +99,13 @@ def check_moved(query: Tensor, key: Tensor, found: Affine, zero: Tensor, scores:
     moved = _centred(scores.to(zero) - zero, seen)
     size = predicted.norm() + torch.where(seen, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
-    if not error <= max(TOLERANCE, 8 * torch.finfo(query.dtype).eps):
+    if not error <= rounding_of(query.dtype):
         raise unread(f"its scores are no multiple of ⟨query, key⟩: other ones move them otherwise ({error:.1e})")
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The largest relative difference that is no misreading, of what a module computes in that type."""
+    return max(TOLERANCE, 8 * torch.finfo(dtype).eps)
 
 
 def _centred(scores: Tensor, seen: Tensor) -> Tensor:

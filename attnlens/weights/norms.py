@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from attnlens.weights.probe import FAILURES, TOLERANCE, float64_weights
+from attnlens.errors import FAILURES
+from attnlens.weights.probe import TOLERANCE, float64_weights
 
 
 @dataclass(frozen=True)

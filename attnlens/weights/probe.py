@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
-from attnlens.errors import UnreadableError
+from attnlens.errors import FAILURES, UnreadableError
 from attnlens.hooks import Reached, as_sequences, opened
 from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
-"""What modules raise on inputs that they never met."""
 TOLERANCE = 1e-4
 """Largest relative difference between a module and what is said of it; norms and cos, sin are mostly float32."""
 
