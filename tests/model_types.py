@@ -453,7 +453,7 @@ def sharpened(model: Any) -> Any:
 def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator) -> None:
     noise = torch.randn(parameter.shape, generator=draw)
     conv = type(module).__name__ == "Conv1D"
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and "Sinusoidal" not in type(module).__name__:  # a table that is computed
         parameter.copy_(noise)
     elif parameter.ndim == 2 and (isinstance(module, nn.Linear) or conv or "in_proj_weight" in key):
         inputs = parameter.shape[0] if conv else parameter.shape[1]

@@ -34,10 +34,14 @@ class Rotation:
 
     def of_coordinates(self, kept: Int[Tensor, " some"]) -> Rotation | None:
         """The rotation of these coordinates alone, renumbered; None where none of their pairs is whole."""
-        numbers = {coordinate: number for number, coordinate in enumerate(kept.tolist())}
-        inside = [row for row, pair in enumerate(self.pairs.tolist()) if all(one in numbers for one in pair)]
-        pairs = self.pairs[inside].clone().apply_(numbers.__getitem__)
-        return replace(self, pairs=pairs, angles=self.angles[:, inside], size=len(kept)) if inside else None
+        import torch
+
+        numbers = self.pairs.new_full((self.size,), -1)
+        numbers[kept] = torch.arange(len(kept), device=numbers.device)
+        inside = (numbers[self.pairs] >= 0).all(-1)
+        if not bool(inside.any()):
+            return None
+        return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(kept))
 
     def turned(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
         """x_i R(i), of the first positions where x has fewer."""

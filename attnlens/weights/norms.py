@@ -115,4 +115,5 @@ class WithoutLengths(TorchFunctionMode):
         if function is F.normalize and args:
             return args[0]
         result = function(*args, **kwargs or {})
-        return torch.ones_like(result) if function in LENGTHS else result
+        # Those of tokens have axes; the root of a constant, as of head_dim, is part of the scale.
+        return torch.ones_like(result) if function in LENGTHS and result.dim() else result

@@ -26,7 +26,8 @@ def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
         return factors.on_inputs
     if factors.site.part == "cross":
         return "queries and keys come from different inputs (cross-attention)"
-    why = "are normalised per token (QK-norm)" if factors.qk_norm else "turn with their position (RoPE)"
+    placed = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
+    why = "are normalised per token (QK-norm)" if factors.qk_norm else placed
     return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
 
 
