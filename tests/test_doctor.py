@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import families
+import model_types
 import pytest
 import tiny
 import torch
+from loaded import family, loaded
 
 import attnlens
 from attnlens import hooks, weights
-from attnlens.errors import UsageError
+from attnlens.errors import ModelError, UsageError
 from attnlens.run.doctor import TOLERANCE, check_sites
 from attnlens.weights import rebuilt
 
@@ -112,3 +114,35 @@ def test_gpt2s_own_upcasting_does_not_stand_in_the_way_of_float64(tmp_path):
         checks = attnlens.doctor(tmp_path, tokens=8, dtype=dtype).doctor
         assert len(checks) == 2
         assert all(check.passed and check.weights_error is not None for check in checks)
+
+
+def test_a_model_that_does_not_run_in_float64_is_compared_in_float32():
+    assert not any("float32" in note for note in attnlens.doctor(family("bert"), tokens=8).settings.notes)
+    fsmt = loaded(model_types.build("fsmt"), tiny.tokenizer("roberta"))
+    report = attnlens.doctor(fsmt, tokens=8)
+    assert report.summary.verdict == "agrees"
+    (note,) = (note for note in report.settings.notes if "float32" in note)
+    assert note.startswith("Computed in float32, whose rounding counts as error: the model does not run in float64 (")
+    assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
+
+
+def test_a_model_that_fails_when_left_alone_is_refused(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("The size of tensor a (4) must match the size of tensor b (8)")
+
+    monkeypatch.setattr(hooks, "identity_error", failing)
+    with pytest.raises(ModelError, match="can't run on input_ids and attention_mask: RuntimeError: The size"):
+        attnlens.doctor("demo", tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("again", "error"), [([-torch.inf, 3.0, 4.0], 0.0), ([-torch.inf, 3.0, 4.5], 0.1), ([0.0, 3.0, 4.0], torch.inf)]
+)
+def test_outputs_that_are_infinite_in_both_passes_are_the_same(again, error):
+    outputs = iter([[-torch.inf, 3.0, 4.0], again])
+
+    class Model(torch.nn.Module):
+        def forward(self):
+            return (torch.tensor([next(outputs)]),)
+
+    assert hooks.repeat_error(Model(), {}) == pytest.approx(error)

@@ -71,5 +71,10 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
         with change:
             again = real_outputs(forward(model, inputs), inputs)
     pairs = [(a.double(), b.double()) for a, b in zip(own, again, strict=True)]
-    errors = [(a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny) for a, b in pairs]
-    return float(torch.stack(errors).max())  # torch's max is NaN where one of them is
+    return float(torch.stack([_relative(a, b) for a, b in pairs]).max())  # torch's max is NaN where one of them is
+
+
+def _relative(own: Tensor, again: Tensor) -> Tensor:
+    """‖own − again‖ / ‖own‖; numbers that are infinite in both are the same (Grounding DINO's hidden words)."""
+    change = torch.where(own == again, 0.0, own - again)
+    return change.norm() / own.masked_fill(own.isinf(), 0.0).norm().clamp_min(torch.finfo(own.dtype).tiny)

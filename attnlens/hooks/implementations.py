@@ -13,6 +13,8 @@ from attnlens.errors import ModelError
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
 """Whose attention goes through transformers' interface."""
+PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
+"""What the names of modules beside attention end in."""
 
 
 @contextmanager
@@ -81,5 +83,6 @@ def out_of_reach(model: PreTrainedModel, refused: Mapping[str, str] | None = Non
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module's class calls itself attention."""
-    return "Attention" in type(module).__name__
+    """Whether a module's class calls itself attention, and no piece beside it."""
+    name = type(module).__name__
+    return "Attention" in name and not name.endswith(PIECES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
-from attnlens.errors import FAILURES, IdentityError, ModelError, UsageError, is_memory
+from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Skipped
 
@@ -45,12 +45,21 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool 
     try:
         return hooks.survey(loaded.model, inputs)
     except FAILURES:
-        try:
-            with torch.no_grad():
-                hooks.forward(loaded.model, inputs)
-        except FAILURES as error:
+        if (error := failure(loaded, inputs)) is not None:
             raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
         raise
+
+
+def failure(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Exception | None:
+    """What the model, left alone, raises on these inputs."""
+    try:
+        with torch.no_grad():
+            hooks.forward(loaded.model, inputs)
+    except FAILURES as error:
+        if is_memory(error):
+            raise
+        return error
+    return None
 
 
 def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
@@ -69,8 +78,11 @@ def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, s
     """
     if not texts.towers(loaded.model).before:
         return list(reached)
-    bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
-    found = {(one.site.path, one.site.ordinal): one for one in sites(loaded, bare)}
+    try:
+        bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
+        found = {(one.site.path, one.site.ordinal): one for one in sites(loaded, bare)}
+    except (ModelError, TextError):  # a model that doesn't run without its image (LXMERT)
+        return list(reached)
     return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
 
 
@@ -90,17 +102,25 @@ def _cannot_run(
     )
 
 
+def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """By how much the model's outputs change when its own attention is recomputed.
+
+    Raises ModelError where the model can't run on these inputs.
+    """
+    try:
+        return hooks.identity_error(loaded.model, inputs)
+    except FAILURES as error:
+        if is_memory(error):
+            raise
+        raise _cannot_run(loaded, inputs, error) from error
+
+
 def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
     """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite.
 
     Raises IdentityError where it changes by more than rounding.
     """
-    try:
-        error = hooks.identity_error(loaded.model, inputs)
-    except FAILURES as failure:
-        if is_memory(failure):
-            raise
-        raise _cannot_run(loaded, inputs, failure) from failure
+    error = reproduced(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
     broken = models.nonfinite_tensors(loaded.model)

@@ -29,6 +29,8 @@ TOLERANCE = hooks.IDENTITY_TOLERANCE
 ANOTHER = 1e-3
 """Relative difference of outputs above which an eager attention is another one, and not the same one rounded."""
 
+IN_FLOAT32 = "Computed in float32, whose rounding counts as error: the model does not run in float64 ({})."
+
 
 @public
 def doctor(
@@ -41,7 +43,8 @@ def doctor(
 
     P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
     loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
-    another `dtype` is honoured, and judged by the same tolerance. `more` are the options of `requests.ModelRequest`.
+    another `dtype` is honoured, and judged by the same tolerance, and so is float32 where the model's own code refuses
+    float64. `more` are the options of `requests.ModelRequest`.
     Raises UsageError for words that make no sense, TextError, and ModelError where the model can't be loaded or read.
     """
     start = time.perf_counter()
@@ -54,6 +57,9 @@ def doctor(
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, asked.tokens)
     settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
+    if loaded.model.dtype == torch.float64 and (failure := checks.failure(loaded, inputs)):
+        loaded, inputs = replace(loaded, model=loaded.model.float()), hooks.as_dtype(inputs, torch.float32)
+        settings = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(failure)]})
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -63,7 +69,7 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     reached = checks.sites(loaded, inputs)
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
-    identity = hooks.identity_error(loaded.model, inputs)
+    identity = checks.reproduced(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))

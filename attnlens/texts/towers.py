@@ -76,7 +76,9 @@ def _towers(model: PreTrainedModel) -> Towers:
             continue
         number = said(model.config, *ids)
         drawn = made(model, own, torch.Generator().manual_seed(0), PROBE)
-        found = 0 if number is None else _parts(model, placed(model, drawn), features)
+        found: int | str = "the configuration does not say its shape"
+        if drawn:
+            found = 0 if number is None else _parts(model, placed(model, drawn), features)
         standing = ((modality, number or 0, found),) if isinstance(found, int) else ()
         if isinstance(found, int):
             others = tuple(name for name in names if OF[name] not in STANDING)

@@ -62,7 +62,8 @@ def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: int | None)
         if not counts or total * queries % (tokens or 1) or not counts[0] or shape[0] % counts[0]:
             raise unread(f"its heads can't be told from its sequences: queries have the axes {(*shape, queries)}")
         return Lead(shape, 1, counts[0])
-    fitting = [axis for axis, size in enumerate(shape) if size in counts]
+    # A first axis of one is the sequence: tokens can't be counted where channels come before them (SqueezeBERT).
+    fitting = [axis for axis, size in enumerate(shape) if size in counts and (axis, size) != (0, 1)]
     if 1 in fitting or (len(shape) == 2 and not fitting):
         return Lead(shape, 1, shape[1])
     if len(fitting) != 1 or len(shape) == 2:

@@ -28,13 +28,15 @@ def is_packed(model: PreTrainedModel) -> bool:
     return bool(set(PACKED) & set(signature(model.forward).parameters))
 
 
-def pixels(asked: Asked) -> Tensor:
-    """One image in the layout that the forward pass asks for."""
+def pixels(asked: Asked) -> Tensor | None:
+    """One image in the layout that the forward pass asks for; None where it asks for patches of no size (Gemma 4)."""
     if is_packed(asked.model):
         return patches(asked)
     if "spatial_shapes" in asked.parameters:
         return asked.draw(asked.said("num_patches", of=VISION) or _merged(asked) ** 2, _channels(asked) * _area(asked))
     if {"pixel_position_ids", "image_position_ids"} & asked.parameters:
+        if asked.said("patch_size", of=VISION) is None:
+            return None
         return asked.draw(_merged(asked) ** 2, _channels(asked) * _area(asked))
     return asked.draw(*_several(asked), *_image(asked))
 
@@ -84,10 +86,12 @@ def merge(asked: Asked) -> Tensor:
     return torch.tensor([_merging(asked)])
 
 
-def places(asked: Asked) -> Tensor:
+def places(asked: Asked) -> Tensor | None:
     """Column and row of each patch."""
     import torch
 
+    if asked.said("patch_size", of=VISION) is None:
+        return None
     side = torch.arange(_merged(asked))
     return torch.cartesian_prod(side, side).flip(-1)[None]
 

@@ -93,5 +93,6 @@ def _frames_of(config: Any, asked: Asked) -> tuple[int, ...] | None:
         return mel, 2 * config.max_source_positions
     if hasattr(config, "n_window"):
         return mel, 2 * config.n_window
+    mel *= getattr(config, "num_stacked_frames", 1)
     first = any(isinstance(part, torch.nn.Conv1d) and part.in_channels == mel for part in asked.model.modules())
     return (mel, FRAMES) if first else (FRAMES, mel)
