@@ -26,7 +26,7 @@ from attnlens.records import (
 )
 
 DIVERGED = "it diverged: the changed model's predictions are not finite"
-HEADLESS = "the model has no head that predicts tokens or classes"
+HEADLESS = "the model has no head that predicts a class, a masked token, or a token from those before it alone"
 PREDICTING = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
 STATES = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
 NOISE = "the model's input is noise that attnlens made up"

@@ -166,6 +166,25 @@ def test_a_language_model_that_hears_predicts_the_next_token():
     assert attnlens.swap_kernel(given, "exponential", **FEW).swap.kl == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize(("name", "task"), [("llava", "causal"), ("paligemma", "hidden"), ("gemma3", "causal")])
+def test_a_model_that_sees_later_tokens_predicts_none(name, task):
+    given = of_type(name)
+    assert task_of(given.model) == "causal"
+    inputs = texts.placeholder(given, 8, 0, sequences=2).batches[0].inputs
+    assert checks.task_on(given, inputs) == task
+
+
+def test_a_bert_whose_head_is_to_predict_the_next_token_sees_it():
+    config = families.build("bert").config
+    for decodes, task in ((False, "hidden"), (True, "causal")):
+        config.is_decoder = decodes
+        given = loaded(tf.BertLMHeadModel(config).eval(), tiny.tokenizer("roberta"))
+        ids = torch.arange(20, 28)[None]
+        mask = torch.ones_like(ids)
+        mask[:, 6:] = 0
+        assert checks.task_on(given, {"input_ids": ids, "attention_mask": mask}) == task
+
+
 def test_a_start_token_may_stand_in_the_generation_config_alone():
     model = families.build("t5")
     ids = torch.arange(4)[None] + 3

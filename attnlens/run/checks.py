@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
 from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
 from attnlens.hooks import Reached
-from attnlens.records import Conventions, Skipped
+from attnlens.records import Conventions, Skipped, Task
+from attnlens.texts.targets import logits_of, of_text, task_of
 
 CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
@@ -32,8 +34,8 @@ LATENT_NOTE = (
     "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
 )
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
-
-
+LOOKS_AHEAD = 1e-4
+"""By how much predictions may change with a later token that they don't see, relatively."""
 NOT_RUN = "it is not run on this input"
 
 
@@ -141,6 +143,25 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
         f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
         "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
     )
+
+
+def task_on(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Task:
+    """What the model's head predicts; `hidden` where it would predict the next token, and sees it (PaliGemma)."""
+    task = task_of(loaded.model)
+    return "hidden" if task == "causal" and _looks_ahead(loaded.model, inputs) else task
+
+
+def _looks_ahead(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether another last token of the first sequence changes what is predicted behind the tokens before it."""
+    alone = inputs if len(inputs["input_ids"]) == 1 else {name: value[:1] for name, value in inputs.items()}
+    ids = alone["input_ids"]
+    last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
+    other = ids.clone()
+    other[0, last] = next((one for one in ids[0, :last].tolist()[::-1] if one != ids[0, last]), 0)
+    with torch.no_grad():
+        each = [hooks.forward(model, {**alone, "input_ids": one}) for one in (ids, other)]
+    own, again = (of_text(logits_of(one), ids, sees=True)[:, :last].double() for one in each)
+    return bool((own - again).norm() > LOOKS_AHEAD * own.norm())
 
 
 def proven_whole(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:

@@ -21,12 +21,14 @@ NOTHING = -100
 """The target where nothing is predicted."""
 MASKED_SHARE = 0.15
 """Share of tokens that a masked language model has to guess (Devlin et al. 2019)."""
+HEADLESS = "no head that predicts a class, a masked token, or a token from those before it alone"
+"""What a model lacks whose hidden states are compared."""
 MEANINGS: dict[Task, str] = {
     "causal": "loss: the next token",
     "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
     "seq2seq": "loss: the decoder repeats the encoder's text",
     "classification": "loss: the class that the original model chooses",
-    "hidden": "the model has no head that predicts anything: its hidden states are compared",
+    "hidden": f"the model has {HEADLESS}: its hidden states are compared",
 }
 ON_NOISE = (
     "the input is noise that attnlens made up: the answers of both models to it are compared, and there is no loss"
@@ -55,7 +57,7 @@ def task_of(model: PreTrainedModel) -> Task:
     name = type(model).__name__
     tasks: dict[Task, tuple[str, ...]] = {
         # before the others: transformers lists BART among the masked models too
-        "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"),
+        "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
         "causal": ("CAUSAL_LM",),
         "masked": ("MASKED_LM",),
         "classification": (
@@ -67,7 +69,7 @@ def task_of(model: PreTrainedModel) -> Task:
     }
     for task, mappings in tasks.items():
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings):
-            # language models that hear stand among the speech-to-text ones, and have no decoder of their own
+            # language models that see or hear stand among them, and have no decoder of their own
             return "causal" if task == "seq2seq" and not decodes_text(model) else task
     return "hidden"
 

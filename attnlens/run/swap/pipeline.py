@@ -15,12 +15,12 @@ from attnlens.errors import TextError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.swap import SwapOptions
-from attnlens.run import feeding
+from attnlens.run import checks, feeding
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
-from attnlens.texts.targets import check_input, feed, task_of
+from attnlens.texts.targets import check_input, feed
 
 FITTING, HEALING = 32, 512
 """Sequences of calibration text for a fit, and at most for a healing."""
@@ -93,7 +93,7 @@ def _prepared(
 ) -> Swapping:
     """The run with its texts cut: what is evaluated, and other windows of it, or other texts, to calibrate on."""
     evaluated = texts.batches(loaded, contents, cut)
-    task = task_of(loaded.model)
+    task = checks.task_on(loaded, evaluated.batches[0].inputs)
     calibrated: texts.Batches | None = None
     samples: tuple[calibration.Sample, ...] = ()
     shared = 0.0

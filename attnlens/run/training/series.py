@@ -15,7 +15,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
-from attnlens.run import feeding
+from attnlens.run import checks, feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Interrupted, Progress, silent
@@ -144,14 +144,16 @@ class Series:
         """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
         if not self.contents:
             return "it is that of a text, and none was fed, for the weights alone were read"
-        task = task_of(loaded.model)
-        if task not in ("causal", "masked"):
+        if task_of(loaded.model) not in ("causal", "masked"):
             return "the model predicts no tokens of a text"
         if loaded.tokenizer is None:
             return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
+        fed = texts.batches(loaded, self.contents, self.cut)
+        task = checks.task_on(loaded, fed.batches[0].inputs)
+        if task == "hidden":
+            return "the model sees the tokens that it would predict"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask, behind which the model would guess"
-        fed = texts.batches(loaded, self.contents, self.cut)
         loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 

@@ -25,7 +25,7 @@ from attnlens.run.swap.comparison.outputs import (
 )
 from attnlens.statistics import Design, paired_difference
 from attnlens.statistics.likeness import Likeness
-from attnlens.texts.targets import NO_LOSS, NOTHING, Fed
+from attnlens.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +119,7 @@ class Comparison:
         """Those of the predictions."""
         names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
         if not self.before:
-            return {"reasons": dict.fromkeys(names, "the model has no head that predicts tokens or classes")}
+            return {"reasons": dict.fromkeys(names, f"the model has {HEADLESS}")}
         if not torch.cat((*self.divergences, *self.after)).isfinite().all():
             return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
         kl, ends = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)

@@ -21,7 +21,7 @@ from attnlens.run.progress import Tell
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.sensitivity import Basis, bases, sensitivities
-from attnlens.texts.targets import Fed, feed
+from attnlens.texts.targets import HEADLESS, Fed, feed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -37,7 +37,7 @@ TRIES = 7
 def check_task(task: Task) -> None:
     """Raise UsageError where a model has no loss against the text that a budget could be a share of."""
     if task not in ("causal", "masked", "seq2seq"):
-        what = "has no head that predicts anything" if task == "hidden" else "is measured against its own choices alone"
+        what = f"has {HEADLESS}" if task == "hidden" else "is measured against its own choices alone"
         raise UsageError(
             f"This model {what}, so that there is no loss to spend.",
             "Give one rank for all heads, as in --kernel rank:16.",
