@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,9 +254,12 @@ def test_each_window_stands_behind_the_next_image(tmp_path: Path) -> None:
     given = processed(tmp_path / "llava", "llava")
     files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
     found = texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
-    assert [batch.inputs["pixel_values"].mean().item() for batch in found] == [-1.0, 1.0, -1.0]
+    assert [batch.inputs["pixel_values"].mean().item() for batch in found] == [-1.0, 1.0], "one sequence a file"
+    assert found.notes == ("Each sequence has a file of its own: there are 2 of the 3 asked for.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in found)
     assert not found.made_up
+    with pytest.raises(UsageError, match="2 files are more than the 1 sequences"):
+        texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=1, image=files))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -290,6 +294,10 @@ def refused(error: type[Exception], words: str, given: Any, **options: Any) -> N
 def test_files_that_can_not_be_read_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    words = tmp_path / "words.png"
+    words.write_text("words")
+    refused(TextError, "words.png can't be read as an image", sees, image=[words])
+    refused(TextError, "words.png can't be read as an image", replace(sees, tokenizer=None), image=[words])
     refused(TextError, "broken.png can't be read as an image", sees, image=[broken])
     refused(TextError, "broken.png can't be read as a sound", hears, audio=[broken])
     refused(TextError, "missing.png can't be read", sees, image=[tmp_path / "missing.png"])

@@ -76,5 +76,5 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
 
 def _relative(own: Tensor, again: Tensor) -> Tensor:
     """‖own − again‖ / ‖own‖; numbers that are infinite in both are the same (Grounding DINO's hidden words)."""
-    change = torch.where(own == again, 0.0, own - again)
-    return change.norm() / own.masked_fill(own.isinf(), 0.0).norm().clamp_min(torch.finfo(own.dtype).tiny)
+    change, size = torch.where(own == again, 0.0, own - again).norm(), own.masked_fill(own.isinf(), 0.0).norm()
+    return torch.div(change, size.clamp_min(torch.finfo(own.dtype).tiny))

@@ -168,6 +168,8 @@ class Settings(Record):
             return f"{self.noise.name}, {count} {kind}{plural} of {self.tokens} tokens each"
         if self.text is None:
             return ""
+        if self.tokens is None:
+            return f"{count} file{plural}: {self.text.name}"
         where = {"spread": "spread over", "first": "from the beginning of", "random": "drawn from", None: "of"}[
             self.windows
         ]

@@ -100,7 +100,7 @@ def _cannot_run(
         )
     return ModelError(
         f"{loaded.info.id} can't run on {' and '.join(inputs)}: {type(error).__name__}: {models.first_line(error)}",
-        "It needs inputs that attnlens does not know, or its config.json is not the one that it was made with.",
+        "It needs other inputs than these, or longer ones; or its config.json is not the one that it was made with.",
     )
 
 
@@ -153,7 +153,7 @@ def task_on(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 def _looks_ahead(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> bool:
     """Whether another last token of the first sequence changes what is predicted behind the tokens before it."""
-    alone = inputs if len(inputs["input_ids"]) == 1 else {name: value[:1] for name, value in inputs.items()}
+    alone = texts.first(inputs, 1)
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
     other = ids.clone()

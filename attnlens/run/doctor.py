@@ -58,7 +58,7 @@ def doctor(
     feeding.refuse_text(loaded, files, asked.tokens)
     settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
     if loaded.model.dtype == torch.float64 and (failure := checks.failure(loaded, inputs)):
-        loaded, inputs = replace(loaded, model=loaded.model.float()), hooks.as_dtype(inputs, torch.float32)
+        loaded, inputs = replace(loaded, model=nn.Module.float(loaded.model)), hooks.as_dtype(inputs, torch.float32)
         settings = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(failure)]})
     report = _examined(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})

@@ -92,7 +92,7 @@ def fed(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> Setting
     if not found.tokens:
         nothing = {"pack": None, "windows": None, "intervals": None}
         said = Text.of(found.texts)
-        fed = {"noise": said} if found.made_up else {"text": said, "texts": list(found.texts)}
+        fed = {"noise": said} if found.made_up else {"text": said, "texts": list(found.texts), "tokens": None}
         more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
         return asked.model_copy(update=fed | more | nothing)
     short = found.sequences < (asked.sequences or 0)
@@ -117,8 +117,6 @@ def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> It
             f"{len(set(found.parts)) + len(found.left_out)} texts."
         )
     what = "lines" if asked.pack is False else "windows"
-    if found.sequences < (asked.sequences or 0):
-        yield f"The text has {found.sequences} {what} of the {asked.sequences} asked for."
     if asked.windows == "first":
         yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
     repeated = texts.repeated_share(loaded.tokenizer, found.ids)
@@ -130,8 +128,8 @@ def _told_of(asked: Settings, found: texts.Batches, loaded: models.Loaded) -> It
 
 
 def seen(settings: Settings, loaded: models.Loaded, reached: Sequence[Reached]) -> Settings:
-    """The settings of a model that reads no text with the tokens that its attention makes of an input, at most."""
-    if texts.reads_text(loaded):
+    """The settings of a model that reads noise alone with the tokens that its attention makes of it, at most."""
+    if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
 

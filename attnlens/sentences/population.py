@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnlens.records import Report
+from attnlens.records import Report, Text
 from attnlens.wording import listed
 
 
@@ -18,9 +18,9 @@ def population(report: Report, counted: str = "") -> str:
     or by what is `counted` instead.
     """
     settings = report.settings
-    texts, what = settings.texts, f"{_unit(report)}s"
+    texts, what = _read(report), f"{_unit(report)}s"
     if not texts:
-        return ""
+        return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
     first, names = settings.windows == "first", listed([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
     weights = (
@@ -39,4 +39,9 @@ def population(report: Report, counted: str = "") -> str:
 
 def _unit(report: Report) -> str:
     """A window, a line, or where no text was fed an input."""
-    return "input" if not report.settings.texts else "line" if report.settings.pack is False else "window"
+    return "input" if not _read(report) else "line" if report.settings.pack is False else "window"
+
+
+def _read(report: Report) -> list[Text]:
+    """The texts that were cut; images and sounds, of files or noise, may stand beside them."""
+    return [text for text in report.settings.texts if text.available is not None]

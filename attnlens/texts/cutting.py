@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from hashlib import sha256
 from inspect import signature
 from random import Random
@@ -56,11 +57,13 @@ def batches(
     """
     _check(loaded, cut.sequences, cut.batch_size)
     files, media = _files(loaded, cut)
-    rows, types, names, texts = _fed(loaded, contents, cut, apart_from.taken if apart_from else {})
+    each = _each(files, cut.sequences if reads_text(loaded) else None)
+    taken = apart_from.taken if apart_from else {}
+    rows, types, names, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
     unknown = unknown_shares(loaded.tokenizer, rows, names)
     if not cut.allow_foreign:
         refuse_foreign(unknown)
-    count = len(rows) or max(map(len, files.values()), default=cut.sequences)
+    count = len(rows) or each or cut.sequences
     beside = Beside(loaded.model, towers(loaded.model), cut.seed, skip_noise, files)
     return Batches(
         batches=_in_batches(loaded, beside, rows, types, names, count, cut.batch_size),
@@ -69,10 +72,38 @@ def batches(
         texts=(*texts, *media, *beside.described),
         unknown=unknown,
         pack=cut.pack,
-        notes=() if files else towers(loaded.model).notes,
+        notes=(*(() if files else towers(loaded.model).notes), *_short(count, each, cut, texts)),
         made_up=reads_noise(loaded) and not files,
         left_out=tuple(content.name for content in contents if rows and content.name not in names),
     )
+
+
+def _each(files: Mapping[str, Sequence[object]], most: int | None) -> int | None:
+    """How many sequences have a file of their own: one that stood beside two would count as two; None without files.
+
+    Raises UsageError where there are not as many files of each modality, or more than sequences.
+    """
+    if not files:
+        return None
+    counts = {modality: len(found) for modality, found in files.items()}
+    least = min(counts.values())
+    if max(counts.values()) > least:
+        said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
+        raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
+    if most is not None and least > most:
+        raise UsageError(f"{least} files are more than the {most} sequences.", f"Give --sequences {least}.")
+    return least
+
+
+def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> Iterator[str]:
+    """Why there are fewer sequences than were asked for, if there are."""
+    if not texts or count >= cut.sequences:
+        return
+    what = "lines" if not cut.pack else "windows"
+    if count == files:
+        yield f"Each sequence has a file of its own: there are {count} of the {cut.sequences} asked for."
+    else:
+        yield f"The text has {count} {what} of the {cut.sequences} asked for."
 
 
 def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:

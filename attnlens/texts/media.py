@@ -62,7 +62,9 @@ def _images(reader: Any, path: str, content: bytes) -> Mapping[str, Any]:
     try:
         with Image.open(BytesIO(content)) as found:
             picture = found.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError:
+        raise TextError(f"{path} can't be read as an image: its format is not known.", SAY["image"]) from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise TextError(f"{path} can't be read as an image: {first_line(error)}", SAY["image"]) from None
     return _processed(lambda: reader(images=[picture], return_tensors="pt"), path)
 

@@ -95,14 +95,15 @@ class Inspection:
         return [analyzer for analyzer in plain if analyzer.source == source]
 
     def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
-        """The texts as batches; none for weights alone, nor for both sources where there is no tokenizer."""
+        """What is fed as batches; none for weights alone, nor for both sources where a text has no tokenizer."""
         asked, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
         if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
             found = texts.batches(self.loaded, contents, cut)
         except TextError as error:
-            if self.loaded.tokenizer is not None or self.settings.source == "tokens":
+            read = self.loaded.tokenizer is not None or not texts.reads_text(self.loaded) or cut.image or cut.audio
+            if read or self.settings.source == "tokens":
                 raise
             self.tokenless = error.problem
             return ()
