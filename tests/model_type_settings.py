@@ -42,6 +42,18 @@ SAM = {
     "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     | {"iou_head_hidden_dim": 32},
 }
+PROMPTED = {
+    "prompt_encoder_config": {"hidden_size": 32, "image_size": 64, "patch_size": 8, "mask_input_channels": 4},
+    "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "iou_head_hidden_dim": 32},
+}
+HIERA = (
+    {"hidden_size": 16, "image_size": [64, 64], "embed_dim_per_stage": [16, 32, 64, 128]}
+    | {"num_attention_heads_per_stage": [1, 2, 4, 8], "blocks_per_stage": [1, 1, 2, 1], "global_attention_blocks": [3]}
+    | {"window_size_per_stage": [4, 2, 4, 2], "num_attention_heads": 1}
+)
+HIERA_SEEN = {"backbone_config": HIERA, "backbone_channel_list": [128, 64, 32, 16], "fpn_hidden_size": 32} | {
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]
+}
 CODES = {"base_channels": 32, "num_res_blocks": 1}
 MIXED_TURNS = {
     "rope_parameters": {
@@ -51,7 +63,9 @@ MIXED_TURNS = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 WINDOWED_LATENTS = {"head_dim": 24, "shared_experts_intermediate_size": 32}
-FOUR_RESOLUTIONS = {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_hidden_layers": 4}
+FOUR_RESOLUTIONS = {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_hidden_layers": 4} | {
+    "patch_sizes": [4, 5, 5, 4]
+}
 KERNELS = {"longratio": 7, "midratio": 5, "shortratio": 3}
 STROKES = {
     "intraclass_block_config": {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]}
@@ -62,10 +76,13 @@ STROKES = {
     "kernel_list": [3, 2, 2],
     "neck_out_channels": 32,
 }
-INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16} | {
-    **{"indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 64, "eos_token_id": 2},
-    **{"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "number_of_conv_states": 3},
-}
+INDEXED = (
+    {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+    | {"indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 64, "eos_token_id": 2}
+    | {"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1}
+    | {"number_of_conv_states": 3}
+)
+FEW_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2}
 FEW_FILTERS = {"num_filters": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(listed("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
@@ -118,6 +135,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": [8, 8], "pad_token_id": 1},
     "luke": {"entity_vocab_size": 64, "entity_emb_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "minimax_m3_vl": {"text_config": FEW_BLOCKS},
+    "minimax_m3_vl_text": FEW_BLOCKS,
     "mistral4": {"head_dim": 24}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     "moonshine_streaming": {"num_key_value_heads": 4},
@@ -136,7 +155,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config": MIXED_TURNS, "vision_config": {"deepstack_visual_indexes": [0]}},
     "cohere_compass_text": MIXED_TURNS,
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
-    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}},
+    "clvp": {"text_config": {"num_attention_heads": 2}, "speech_config": {"num_attention_heads": 2}},
+    "diffusion_gemma": {
+        "canvas_length": 16,
+        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    },
     "dots3_note": {
         "text_config": WINDOWED_LATENTS,
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
@@ -187,7 +210,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer": FEW_FILTERS,
     "vibevoice_acoustic_tokenizer_decoder": FEW_FILTERS,
     "vibevoice_acoustic_tokenizer_encoder": FEW_FILTERS,
-    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": FEW_FILTERS, "semantic_tokenizer_encoder_config": FEW_FILTERS},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": FEW_FILTERS,
+        "semantic_tokenizer_encoder_config": FEW_FILTERS,
+    },
+    "sam2": PROMPTED
+    | {"vision_config": HIERA_SEEN, "prompt_encoder_config": PROMPTED["prompt_encoder_config"] | {"patch_size": 16}},
+    "sam2_hiera_det_model": HIERA,
+    "sam2_vision_model": HIERA_SEEN,
+    "sam3_tracker": PROMPTED
+    | {
+        "vision_config": {"fpn_hidden_size": 32, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
+        | {"backbone_config": {"image_size": 64, "window_size": 4, "global_attn_indexes": [1]}},
+    },
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4},
 }

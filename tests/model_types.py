@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import transformers as tf
 import transformers.models.auto.modeling_auto as auto
+from huggingface_hub.errors import StrictDataclassError
+from model_type_settings import CHANGES, VOCABULARY, listed
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model_type_settings import CHANGES, VOCABULARY, listed
+from attnlens.errors import FAILURES
 
 
 def _names(words: str) -> set[str]:
@@ -36,6 +38,8 @@ CLASSES = listed(
     "KEYPOINT_MATCHING KEYPOINT_DETECTION UNIVERSAL_SEGMENTATION IMAGE TIME_SERIES_PREDICTION POSE_ESTIMATION RNNT TDT"
 )
 """Which class of a type is built: the first that it has."""
+UNBUILT = (*FAILURES, StrictDataclassError)
+"""What a configuration or a model raises whose sizes, tied to each other by a family, don't fit."""
 BARE = {"blip", "clip", "siglip", "siglip2", "align"}
 """Types that are built without a head."""
 
@@ -93,7 +97,7 @@ MOST = {
     **dict.fromkeys(
         _names("decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers"), 0
     ),
-    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 64},
+    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 8},
     **{"num_conv_pos_embedding_groups": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
     "max_2d_position_embeddings": 1024,
 }
@@ -107,7 +111,6 @@ DROPPED = _names(
 )
 
 
-
 def TYPES() -> list[str]:  # noqa: N802
     """Every model type that has a model class."""
     tables = [name for name in dir(auto) if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")]
@@ -117,7 +120,8 @@ def TYPES() -> list[str]:  # noqa: N802
 def build(name: str) -> Any:
     """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
 
-    Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one.
+    Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one. A
+    package that a type needs and that isn't installed raises transformers' ImportError.
     """
     model_class = class_of(name)
     if model_class is None:
@@ -126,18 +130,18 @@ def build(name: str) -> Any:
     for way in WAYS:
         try:
             model = _built(name, model_class, way)
-        except Exception as error:  # sizes that a family ties to each other
-            reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}")
+        except UNBUILT as error:
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
         built = built or model
         try:
             with torch.no_grad():
                 model(**plain_inputs(model))
-        except Exception:  # noqa: S112  # any of transformers' own; another way of shrinking may run
+        except (*FAILURES, ImportError):  # another way of shrinking may run
             continue
         return model
     if built is None:
-        raise RuntimeError("; ".join(reasons))
+        raise RuntimeError("; ".join(dict.fromkeys(reasons)))
     return built
 
 
@@ -171,13 +175,7 @@ def config_of(name: str, way: frozenset[str]) -> Any:
     config_class = CONFIG_MAPPING[name]
     kept = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
     kept.pop("model_type", None)
-    try:
-        return config_class(**kept)
-    except Exception as first:
-        try:
-            return config_class.from_dict(kept)
-        except Exception:  # any of the config class's own; the first says more
-            raise first from None
+    return config_class(**kept)
 
 
 def _first_sizes(name: str) -> dict[str, Any]:

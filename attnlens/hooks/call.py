@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnlens.attention.masks import split_mask
@@ -32,6 +33,8 @@ def read_call(
     if mask is not None:  # one row may stand for all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
     allowed, added = split_mask(mask)
+    if more.get("indices") is not None:
+        allowed = _chosen(more["indices"], key.shape[2]) & (True if allowed is None else allowed)
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added
@@ -48,6 +51,15 @@ def read_call(
         dropout=(more.get("dropout") or 0.0) if module.training else 0.0,
         module=module,
     )
+
+
+def _chosen(indices: Tensor, keys: int) -> Tensor:
+    """The mask (batch, 1, queries, keys) of the keys that a sparse model's indexer chose for each query.
+
+    Modules put it into the mask that they give to transformers' own functions; others get the numbers of the keys.
+    """
+    none = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    return none.scatter(-1, indices.long(), True)[:, None]
 
 
 def _causal_without_mask(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
