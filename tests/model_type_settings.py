@@ -82,7 +82,7 @@ INDEXED = (
     | {"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1}
     | {"number_of_conv_states": 3}
 )
-FEW_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2}
+FEW_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 FEW_FILTERS = {"num_filters": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(listed("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
