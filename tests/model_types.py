@@ -99,7 +99,7 @@ MOST = {
     ),
     **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 8},
     **{"num_conv_pos_embedding_groups": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    "max_2d_position_embeddings": 1024,
+    **{"index_kpool": 4, "max_2d_position_embeddings": 1024},
 }
 """The largest number under each of these names."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
