@@ -154,7 +154,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "cohere_compass": {"text_config": MIXED_TURNS, "vision_config": {"deepstack_visual_indexes": [0]}},
     "cohere_compass_text": MIXED_TURNS,
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {"sam_config": {"downsample_channels": [32, 64]}},
+    },
     "clvp": {"text_config": {"num_attention_heads": 2}, "speech_config": {"num_attention_heads": 2}},
     "diffusion_gemma": {
         "canvas_length": 16,
