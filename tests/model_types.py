@@ -15,30 +15,31 @@ from typing import Any
 import torch
 import transformers as tf
 import transformers.models.auto.modeling_auto as auto
+from huggingface_hub.errors import StrictDataclassError
+from model_type_settings import CHANGES, VOCABULARY, listed
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-
-def _listed(words: str) -> list[str]:
-    return words.split()
+from attnlens.errors import FAILURES
 
 
 def _names(words: str) -> set[str]:
-    return set(_listed(words))
+    return set(listed(words))
 
 
-VOCABULARY = 320
 LARGEST = 130_000_000
 """Parameters above which a type is not built."""
 WAYS = (frozenset(), frozenset({"ungrouped"}), frozenset({"larger image"}), frozenset({"full width"}))
 """How a configuration is shrunk: all of it, without key heads of their own, with larger images, its depth alone."""
-CLASSES = _listed(
+CLASSES = listed(
     "SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ MASKED_LM CAUSAL_LM IMAGE_TEXT_TO_TEXT MULTIMODAL_LM RETRIEVAL "
     "ZERO_SHOT_IMAGE_CLASSIFICATION MODEL CTC IMAGE_CLASSIFICATION OBJECT_DETECTION MASK_GENERATION "
     "SEMANTIC_SEGMENTATION DEPTH_ESTIMATION TEXT_TO_SPECTROGRAM TEXT_TO_WAVEFORM PRETRAINING BACKBONE TEXT_ENCODING "
     "KEYPOINT_MATCHING KEYPOINT_DETECTION UNIVERSAL_SEGMENTATION IMAGE TIME_SERIES_PREDICTION POSE_ESTIMATION RNNT TDT"
 )
 """Which class of a type is built: the first that it has."""
+UNBUILT = (*FAILURES, StrictDataclassError)
+"""What a configuration or a model raises whose sizes, tied to each other by a family, don't fit."""
 BARE = {"blip", "clip", "siglip", "siglip2", "align"}
 """Types that are built without a head."""
 
@@ -96,9 +97,9 @@ MOST = {
     **dict.fromkeys(
         _names("decoder_layerdrop encoder_layerdrop layerdrop num_kv_shared_layers num_nextn_predict_layers"), 0
     ),
-    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 64},
+    **{"max_source_positions": 50, "q_lora_rank": 24, "qk_head_dim": 24, "num_queries": 10, "index_topk": 8},
     **{"num_conv_pos_embedding_groups": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    "max_2d_position_embeddings": 1024,
+    **{"index_kpool": 4, "max_2d_position_embeddings": 1024},
 }
 """The largest number under each of these names."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
@@ -108,99 +109,6 @@ DROPPED = _names(
     "transformers_version architectures _name_or_path dtype torch_dtype attn_implementation _attn_implementation "
     "id2label label2id"
 )
-
-THREE_AXES = {"rope_parameters": {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 10000.0}}
-HALF_TURNED = {
-    "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 10000.0}
-    | {"partial_rotary_factor": 0.5}
-}
-THREE_AXES_INSIDE = {"text_config": THREE_AXES}
-SERIES = {"prediction_length": 4, "context_length": 8}
-ALL_HEADS = {"num_key_value_heads": 4}
-STARTS = {"decoder_start_token_id": 0}
-STANDS = {"image_token_index": 300, "image_token_id": 300, "video_token_index": 300}
-FOUR_STAGES = {
-    "backbone_config": {"num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
-    "neck_hidden_sizes": [16, 16, 16, 16],
-    "fusion_hidden_size": 16,
-}
-FEW_TOKENS = {"mm_tokens_per_image": 4}
-TILES = {"image_grid_pinpoints": [[32, 32], [32, 64]]}
-SEEN = {"vision_config": {"projection_dim": 64}, "projection_dim": 64}
-PROJECTED = {"text_config": {"projection_size": 64}}
-SAM = {
-    "vision_config": {"hidden_size": 64, "image_size": 64, "patch_size": 16, "output_channels": 32, "window_size": 2}
-    | {"global_attn_indexes": [1], "num_attention_heads": 4, "num_hidden_layers": 2, "mlp_dim": 96, "mlp_ratio": 2.0}
-    | {"num_pos_feats": 16},
-    "prompt_encoder_config": {"hidden_size": 32, "image_size": 64, "patch_size": 16, "image_embedding_size": 4}
-    | {"mask_input_channels": 4},
-    "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    | {"iou_head_hidden_dim": 32},
-}
-CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(_names("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
-    **dict.fromkeys(
-        _names("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl qwen2_5_omni_thinker"),
-        THREE_AXES_INSIDE,
-    ),
-    **dict.fromkeys(_names("informer autoformer time_series_transformer"), SERIES),
-    **dict.fromkeys(_names("longt5 t5 pop2piano switch_transformers"), STARTS),
-    **dict.fromkeys(_names("siglip siglip2"), PROJECTED),
-    **dict.fromkeys(_names("sam sam_hq"), SAM),
-    **dict.fromkeys(_names("gemma3 shieldgemma2"), FEW_TOKENS),
-    **dict.fromkeys(_names("blip-2 instructblip instructblipvideo"), STANDS),
-    **dict.fromkeys(_names("llava_next llava_next_video llava_onevision"), TILES),
-    **dict.fromkeys(_names("paligemma janus"), SEEN),
-    **dict.fromkeys(_names("chmv2 depth_anything zoedepth tipsv2_dpt prompt_depth_anything"), FOUR_STAGES),
-    "colpali": {"vlm_config": SEEN},
-    "florence2": STARTS | SEEN,
-    "llama4": {"image_token_index": 300, "image_token_id": 300}
-    | {
-        "vision_config": {"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64}
-        | {"vision_output_dim": 64}
-    },
-    "seggpt": {"image_size": [64, 32]},
-    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 16},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
-    "beit": {"image_size": 32},
-    "big_bird": {"attention_type": "original_full"},
-    "blt": {"encoder_hash_byte_group_vocab": 256},
-    "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 16},
-    "colqwen2": {"vlm_config": {"text_config": THREE_AXES}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "num_key_value_heads": 2},
-    "dia": {"decoder_start_token_id": 1},
-    "encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},
-    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 4, "emb_layer_norm_before": False}
-    | {"position_embedding_type": "rotary"},
-    "esmc": {"vocab_size": VOCABULARY, "mask_token_id": 4, "num_key_value_heads": 4},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
-    "glm4v_moe": {"text_config": HALF_TURNED},
-    "glm4v_moe_text": HALF_TURNED,
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
-    | {"num_layers": 2, "window_size": 4, "intermediate_size": 96},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    | {"position_embedding_type": "rope"},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 8},
-    "led": {"attention_window": [8, 8]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
-    "lilt": {"max_2d_position_embeddings": 1024, "channel_shrink_ratio": 4, "hidden_size": 48}
-    | {"num_attention_heads": 4},
-    "longformer": {"attention_window": [8, 8], "pad_token_id": 1},
-    "luke": {"entity_vocab_size": 64, "entity_emb_size": 64},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
-    "mistral4": {"head_dim": 24}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
-    "moonshine_streaming": {"num_key_value_heads": 4},
-    "nemo_speechlm": {
-        "word_timestamp_config": ALL_HEADS,
-        "audio_config": {"asr_config": ALL_HEADS, "diarization_config": {"audio_config": ALL_HEADS}},
-    },
-    "nemotron": {"num_key_value_heads": 2},
-    "perceiver": {"d_model": 64, "num_latents": 8, "d_latents": 64, "num_blocks": 1, "num_self_attends_per_block": 2},
-    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 2, "hidden_size": 64}
-    | {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "is_decoder": False},
-}
-"""What a type's configuration says beside what is shrunk."""
 
 
 def TYPES() -> list[str]:  # noqa: N802
@@ -212,7 +120,8 @@ def TYPES() -> list[str]:  # noqa: N802
 def build(name: str) -> Any:
     """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
 
-    Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one.
+    Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one. A
+    package that a type needs and that isn't installed raises transformers' ImportError.
     """
     model_class = class_of(name)
     if model_class is None:
@@ -221,18 +130,18 @@ def build(name: str) -> Any:
     for way in WAYS:
         try:
             model = _built(name, model_class, way)
-        except Exception as error:  # sizes that a family ties to each other
-            reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}")
+        except UNBUILT as error:
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
         built = built or model
         try:
             with torch.no_grad():
                 model(**plain_inputs(model))
-        except Exception:  # noqa: S112  # any of transformers' own; another way of shrinking may run
+        except (*FAILURES, ImportError):  # another way of shrinking may run
             continue
         return model
     if built is None:
-        raise RuntimeError("; ".join(reasons))
+        raise RuntimeError("; ".join(dict.fromkeys(reasons)))
     return built
 
 
@@ -266,19 +175,15 @@ def config_of(name: str, way: frozenset[str]) -> Any:
     config_class = CONFIG_MAPPING[name]
     kept = _cleaned(_merged(shrunk(config_class(**_first_sizes(name)).to_dict(), way), CHANGES.get(name, {})))
     kept.pop("model_type", None)
-    try:
-        return config_class(**kept)
-    except Exception as first:
-        try:
-            return config_class.from_dict(kept)
-        except Exception:  # any of the config class's own; the first says more
-            raise first from None
+    return config_class(**kept)
 
 
 def _first_sizes(name: str) -> dict[str, Any]:
     """What the configuration must be made with: DETR's needs a backbone that no package brings."""
     if name == "funnel":
         return {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 16, "n_head": 4, "d_model": 64}
+    if name == "omdet-turbo":
+        return {"use_timm_backbone": False}
     if name not in ("detr", "conditional_detr", "table-transformer", "deformable_detr", "dab-detr"):
         return {}
     stages = ["stage2", "stage3", "stage4"] if name == "deformable_detr" else ["stage4"]

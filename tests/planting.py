@@ -60,5 +60,6 @@ def _plant(found: hooks.Reached) -> bool:
         query[-size:] = -key[-size:]
         gains = [getattr(getattr(found.module, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         if all(isinstance(gain, Tensor) for gain in gains):
-            gains[0][:size], gains[0][-size:] = gains[1][:size], gains[1][-size:]
+            query_gain, key_gain = (gain.view(-1) for gain in gains)  # one for all heads, or one after the other
+            query_gain[:size], query_gain[-size:] = key_gain[:size], key_gain[-size:]
     return True

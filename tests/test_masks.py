@@ -192,6 +192,13 @@ def test_a_call_without_a_scale_has_one_over_the_root_of_the_head_s_width():
     assert read_call(torch.nn.Identity(), query, query, query, None, {"scaling": 2.0}).scale == 2.0
 
 
+def test_of_the_keys_under_the_mask_those_are_seen_that_an_indexer_chose():
+    query, before = torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    chosen = torch.tensor([[[0, 2], [1, 0], [2, 0]]], dtype=torch.int32)
+    call = read_call(torch.nn.Identity(), query, query, query, before, {"indices": chosen})
+    assert call.allowed.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]]
+
+
 @pytest.mark.parametrize("kind", ["boolean", "numbers"])
 def test_one_row_of_a_mask_stands_for_all_queries(kind, monkeypatch):
     monkeypatch.setattr("attnlens.attention.rows.TILE_BYTES", 1)  # tiles of 16 rows

@@ -75,6 +75,12 @@ def test_a_type_is_read_as_it_computes(name, text):
     assert error is None if name in FUSED else error < 2e-6
 
 
+def test_of_a_sparse_model_s_keys_those_are_seen_whose_blocks_its_indexer_chose(text):
+    given = loaded(model_types.build("minimax_m3_vl"), tiny.tokenizer("roberta"))
+    report = attnlens.inspect(given, analyzers=["symmetry"], tokens=12, sequences=2, text=text)
+    assert report.summary.identity_error < 1e-5
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_type_is_refused_with_what_happened(name, text):
     given = loaded(model_types.build(name), tiny.tokenizer("roberta"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from attnlens.attention.masks import split_mask
@@ -35,7 +37,7 @@ def read_call(
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added
-    return Call(
+    call = Call(
         query=query,
         key=key,
         value=value,
@@ -48,6 +50,27 @@ def read_call(
         dropout=(more.get("dropout") or 0.0) if module.training else 0.0,
         module=module,
     )
+    return _narrowed(call, more)
+
+
+def _narrowed(call: Call, more: dict[str, Any]) -> Call:
+    """The call with those keys alone visible that a sparse model's indexer chose for each query, where it has one.
+
+    Modules put them into the mask that they give to transformers' own functions; others get the numbers of the keys, or
+    of blocks of keys (MiniMax-M3).
+    """
+    indices, blocks = more.get("indices"), more.get("block_indices")
+    if indices is None and blocks is None:
+        return call
+    query, keys = call.query, call.key.shape[2]
+    chosen = query.new_zeros(query.shape[0], 1, query.shape[2], keys, dtype=torch.bool)
+    if indices is not None:
+        chosen = chosen.scatter(-1, indices.long()[:, None], True)
+    else:
+        indexer = cast("Any", call.module).indexer
+        chosen = indexer.build_block_mask(blocks, ~chosen, keys, query.dtype, query.device, None) == 0
+    seen = call.visible()
+    return replace(call, allowed=chosen if seen is None else chosen & seen, causal=False)
 
 
 def _causal_without_mask(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
