@@ -82,6 +82,11 @@ INDEXED = (
     | {"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1}
     | {"number_of_conv_states": 3}
 )
+FOUR_AXES = {"rope_parameters": {"mrope_section": [2, 2, 2, 2], "rope_type": "default", "rope_theta": 10000.0}}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
+FINER = {"fpn_hidden_size": 64} | {
+    "backbone_config": {"global_attn_indexes": [1], "window_size": 2, "pretrain_image_size": 32, "image_size": 64}
+}
 FEW_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 FEW_FILTERS = {"num_filters": 4}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -93,7 +98,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(listed("informer autoformer time_series_transformer"), SERIES),
     **dict.fromkeys(listed("longt5 t5 pop2piano switch_transformers"), STARTS),
     **dict.fromkeys(listed("siglip siglip2"), PROJECTED),
-    **dict.fromkeys(listed("sam sam_hq"), SAM),
+    "sam": SAM,
+    "sam_hq": SAM | {"mask_decoder_config": SAM["mask_decoder_config"] | {"vit_dim": 64}},
     **dict.fromkeys(listed("gemma3 shieldgemma2"), FEW_TOKENS),
     **dict.fromkeys(listed("blip-2 instructblip instructblipvideo"), STANDS),
     **dict.fromkeys(listed("llava_next llava_next_video llava_onevision"), TILES),
@@ -111,7 +117,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
     "beit": {"image_size": 32},
     "big_bird": {"attention_type": "original_full"},
-    "blt": {"encoder_hash_byte_group_vocab": 256},
+    "blt": {"encoder_hash_byte_group_vocab": 256}
+    | {"encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}},
     "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 16},
     "colqwen2": {"vlm_config": {"text_config": THREE_AXES}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "num_key_value_heads": 2},
@@ -137,7 +144,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
     "minimax_m3_vl": {"text_config": FEW_BLOCKS},
     "minimax_m3_vl_text": FEW_BLOCKS,
-    "mistral4": {"head_dim": 24}
+    "mistral4": {"head_dim": 8}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemo_speechlm": {
@@ -226,6 +233,26 @@ CHANGES: dict[str, dict[str, Any]] = {
         "vision_config": {"fpn_hidden_size": 32, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
         | {"backbone_config": {"image_size": 64, "window_size": 4, "global_attn_indexes": [1]}},
     },
+    "autoformer": SERIES | {"label_length": 4},
+    "bailing_hybrid": {"num_expert_group": 1},
+    "deberta": RELATIVE,
+    "deberta-v2": RELATIVE | {"position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+    "depth_pro": {"intermediate_hook_ids": [1, 0], "intermediate_feature_dims": [16, 16]},
+    "glmga": THREE_AXES_INSIDE,
+    "granite_speech5_ctc": ALL_HEADS | {"encoder_config": ALL_HEADS},
+    "granite_speech5_encoder": ALL_HEADS,
+    "hunyuan_vl": {"text_config": FOUR_AXES},
+    "hunyuan_vl_text": FOUR_AXES,
+    "kosmos-2": {"latent_query_num": 4},
+    "lightglue": {"keypoint_detector_config": {"max_keypoints": 32}},
+    "nemotron3_5_transcribe_asr_audio": ALL_HEADS,
+    "nemotron3_diarization": {"audio_config": ALL_HEADS},
+    "nemotron3_diarization_audio": ALL_HEADS,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 303, "audio_start_token_id": 304},
+    "sam3": {"vision_config": FINER},
+    "sam3_lite_text": {"vision_config": FINER},
+    "superglue": {"keypoint_encoder_sizes": [32, 64], "gnn_layers_types": ["self", "cross"]}
+    | {"keypoint_detector_config": {"descriptor_decoder_dim": 64, "max_keypoints": 32}},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4},
 }

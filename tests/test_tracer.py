@@ -240,6 +240,11 @@ READ: dict[str, Callable[..., Tensor]] = {
     "plain": lambda self, q, k, x: product(q, k) / 2,
     "in place": lambda self, q, k, x: product(q, k).mul_(0.25).add_(1),
     "einsum": lambda self, q, k, x: torch.einsum("bhid,bhjd->bhij", q, k),
+    "einsum with an ellipsis": lambda self, q, k, x: torch.einsum("...id, ...jd -> ...ij", q, k),
+    "baddbmm by name": lambda self, q, k, x: torch.baddbmm(
+        input=torch.zeros(1), batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).mT, alpha=0.3
+    ).view(2, HEADS, TOKENS, TOKENS),
+    "not below the least number": lambda self, q, k, x: torch.max(product(q, k), torch.full((), -3e38)),
     "batches": lambda self, q, k, x: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(2, HEADS, TOKENS, TOKENS),
     "baddbmm": lambda self, q, k, x: torch.baddbmm(
         self.positions[0, :, :1].expand(6, TOKENS, TOKENS), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0.5, alpha=0.3
@@ -268,6 +273,10 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "a factor of the inputs": (
         lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None],
+        "the factor of its scores depends on its inputs",
+    ),
+    "a factor of the inputs, added to nothing": (
+        lambda self, q, k, x: torch.addcmul(torch.zeros(1), product(q, k), x.mean()),
         "the factor of its scores depends on its inputs",
     ),
     "a factor for each pair": (

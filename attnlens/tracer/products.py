@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pro
         if function not in ADDING:
             return left @ right.transpose(-1, -2)
         factors = {name: kwargs[name] for name in ("beta", "alpha") if name in kwargs}
-        found: Tensor = function(args[0].to(left), left, right.transpose(-1, -2), **factors)
+        added = args[0] if args else kwargs["input"]
+        found: Tensor = function(added.to(left), left, right.transpose(-1, -2), **factors)
         return found
 
     return Product(first, second.transpose(-1, -2), again, plain=function not in ADDING)
@@ -100,16 +102,26 @@ def _arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
-    """Axes of both operands and of the result, and the operands of torch.einsum; an ellipsis is not read."""
+    """Axes of both operands and of the result, and the operands of torch.einsum; None where it is no such product."""
     if not args or not isinstance(args[0], str):
         return None
     given = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     equation = args[0].replace(" ", "")
-    if len(given) != 2 or "." in equation or "->" not in equation:
+    if len(given) != 2 or "->" not in equation or (spelled := _spelled(equation, given)) is None:
         return None
-    inputs, result = equation.split("->")
+    inputs, result = spelled.split("->")
     left, right = inputs.split(",")
     return (left, right, result), given[0], given[1]
+
+
+def _spelled(equation: str, given: Sequence[Tensor]) -> str | None:
+    """The equation with letters in place of its ellipses; None where these stand for unequally many axes."""
+    inputs = equation.partition("->")[0].split(",")
+    counts = {part.dim() - len(axes) + 3 for axes, part in zip(inputs, given, strict=True) if "..." in axes}
+    if len(counts) > 1:
+        return None
+    free = [letter for letter in ascii_letters if letter not in equation]
+    return equation.replace("...", "".join(free[: sum(counts)]))
 
 
 def _einsum_product(args: tuple[Any, ...]) -> Product | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,11 @@ STEPS_END = frozenset(
     | {torch.max, torch.amax, Tensor.max, Tensor.amax, torch.logsumexp, Tensor.logsumexp}
 )
 """Functions behind which a tensor is no longer the scores of a head, or its weights; nor is a row's largest score."""
+LARGER = frozenset({torch.max, Tensor.max})
+"""Functions that give the largest of one tensor, or the larger of two."""
 MULTIPLYING = frozenset(
-    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow}
+    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow, torch.addcmul, torch.addcdiv}
+    | {getattr(Tensor, name) for name in ("pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "__pow__")}
     | {getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__imul__")}
     | {getattr(Tensor, name) for name in ("multiply", "divide", "true_divide", "__truediv__", "__itruediv__")}
 )
@@ -44,7 +47,8 @@ class Provenance:
         """The function's result, with what is known of it."""
         given = list(tensors((args, kwargs)))
         carried: dict[TracedScores, None] = {}
-        if function not in STEPS_END:
+        ends = _ends(function, given)
+        if not ends:
             for tensor in given:
                 carried.update(dict.fromkeys(self.scores.get(tensor, ())))
         steps = {scores: self._step(scores, function, args, kwargs, given) for scores in carried}
@@ -57,7 +61,7 @@ class Provenance:
         for tensor in tensors(target):
             if dependent and tensor.dtype != torch.bool:
                 self.inputs[tensor] = True
-            if weighing is not None and function not in STEPS_END:
+            if weighing is not None and not ends:
                 self.weights[tensor] = weighing
         return result
 
@@ -109,6 +113,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for part in value.values():
             yield from tensors(part)
+
+
+def _ends(function: Any, given: Sequence[Tensor]) -> bool:
+    """Whether scores end at the function; the larger of two tensors, element by element, is a step like others."""
+    return function in STEPS_END and not (function in LARGER and len(given) == 2)
 
 
 def _in_place(function: Any) -> bool:
