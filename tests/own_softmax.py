@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attnlens import hooks
+from attnlens.errors import FAILURES, ModelError
 
 SOFTMAXES = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
 
@@ -29,7 +30,10 @@ class _Recording(TorchFunctionMode):
 def softmaxes(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Every softmax of three or more axes in the model's pass under transformers' eager attention."""
     with torch.no_grad(), hooks.implementation(model, "eager"), _Recording() as mode:
-        hooks.forward(model, inputs)
+        try:
+            hooks.forward(model, inputs)
+        except FAILURES as error:
+            raise ModelError(f"It does not run under transformers' eager attention: {error}", "") from error
     return mode.found
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnlens import hooks, registry, texts, weights
+from attnlens import hooks, registry, weights
 from attnlens.errors import UnreadableError
+from attnlens.run import checks
 
 PAIRS = (
     *(("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"), ("q", "k"), ("query_proj", "key_proj")),
     *(("q_linear", "k_linear"), ("linear_q", "linear_k"), ("to_q", "to_k"), ("wq", "wk"), ("query_net", "key_net")),
 )
 """What modules call the maps of their queries and keys, where they have one for each."""
+NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("q_ln", "k_ln"), ("query_layernorm", "key_layernorm"))
+"""The same of the norms of queries and keys."""
 TOLERANCE = 1e-4
 
 
@@ -30,8 +34,8 @@ def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
     planted = {found.site: found for found in reached if found.site.part != "cross" and _plant(found)}
     if not planted:
         return None
-    one = hooks.survey(model, texts.placeholder(loaded, 1, 0).batches[0].inputs)
     many = hooks.survey(model, inputs)
+    one = checks.of_one_token(replace(loaded, model=model), many, 0)
     definiteness = next(found for found in registry.analyzers(["symmetry"]) if found.source == "weights").function
     wrong, right = [], 0
     for found in weights.factors(model, one, many):
@@ -58,8 +62,9 @@ def _plant(found: hooks.Reached) -> bool:
     with torch.no_grad():
         query[:size] = key[:size]
         query[-size:] = -key[-size:]
-        gains = [getattr(getattr(found.module, name, None), "weight", None) for name in ("q_norm", "k_norm")]
-        if all(isinstance(gain, Tensor) for gain in gains):
-            query_gain, key_gain = (gain.view(-1) for gain in gains)  # one for all heads, or one after the other
-            query_gain[:size], query_gain[-size:] = key_gain[:size], key_gain[-size:]
+        for names in NORMS:
+            gains = [getattr(getattr(found.module, name, None), "weight", None) for name in names]
+            if all(isinstance(gain, Tensor) for gain in gains):
+                query_gain, key_gain = (gain.view(-1) for gain in gains)  # one for all heads, or one after the other
+                query_gain[:size], query_gain[-size:] = key_gain[:size], key_gain[-size:]
     return True

@@ -116,13 +116,14 @@ def test_gpt2s_own_upcasting_does_not_stand_in_the_way_of_float64(tmp_path):
         assert all(check.passed and check.weights_error is not None for check in checks)
 
 
-def test_a_model_that_does_not_run_in_float64_is_compared_in_float32():
+def test_a_model_that_can_not_be_read_in_float64_is_compared_in_float32():
     assert not any("float32" in note for note in attnlens.doctor(family("bert"), tokens=8).settings.notes)
     fsmt = loaded(model_types.build("fsmt"), tiny.tokenizer("roberta"))
     report = attnlens.doctor(fsmt, tokens=8)
     assert report.summary.verdict == "agrees"
     (note,) = (note for note in report.settings.notes if "float32" in note)
-    assert note.startswith("Computed in float32, whose rounding counts as error: the model does not run in float64 (")
+    assert note.startswith("Computed in float32, whose rounding counts as error, since in float64: ")
+    assert "can't run on input_ids" in note
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
 
 

@@ -47,21 +47,12 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool 
     try:
         return hooks.survey(loaded.model, inputs)
     except FAILURES:
-        if (error := failure(loaded, inputs)) is not None:
+        try:
+            with torch.no_grad():
+                hooks.forward(loaded.model, inputs)
+        except FAILURES as error:
             raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
         raise
-
-
-def failure(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Exception | None:
-    """What the model, left alone, raises on these inputs."""
-    try:
-        with torch.no_grad():
-            hooks.forward(loaded.model, inputs)
-    except FAILURES as error:
-        if is_memory(error):
-            raise
-        return error
-    return None
 
 
 def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> list[Reached]:

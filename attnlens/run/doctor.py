@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks, models, requests, texts, weights
 from attnlens.arguments import public
-from attnlens.errors import FAILURES, UnreadableError
+from attnlens.errors import FAILURES, ModelError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
 from attnlens.requests import ModelRequest, reading
@@ -29,7 +29,7 @@ TOLERANCE = hooks.IDENTITY_TOLERANCE
 ANOTHER = 1e-3
 """Relative difference of outputs above which an eager attention is another one, and not the same one rounded."""
 
-IN_FLOAT32 = "Computed in float32, whose rounding counts as error: the model does not run in float64 ({})."
+IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in float64: {}"
 
 
 @public
@@ -43,9 +43,9 @@ def doctor(
 
     P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
     loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
-    another `dtype` is honoured, and judged by the same tolerance, and so is float32 where the model's own code refuses
-    float64. `more` are the options of `requests.ModelRequest`.
-    Raises UsageError for words that make no sense, TextError, and ModelError where the model can't be loaded or read.
+    another `dtype` is honoured, and judged by the same tolerance, and so is float32 where the model can't be read in
+    float64. `more` are the options of `requests.ModelRequest`. Raises UsageError for words that make no sense,
+    TextError, and ModelError where the model can't be loaded or read.
     """
     start = time.perf_counter()
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
@@ -57,10 +57,15 @@ def doctor(
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, asked.tokens)
     settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
-    if loaded.model.dtype == torch.float64 and (failure := checks.failure(loaded, inputs)):
-        loaded, inputs = replace(loaded, model=nn.Module.float(loaded.model)), hooks.as_dtype(inputs, torch.float32)
-        settings = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(failure)]})
-    report = _examined(loaded, settings, inputs, progress)
+    try:
+        report = _examined(loaded, settings, inputs, progress)
+    except ModelError as error:
+        if loaded.model.dtype != torch.float64:
+            raise
+        told = [*settings.notes, IN_FLOAT32.format(error.problem)]
+        single = replace(loaded, model=nn.Module.float(loaded.model))
+        inputs = hooks.as_dtype(inputs, torch.float32)
+        report = _examined(single, settings.model_copy(update={"notes": told}), inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
 

@@ -60,12 +60,7 @@ def task_of(model: PreTrainedModel) -> Task:
         "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
         "causal": ("CAUSAL_LM",),
         "masked": ("MASKED_LM",),
-        "classification": (
-            "SEQUENCE_CLASSIFICATION",
-            "IMAGE_CLASSIFICATION",
-            "AUDIO_CLASSIFICATION",
-            "ZERO_SHOT_IMAGE_CLASSIFICATION",
-        ),
+        "classification": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     }
     for task, mappings in tasks.items():
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings):
@@ -75,8 +70,8 @@ def task_of(model: PreTrainedModel) -> Task:
 
 
 def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
-    """A model's predictions; of CLIP and its like, whose classes are the batch's texts, those of each image."""
-    found: Tensor = result.logits if "logits" in result else result.logits_per_image
+    """A model's predictions."""
+    found: Tensor = result.logits
     return found
 
 
@@ -92,12 +87,17 @@ def of_text(
 
 
 def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
-    """The last hidden states of outputs that carry them: the decoder's where there is one."""
+    """The last hidden states of outputs that carry them: the decoder's where there is one.
+
+    Of CLIP and its like, whose classes are whatever texts stand in a batch, the embeddings of each image and its text.
+    """
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has several for each stage
             return states[-1]
-    return None
+    embeddings = [value for name, value in getattr(result, "items", dict)() if name.endswith("_embeds")]
+    paired = len(embeddings) > 1 and all(one.dim() == 2 and one.shape == embeddings[0].shape for one in embeddings)
+    return torch.stack(embeddings, 1) if paired else None
 
 
 def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
