@@ -172,7 +172,7 @@ def tried(work: Callable[[], Any]) -> tuple[str, Any]:
     except run.Interrupted:
         raise
     except AttnlensError as error:
-        return "refused", f"{error.problem} {error.remedy}"
+        return "refused", error.problem
     except Exception as error:
         return "crash", f"{type(error).__name__}: {first_line(error)}"
 

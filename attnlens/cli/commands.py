@@ -157,7 +157,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
 
     told = []
     if kind == "architectures":
-        told.append(lists.architecture_list(*architectures.architectures()))
+        told += lists.architecture_list(*architectures.architectures())
     if kind in (None, "kernels"):
         told += lists.kernel_list(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
     if kind in (None, "analyzers"):

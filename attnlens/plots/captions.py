@@ -13,7 +13,6 @@ from attnlens.wording import (
     counted,
     decimals_for,
     listed,
-    model_name,
     short,
     title_of,
     written,
@@ -68,7 +67,7 @@ def model_line(shapes: Shapes) -> str:
     """Which model, of which size."""
     model = shapes.report.model
     size = f"{big(model.parameters)} parameters"
-    return f"{model_name(model.id)} ({clean(model.architecture)}, {size}, {layout_line(shapes)})"
+    return f"{model.title} ({clean(model.architecture)}, {size}, {layout_line(shapes)})"
 
 
 def layout_line(shapes: Shapes) -> str:

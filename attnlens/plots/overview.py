@@ -27,7 +27,7 @@ from attnlens.plots.page import head, picture_title
 from attnlens.plots.shares import draw_shares, has_all
 from attnlens.plots.style import MUTED, new_figure
 from attnlens.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import big, clean, model_name, source_of
+from attnlens.wording import big, clean, source_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,7 +191,7 @@ def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:
     model = shapes.report.model
     size = f"{big(model.parameters)} parameters"
     facts = (clean(model.architecture), size, layout_line(shapes), coverage_line(shapes))
-    head(figure, model_name(model.id), facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
+    head(figure, model.title, facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
     if hatched:
         figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
 

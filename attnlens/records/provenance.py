@@ -8,6 +8,7 @@ from typing import Literal
 
 from attnlens.choices import Intervals, Placement, Sources
 from attnlens.records.measures import Count, Number, Record
+from attnlens.wording import model_name
 
 
 class Tool(Record):
@@ -89,6 +90,12 @@ class ModelInfo(Record):
     """The adapter that was merged into its weights."""
     conventions: Conventions | None = None
     """How its attention is put together."""
+
+    @property
+    def title(self) -> str:
+        """Its name in a heading, and behind it that of the adapter in it."""
+        parts = [self.id] if self.adapter is None else [self.id, self.adapter.id]
+        return " + ".join(map(model_name, parts))
 
 
 class Text(Record):

@@ -10,7 +10,7 @@ from attnlens.architectures import Architecture
 from attnlens.kernels import Modifier
 from attnlens.registry import Analyzer, Gathering, KernelInfo, KernelParameter, MeasureInfo
 from attnlens.sections.section import Column, Section, Table
-from attnlens.wording import clean
+from attnlens.wording import NO_VALUE, clean
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
@@ -55,7 +55,7 @@ def kernel_list(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: 
     return [kernels, modifiers]
 
 
-def architecture_list(measured: str, found: Iterable[Architecture]) -> Section:
+def architecture_list(measured: str, found: Iterable[Architecture]) -> list[Section]:
     """Every model type: how much of it is read and through what, its positions, weights and checks; what is missing."""
     every = list(found)
     counts = Counter(one.read for one in every)
@@ -63,18 +63,22 @@ def architecture_list(measured: str, found: Iterable[Architecture]) -> Section:
     table = _folded(
         ("model type", [one.model_type for one in every]),
         ("read", [one.read for one in every]),
-        ("through", [one.route or "–" for one in every]),
-        ("positions", [one.positions or "–" for one in every]),
-        ("weights.*", [one.weights or "–" for one in every]),
-        ("doctor", [one.doctor for one in every]),
-        ("swap", [one.swap for one in every]),
-        ("what is missing, and why", [clean(one.reason) or "–" for one in every]),
+        ("through", [one.route or NO_VALUE for one in every]),
+        ("positions", [one.positions or NO_VALUE for one in every]),
+        ("weights.*", [one.weights or NO_VALUE for one in every]),
+        ("doctor", [one.doctor or NO_VALUE for one in every]),
+        ("swap", [one.swap or NO_VALUE for one in every]),
     )
     lines = (
         f"{len(every)} model types, each built tiny from its own configuration and run ({measured}): {told}.",
-        "A type is read in part where a part is not run on the input or has no weights.*, for the reason given.",
+        "A type is read in part where a part is not run on the input or has no weights.*, for the reason given below.",
     )
-    return replace(table, title="Model types", lines=lines)
+    lacking = [one for one in every if one.reason]
+    reasons = _folded(
+        ("model type", [one.model_type for one in lacking]),
+        ("what is missing, and why", [clean(one.reason) for one in lacking]),
+    )
+    return [replace(table, title="Model types", lines=lines), replace(reasons, title="What is missing")]
 
 
 def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:

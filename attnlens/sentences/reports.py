@@ -12,7 +12,7 @@ from attnlens.wording import big, clean, counted, listed, model_name
 def title(report: Report) -> str:
     """The model's name, and those of the others that experiments ran on: `one-layer attention (synthetic) + demo`."""
     others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
-    return " + ".join([model_name(report.model.id), *map(clean, others)])
+    return " + ".join([report.model.title, *map(clean, others)])
 
 
 def ran_on(report: Report) -> str:

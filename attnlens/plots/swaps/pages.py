@@ -12,7 +12,7 @@ from attnlens.plots.style import MUTED, new_figure
 from attnlens.plots.swaps.panels import panels
 from attnlens.records import Report
 from attnlens.sentences.effects import formula
-from attnlens.wording import big, clean, model_name
+from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     """One panel with its caption."""
     tall = float(np.clip(0.2 * panel.rows, 2.0, 8.0))
     page = panel.left + 0.2 + panel.wide + BAR
-    facts = [clean(model_name(report.model.id)), clean(report.model.architecture), clean(report.settings.fed)]
+    facts = [report.model.title, clean(report.model.architecture), clean(report.settings.fed)]
     caption = wrapped([panel.caption, " · ".join(fact for fact in facts if fact)], int(page * 16))
     below = 0.62 + 0.14 * (caption.count("\n") + 1)
     height = tall + below + OVER + LINE * (panel.legend - 1)
@@ -94,4 +94,4 @@ def _head(figure: Figure, report: Report) -> None:
     size = f"{big(model.parameters)} parameters"
     facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
     made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
-    head(figure, model_name(model.id), facts, made, left=LEFT, right=RIGHT)
+    head(figure, model.title, facts, made, left=LEFT, right=RIGHT)
