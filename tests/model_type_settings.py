@@ -28,6 +28,7 @@ FOUR_STAGES = {
     "backbone_config": {"num_hidden_layers": 4, "out_features": STAGES},
     "neck_hidden_sizes": [16, 16, 16, 16],
     "fusion_hidden_size": 16,
+    "reassemble_hidden_size": 64,
 }
 FEW_TOKENS = {"mm_tokens_per_image": 4}
 TILES = {"image_grid_pinpoints": [[32, 32], [32, 64]]}
@@ -253,6 +254,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sam3_lite_text": {"vision_config": FINER},
     "superglue": {"keypoint_encoder_sizes": [32, 64], "gnn_layers_types": ["self", "cross"]}
     | {"keypoint_detector_config": {"descriptor_decoder_dim": 64, "max_keypoints": 32}},
+    "vjepa2": {"crop_size": 32, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_attention_heads": 4}
+    | {"pred_num_hidden_layers": 2, "pred_num_mask_tokens": 2},
+    "zoedepth": FOUR_STAGES | {"bottleneck_features": 16},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4},
 }
