@@ -209,7 +209,7 @@ def _group_line(names: Sequence[Column], columns: Sequence[Column], rule: str) -
     line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
     for group, members in groupby(columns, key=lambda column: column.group):
         width = sum(_width(column) + GAP for column in members) - GAP
-        line.append(f"{group} ".ljust(width, rule)[:width], style="bold")
-        line.append(" " * GAP)
+        shown = max(width, min(len(group), width + GAP - 1))  # a longer name may reach into the gap
+        line.append(f"{group} ".ljust(width, rule)[:shown].ljust(width + GAP), style="bold")
     line.rstrip()
     return line

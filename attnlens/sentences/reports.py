@@ -32,7 +32,7 @@ def header(report: Report) -> str:
     if model.quantised:
         facts.append(f"decoded from {model.quantised}")
     if model.adapter:
-        facts.append(f"with {model.adapter.kind} adapter {model_name(model.adapter.id)}")
+        facts.append(f"with a {model.adapter.kind} adapter")
     if model.revision:
         facts.append(f"revision {model.revision[:12]}")
     facts += [settings.fed, f"{settings.dtype} on {settings.device}"]
