@@ -17,8 +17,9 @@ from program import attnlens as program
 from safetensors.torch import save_file
 
 import attnlens
-from attnlens import models
+from attnlens import hooks, models
 from attnlens.errors import ModelError
+from attnlens.kernels import parsed
 from attnlens.records import Report, read_report
 
 RANK, ALPHA = 2, 6
@@ -135,6 +136,24 @@ def test_patterns_give_modules_their_own_rank_and_scale(tmp_path: Path) -> None:
     loaded = models.load(base, adapter=tmp_path / "adapter")
     for name, parameter in twin.model.named_parameters():
         assert torch.equal(loaded.model.get_parameter(name), parameter), name
+
+
+def test_a_saved_swap_takes_an_adapter_too(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base")
+    tiny.tokenizer("llama").save_pretrained(base)
+    write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
+    attnlens.swap_kernel(base, "rbf", sequences=2, tokens=8, allow_foreign_text=True, save=tmp_path / "saved")
+    adapted = models.load(base, adapter=tmp_path / "adapter").model
+    ids = {"input_ids": torch.arange(10, 18)[None]}
+    sites = tuple(found.site for found in hooks.survey(adapted, ids))
+    with torch.no_grad():
+        swap = hooks.Replacement(parsed("rbf"))
+        with hooks.replace(adapted, sites, dict.fromkeys(sites, swap)):
+            expected = adapted(**ids).logits
+        with attnlens.load_swapped(tmp_path / "saved", adapter=tmp_path / "adapter") as swapped:
+            torch.testing.assert_close(swapped.model(**ids).logits, expected)
+        with attnlens.load_swapped(tmp_path / "saved") as plain:
+            assert not torch.allclose(plain.model(**ids).logits, expected, atol=1e-3)
 
 
 def test_the_change_of_each_head_is_that_of_its_matrix(tmp_path: Path) -> None:

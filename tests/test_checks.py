@@ -245,3 +245,14 @@ def test_swin_probes_windows_and_averages_them_by_image():
     assert report.coverage.complete
     assert all(head.measures["tokens.share_key"].n == 3 for head in report)
     assert {check.verdict for check in attnlens.doctor(given).doctor} == {"agrees"}
+
+
+def test_a_matcher_that_finds_nothing_to_attend_says_so():
+    given = of_type("lightglue")
+    inputs = texts.placeholder(given, 2, 0).batches[0].inputs
+    assert hooks.survey(given.model, inputs)
+    for module in given.model.modules():
+        if hasattr(module, "keypoint_threshold"):
+            module.keypoint_threshold = 2.0  # of a probability
+    with pytest.raises(ModelError, match="runs none of its attention on this input"):
+        hooks.survey(given.model, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,10 +65,12 @@ def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     return [(config, config._attn_implementation_internal) for config in named]
 
 
-def out_of_reach(model: PreTrainedModel, refused: Mapping[str, str] | None = None) -> ModelError:
-    """The error for a model none of whose attention is read: it has none, or computes it in another way.
+def out_of_reach(
+    model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
+) -> ModelError:
+    """The error for a model none of whose attention is read: it has none, ran none, or computes it in another way.
 
-    `refused` says by module what was found and why it can't be read.
+    `refused` says by module what was found and why it can't be read; `ran` are the modules of a pass.
     """
     name = type(model).__name__
     if refused:
@@ -76,6 +78,10 @@ def out_of_reach(model: PreTrainedModel, refused: Mapping[str, str] | None = Non
         return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
     if not any(is_attention(module) for module in model.modules()):
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
+    if ran is not None and not any(map(is_attention, ran)):
+        return ModelError(
+            f"{name} runs none of its attention on this input.", "Give an input in which it finds something to attend."
+        )
     return ModelError(
         f"{name} computes its attention by hand, without a softmax of queries times keys that sums up values.",
         f"Choose a model with softmax attention: {IN_REACH}.",

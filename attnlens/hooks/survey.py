@@ -76,10 +76,12 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     """
     modules = {module: name for name, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    ran = set[nn.Module]()
     calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
 
     def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running[module] = args, kwargs
+        ran.add(module)
 
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
@@ -101,7 +103,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
             hook.remove()
     calls = [found for found in calls if found[0] not in refused]
     if not calls:
-        raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()})
+        raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()}, ran)
     return _numbered(model, modules, calls)
 
 
