@@ -150,10 +150,13 @@ def test_a_saved_swap_takes_an_adapter_too(tmp_path: Path) -> None:
         swap = hooks.Replacement(parsed("rbf"))
         with hooks.replace(adapted, sites, dict.fromkeys(sites, swap)):
             expected = adapted(**ids).logits
-        with attnlens.load_swapped(tmp_path / "saved", adapter=tmp_path / "adapter") as swapped:
-            torch.testing.assert_close(swapped.model(**ids).logits, expected)
-        with attnlens.load_swapped(tmp_path / "saved") as plain:
-            assert not torch.allclose(plain.model(**ids).logits, expected, atol=1e-3)
+        found = {}
+        for name, loading in (("adapted", {"adapter": tmp_path / "adapter"}), ("plain", {})):
+            swapped = attnlens.load_swapped(tmp_path / "saved", **loading)
+            found[name] = swapped.model(**ids).logits
+            swapped.close()
+    torch.testing.assert_close(found["adapted"], expected)
+    assert not torch.allclose(found["plain"], expected, atol=1e-3)
 
 
 def test_the_change_of_each_head_is_that_of_its_matrix(tmp_path: Path) -> None:
