@@ -4,14 +4,17 @@ benchmarks/sweep.py goes through all of them. Chosen are the quick ones of every
 wrongly: with caches that slip in, norms without weights, rotations of a fixed length, functions that are eager alone.
 """
 
+from dataclasses import replace
+
 import model_types
 import own_softmax
+import planting
 import pytest
 import tiny
 from loaded import loaded
 
 import attnlens
-from attnlens import texts
+from attnlens import texts, weights
 from attnlens.architectures import architectures
 from attnlens.errors import ModelError, TextError
 
@@ -79,6 +82,26 @@ def test_of_a_sparse_model_s_keys_those_are_seen_whose_blocks_its_indexer_chose(
     given = loaded(model_types.build("minimax_m3_vl"), tiny.tokenizer("roberta"))
     report = attnlens.inspect(given, analyzers=["symmetry"], tokens=12, sequences=2, text=text)
     assert report.summary.identity_error < 1e-5
+
+
+PLANTED = ("bloom", "falcon", "mpt", "codegen", "gpt_neox", "phi3", "blip", "siglip", "qwen3")
+"""Types of unlike layouts: one matrix with its heads whole, interleaved or in blocks; one each; with norms."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_weights_read_plus_and_minus_one_and_not_with_heads_in_another_order(name, monkeypatch):
+    given = loaded(model_types.build(name), tiny.tokenizer("roberta"))
+    inputs = texts.placeholder(given, 12, 0, sequences=2).batches[0].inputs
+    assert planting.read(given, inputs) == "±1"
+    honest = weights.factors
+
+    def shifted(*arguments):
+        for factors in honest(*arguments):
+            moved = factors.maps.query.roll(1, 0)
+            yield replace(factors, maps=replace(factors.maps, query=moved))
+
+    monkeypatch.setattr(weights, "factors", shifted)
+    assert planting.read(given, inputs) != "±1"
 
 
 @pytest.mark.parametrize("name", REFUSED)
