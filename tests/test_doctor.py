@@ -127,6 +127,13 @@ def test_a_model_that_can_not_be_read_in_float64_is_compared_in_float32():
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
 
 
+def test_a_model_whose_own_attention_is_another_in_float64_is_compared_in_float32():
+    """EoMT hands its masks to torch's attention in float32, which misreads them beside queries in float64."""
+    eomt = attnlens.doctor(loaded(model_types.build("eomt")))
+    assert eomt.summary.verdict != "differs"
+    assert "since in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
+
+
 def test_a_model_that_fails_when_left_alone_is_refused(monkeypatch):
     def failing(*_):
         raise RuntimeError("The size of tensor a (4) must match the size of tensor b (8)")
