@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
 from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
@@ -47,12 +47,20 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool 
     try:
         return hooks.survey(loaded.model, inputs)
     except FAILURES:
-        try:
-            with torch.no_grad():
-                hooks.forward(loaded.model, inputs)
-        except FAILURES as error:
-            raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
+        with _refusing(loaded, inputs, made_up=made_up), torch.no_grad():
+            hooks.forward(loaded.model, inputs)
         raise
+
+
+@contextmanager
+def _refusing(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> Iterator[None]:
+    """Raise ModelError where the model fails on these inputs."""
+    try:
+        yield
+    except FAILURES as error:
+        if is_memory(error):
+            raise
+        raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
 
 
 def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
@@ -100,12 +108,8 @@ def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
     Raises ModelError where the model can't run on these inputs.
     """
-    try:
+    with _refusing(loaded, inputs):
         return hooks.identity_error(loaded.model, inputs)
-    except FAILURES as error:
-        if is_memory(error):
-            raise
-        raise _cannot_run(loaded, inputs, error) from error
 
 
 def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
@@ -137,20 +141,23 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
 
 
 def task_on(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """What the model's head predicts; `hidden` where it would predict the next token, and sees it (PaliGemma)."""
+    """What the model's head predicts; `hidden` where it would predict the next token, and sees it (PaliGemma).
+
+    Raises ModelError where the model can't run on these inputs.
+    """
     task = task_of(loaded.model)
-    return "hidden" if task == "causal" and _looks_ahead(loaded.model, inputs) else task
+    return "hidden" if task == "causal" and _looks_ahead(loaded, inputs) else task
 
 
-def _looks_ahead(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> bool:
+def _looks_ahead(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> bool:
     """Whether another last token of the first sequence changes what is predicted behind the tokens before it."""
     alone = texts.first(inputs, 1)
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
     other = ids.clone()
     other[0, last] = next((one for one in ids[0, :last].tolist()[::-1] if one != ids[0, last]), 0)
-    with torch.no_grad():
-        each = [hooks.forward(model, {**alone, "input_ids": one}) for one in (ids, other)]
+    with _refusing(loaded, inputs), torch.no_grad():
+        each = [hooks.forward(loaded.model, {**alone, "input_ids": one}) for one in (ids, other)]
     own, again = (of_text(logits_of(one), ids, sees=True)[:, :last].double() for one in each)
     return bool((own - again).norm() > LOOKS_AHEAD * own.norm())
 
