@@ -1,5 +1,6 @@
 """What all tests share: the maths rooms watched for wrong shapes, a saved model, and a hub on this machine."""
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import hostile  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)
+gc.freeze()  # what was imported stays: a full collection need not go through it again
 
 
 LONGEST = ("readme", "benchmarks", "swap", "smollm2", "heal", "cli", "cli_outputs", "sweep", "budget", "inspect")

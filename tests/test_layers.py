@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def nodes(tree: ast.AST, everywhere: bool) -> Iterator[ast.AST]:
             yield from nodes(child, everywhere)
 
 
+@cache
 def imported(source: str, everywhere: bool = True) -> set[str]:
     """Dotted names of what a file imports; `from a import b` is a.b, and so is a use of a.b after `import a`."""
     found = set()
