@@ -93,7 +93,7 @@ FEW_FILTERS = {"num_filters": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(listed("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
     **dict.fromkeys(
-        listed("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl qwen2_5_omni_thinker"),
+        listed("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl"),
         THREE_AXES_INSIDE,
     ),
     **dict.fromkeys(listed("informer autoformer time_series_transformer"), SERIES),
@@ -101,7 +101,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(listed("siglip siglip2"), PROJECTED),
     "sam": SAM,
     "sam_hq": SAM | {"mask_decoder_config": SAM["mask_decoder_config"] | {"vit_dim": 64}},
-    **dict.fromkeys(listed("gemma3 shieldgemma2"), FEW_TOKENS),
+    "gemma3": FEW_TOKENS,
     **dict.fromkeys(listed("blip-2 instructblip instructblipvideo"), STANDS),
     **dict.fromkeys(listed("llava_next llava_next_video llava_onevision"), TILES),
     **dict.fromkeys(listed("paligemma janus"), SEEN),
@@ -256,6 +256,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     | {"keypoint_detector_config": {"descriptor_decoder_dim": 64, "max_keypoints": 32}},
     "vjepa2": {"crop_size": 32, "frames_per_clip": 4, "pred_hidden_size": 64, "pred_num_attention_heads": 4}
     | {"pred_num_hidden_layers": 2, "pred_num_mask_tokens": 2},
+    "shieldgemma2": FEW_TOKENS | {"yes_token_index": 20, "no_token_index": 21},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "qwen2_5_omni_thinker": THREE_AXES_INSIDE | {"vision_start_token_id": 303, "audio_config": {"output_dim": 64}},
+    "vitmatte": {"backbone_config": {"patch_size": 16, "image_size": 32}},
+    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32} | {"hybrid_layer_ids": [1]},
+    "pp_doclayout_v2": {"class_thresholds": [0.5] * 25, "class_order": list(range(25))},
     "zoedepth": FOUR_STAGES | {"bottleneck_features": 16},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4},

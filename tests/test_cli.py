@@ -142,6 +142,11 @@ def test_list_names_every_measure_and_the_schema():
     assert (DEMO.parent / "schema.json").read_text() == json_schema(), "the shipped schema is out of date"
 
 
+def test_the_page_of_model_types_is_what_the_program_prints():
+    page = (DEMO.parents[1] / "docs" / "architectures.md").read_text()
+    assert page.endswith(attnlens("list", "architectures", "--markdown").stdout)
+
+
 def test_doctor_proves_the_demo():
     result = attnlens("doctor", "demo", "--no-progress")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -32,7 +32,8 @@ READ = (
     *("hunyuan_v1_dense", "zaya", "jetmoe", "dinov3_vit", "pixtral", "mlcd_vision_model", "eomt_dinov3"),
     *("detr", "conditional_detr", "deformable_detr", "deepseek_v4", "mpnet", "deberta-v2", "bloom"),
     *("falcon", "mpt", "gptj", "gpt_neo", "codegen", "blip", "sam", "canine", "table-transformer"),
-    *("layoutlmv3", "hiera", "levit", "xlnet", "swinv2", "siglip"),
+    *("layoutlmv3", "hiera", "levit", "xlnet", "swinv2", "siglip", "whisper", "llama4"),
+    *("xglm", "squeezebert", "gemma4"),
 )
 """The types that are read here; what is expected of each stands in the table of architectures."""
 FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model")

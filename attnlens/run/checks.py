@@ -123,6 +123,15 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
     broken = models.nonfinite_tensors(loaded.model)
     if error != error and broken:
         return None, broken[0]
+    refuse_unsteady(loaded, inputs)
+    raise IdentityError(
+        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
+        "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
+    )
+
+
+def refuse_unsteady(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> None:
+    """Raise ModelError where outputs of finite weights are NaN, and IdentityError where those of two passes differ."""
     again = hooks.repeat_error(loaded.model, inputs)
     if again != again:
         raise ModelError(
@@ -134,10 +143,6 @@ def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float |
             f"Two passes of {loaded.info.id} over the same input differ by {again:.1e}: the model itself is random.",
             "Its attention can't be compared with anything; choose a model that repeats itself.",
         )
-    raise IdentityError(
-        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
-    )
 
 
 def task_on(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Task:

@@ -84,6 +84,8 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = checks.reproduced(loaded, inputs)
+    if not identity <= TOLERANCE and not models.nonfinite_tensors(loaded.model):
+        checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
