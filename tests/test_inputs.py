@@ -320,6 +320,8 @@ def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_pa
     refused(ModelError, "code of its own, which attnlens does not run", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
     refused(ModelError, "has no processor of images that can be loaded", attnlens.load(bare), image=[path])
+    with pytest.raises(UsageError, match="would read the images or sounds that are evaluated"):
+        attnlens.swap_kernel(sees, "rank:4", image=[path])
     with pytest.raises(UsageError, match="source weights reads no image"):
         attnlens.inspect(sees, image=[path], source="weights")
 

@@ -11,7 +11,7 @@ from typing import Unpack
 from attnlens import models, texts
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
-from attnlens.errors import TextError
+from attnlens.errors import TextError, UsageError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.swap import SwapOptions
@@ -100,6 +100,11 @@ def _prepared(
     if options.limit is not None:
         search.check_task(task)
         check_input(evaluated)
+    if options.calibrates and (cut.image or cut.audio):
+        raise UsageError(
+            "Fits, ranks and healing would read the images or sounds that are evaluated.",
+            "Leave out --image and --audio, then noise is fed, or choose a kernel without a fit.",
+        )
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
         calibrated, samples = _calibrated(loaded, options, asked, others or contents, more, evaluated)
