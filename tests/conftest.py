@@ -18,6 +18,8 @@ watch.import_rooms()  # before any other import of attnlens
 import fake_hub  # noqa: E402
 import hostile  # noqa: E402
 
+from attnlens import models  # noqa: E402
+
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)
 gc.freeze()  # what was imported stays: a full collection need not go through it again
@@ -37,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _watched() -> None:
     """Each test checks its own calls."""
     watch.seen.clear()
+
+
+@pytest.fixture(scope="session")
+def demo() -> models.Loaded:
+    """The demo model, for tests that leave it as it is."""
+    return models.load("demo")
 
 
 @pytest.fixture(scope="session")

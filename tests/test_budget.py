@@ -39,11 +39,6 @@ SHORT = {"sequences": 16, "tokens": 64}
 
 
 @pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
-
-
-@pytest.fixture(scope="module")
 def report(demo):
     """The plan of 1 % for `demo`, on other windows of its own text."""
     return swap_kernel(demo, "rank", budget="loss:1%")

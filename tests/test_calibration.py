@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from loaded import family
 from test_heal import watched
 
-import attnlens
 from attnlens import texts
 from attnlens.errors import TextError, UsageError
 from attnlens.run.swap.pipeline import swap_kernel
@@ -21,11 +20,6 @@ CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
 OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
 """Text that no evaluation here reaches."""
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
 
 
 def of_file(folder, content, name="other.txt"):

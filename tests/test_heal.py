@@ -28,11 +28,6 @@ from attnlens.run.swap.pipeline import swap_kernel
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
-
-
 # --- text that neither saw --------------------------------------------------------------------------------------------
 
 

@@ -181,11 +181,6 @@ def test_the_definite_gauge_reads_the_same_whatever_the_row_constants():
 # --- trained models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
-
-
 def trained(loaded):
     """What the sites of a model ask on a window of its text."""
     batch = texts.batches(loaded, texts.sample("demo"), texts.Cut(tokens=64, sequences=1)).batches[0]

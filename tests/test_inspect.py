@@ -28,11 +28,6 @@ SMALL = {"sequences": 4, "tokens": 32}
 
 
 @pytest.fixture(scope="session")
-def demo():
-    return attnlens.load("demo")
-
-
-@pytest.fixture(scope="session")
 def demo_report(demo):
     return attnlens.inspect(demo, **SMALL)
 

@@ -26,18 +26,12 @@ from attnlens import hooks, registry
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.hooks import Replacement
 from attnlens.kernels import parsed
-from attnlens.models import load
 
 PACKAGE = Path(attnlens.__file__).parent
 MATHS = ("attsvm", "ksvd", "linalg", "statistics", "primal")
 REPRODUCED = ("bert", "albert", "gpt2", "gpt_oss", "gemma2", "t5", "bart")
 """Families that hand out their attention matrices: plain, one module called again and again, causal, sinks and groups,
 softcap and window, position bias, cross-attention."""
-
-
-@pytest.fixture(scope="module")
-def demo() -> Any:
-    return load("demo")
 
 
 def family(name: str) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -21,11 +21,6 @@ from attnlens.sentences.plans import plan_lines
 READ = {"sequences": 8, "tokens": 32, "batch_size": 4}
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few():
     """A fit and a choice on little text: what is tested holds for any length of it."""

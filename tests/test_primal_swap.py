@@ -7,7 +7,6 @@ import torch
 from loaded import SMALL, apart, family, outputs
 from test_heal import READ
 
-import attnlens
 from attnlens import hooks, texts
 from attnlens.attention import attend, route, weights
 from attnlens.attention.primal_scores import features
@@ -22,11 +21,6 @@ from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.saved import load_swapped
 
 HEADS, DIM, TOKENS = 2, 6, 20
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
 
 
 def call(sequences=8, tokens=TOKENS, seed=0, **more):

@@ -28,11 +28,6 @@ READ = {"sequences": 4, "tokens": 16, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
-def demo():
-    return attnlens.load("demo")
-
-
-@pytest.fixture(scope="module")
 def inputs(demo):
     return texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=2)).batches[0].inputs
 
