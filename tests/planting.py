@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlens import hooks, registry, weights
-from attnlens.errors import ModelError, UnreadableError
+from attnlens.errors import FAILURES, ModelError, UnreadableError
 from attnlens.run import checks
 
 PAIRS = (
@@ -27,9 +27,9 @@ Rows = dict[int, tuple[tuple[Tensor, Any], tuple[Tensor, Any]]]
 
 
 def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
-    """`±1` where the first head of every site with maps of its own reads 1 and the last one −1, else what they read.
+    """`±1` where the first head of every site that could be planted reads 1 and the last −1, else what they read.
 
-    None where no site has a map for queries and one for keys, or its weights can't be read.
+    A lone head is the last. None where no site could be planted, or its weights can't be read.
     """
     model = copy.deepcopy(loaded.model)
     reached = hooks.survey(model, inputs)
@@ -44,7 +44,7 @@ def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
         if isinstance(found, UnreadableError) or found.site not in planted:
             continue
         values = definiteness(found.query_key)["weights.definiteness"]
-        error = float((torch.stack([values[0] - 1, values[-1] + 1])).abs().max())
+        error = float(torch.stack([(values[0] - 1) * (len(values) > 1), values[-1] + 1]).abs().max())
         right += error <= TOLERANCE
         wrong += [f"{values[0]:.3f} and {values[-1]:.3f}"] * (not error <= TOLERANCE)
     return wrong[0] if wrong else "±1" if right else None
@@ -94,7 +94,7 @@ def _of_one_map(model: Any, inputs: Mapping[str, Tensor], found: hooks.Reached) 
         hook = part.register_forward_hook(lambda _part, _args, given, numbers=numbers: 0 * given + numbers)
         try:
             again = next((one for one in hooks.survey(model, inputs) if one.site == found.site), None)
-        except ModelError:
+        except (ModelError, *FAILURES):  # its outputs are inputs of what follows
             again = None
         finally:
             hook.remove()
