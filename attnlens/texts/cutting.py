@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from inspect import signature
 from random import Random
@@ -41,6 +41,22 @@ IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_at
 """What is made of a text."""
 
 
+@dataclass(frozen=True)
+class TokenRows:
+    """The ids of sequences; none of them where no tokens are fed."""
+
+    ids: Sequence[Sequence[int]]
+    """Of each sequence."""
+    types: Sequence[Sequence[int]] = ()
+    """Of which text of a pair each id is; empty where no pairs are fed."""
+    names: tuple[str, ...] = ()
+    """The text that each sequence is of."""
+
+    def of(self, part: slice) -> TokenRows:
+        """Those of some sequences."""
+        return TokenRows(self.ids[part], self.types[part], self.names[part])
+
+
 def batches(
     loaded: Loaded,
     contents: Sequence[Content],
@@ -59,22 +75,22 @@ def batches(
     files, media = _files(loaded, cut)
     each = _each(files, cut.sequences if reads_text(loaded) else None)
     taken = apart_from.taken if apart_from else {}
-    rows, types, names, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
-    unknown = unknown_shares(loaded.tokenizer, rows, names)
+    cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
+    unknown = unknown_shares(loaded.tokenizer, cuts.ids, cuts.names)
     if not cut.allow_foreign:
         refuse_foreign(unknown)
-    count = len(rows) or each or cut.sequences
+    count = len(cuts.ids) or each or cut.sequences
     beside = Beside(loaded.model, towers(loaded.model), cut.seed, skip_noise, files)
     return Batches(
-        batches=_in_batches(loaded, beside, rows, types, names, count, cut.batch_size),
+        batches=_in_batches(loaded, beside, cuts, count, cut.batch_size),
         sequences=count,
-        tokens=max(map(len, rows), default=0),
+        tokens=max(map(len, cuts.ids), default=0),
         texts=(*texts, *media, *beside.described),
         unknown=unknown,
         pack=cut.pack,
         notes=(*(() if files else towers(loaded.model).notes), *_short(count, each, cut, texts)),
         made_up=reads_noise(loaded) and not files,
-        left_out=tuple(content.name for content in contents if rows and content.name not in names),
+        left_out=tuple(content.name for content in contents if cuts.ids and content.name not in cuts.names),
     )
 
 
@@ -149,7 +165,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
     given = towers(loaded.model)
     beside = Beside(loaded.model, without_standing(given) if bare else given, seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    made = _in_batches(loaded, beside, rows, [], (), sequences, sequences)
+    made = _in_batches(loaded, beside, TokenRows(rows), sequences, sequences)
     return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})
 
 
@@ -160,10 +176,10 @@ def _drawn(draws: Random, known: int, standing: AbstractSet[int]) -> int:
 
 def _fed(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
-) -> tuple[list[list[int]], list[list[int]], tuple[str, ...], list[Text]]:
-    """The ids of every sequence (and its token types, of pairs), the name of its text, and what is fed of each text."""
+) -> tuple[TokenRows, list[Text]]:
+    """The ids of every sequence, and what is fed of each text."""
     if not reads_text(loaded):
-        return [], [], (), []
+        return TokenRows(()), []
     length = window_length(loaded.model, cut.tokens)
     every = [_sequences(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
@@ -183,7 +199,7 @@ def _fed(
             "Give a longer text, another one with --calibration, or fewer --sequences.",
         )
     _check_known(loaded, rows)
-    return rows, types, tuple(names), texts
+    return TokenRows(rows, types, tuple(names)), texts
 
 
 def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[tuple[list[int], list[int]]]:
@@ -223,9 +239,7 @@ def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]]
 def _in_batches(
     loaded: Loaded,
     beside: Beside,
-    rows: Sequence[Sequence[int]],
-    types: Sequence[Sequence[int]],
-    names: tuple[str, ...],
+    rows: TokenRows,
     count: int,
     size: int,
 ) -> tuple[Batch, ...]:
@@ -233,31 +247,22 @@ def _in_batches(
     size = 1 if beside.given.alone or beside.files else size
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
     return tuple(
-        _batch(loaded, beside, rows[part], types[part], names[part], beside.before(part.start), part.stop - part.start)
-        for part in parts
+        _batch(loaded, beside, rows.of(part), beside.before(part.start), part.stop - part.start) for part in parts
     )
 
 
-def _batch(
-    loaded: Loaded,
-    beside: Beside,
-    rows: Sequence[Sequence[int]],
-    types: Sequence[Sequence[int]],
-    parts: tuple[str, ...],
-    standing: Standing,
-    count: int,
-) -> Batch:
+def _batch(loaded: Loaded, beside: Beside, rows: TokenRows, standing: Standing, count: int) -> Batch:
     """Sequences that stand behind equally many ids for an image or a sound."""
     model = loaded.model
-    before = ids_of(standing) if rows else []
-    whole = [[*before, *row] for row in rows]
+    before = ids_of(standing) if rows.ids else []
+    whole = [[*before, *row] for row in rows.ids]
     inputs = beside.take(count, max(map(len, whole), default=0))
-    if rows:
+    if rows.ids:
         ids, mask = token_tensors(whole, _padding(loaded))
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
-    if types and "token_type_ids" in signature(model.forward).parameters:
-        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in types], 0)[0]
-    return Batch(placed(model, inputs), tuple(map(len, whole)), parts, len(before))
+    if rows.types and "token_type_ids" in signature(model.forward).parameters:
+        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in rows.types], 0)[0]
+    return Batch(placed(model, inputs), tuple(map(len, whole)), rows.names, len(before))
 
 
 def _padding(loaded: Loaded) -> int:
