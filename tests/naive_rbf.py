@@ -63,4 +63,5 @@ def _difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float
 def _distance(naive: Tensor, ours: Tensor) -> float:
     """‖naive − ours‖ / ‖naive‖ over the logits that the model doesn't set to the lowest number."""
     kept = naive != torch.finfo(naive.dtype).min
-    return float((naive - ours)[kept].double().norm() / naive[kept].double().norm())
+    change, size = (naive - ours)[kept].double().norm(), naive[kept].double().norm()
+    return float(change / size.clamp_min(torch.finfo(torch.float64).tiny))

@@ -45,7 +45,7 @@ def difference(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
         query_key = found.call.query_key(found.site)
         ours = query_key.attention
         seeing = ours.sum(-1, keepdim=True) > 0
-        near = [other for one in own for other in _alike(one, ours)]
+        near = [other for one in own for other in _alike(one, ours) if bool(other.isfinite().all())]
         errors = [float((seeing * (ours - one)).norm() / (seeing * one).norm()) for one in near]
         worst.append(min(errors, default=None))
     return None if None in worst or not worst else max(worst)
