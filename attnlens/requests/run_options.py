@@ -20,6 +20,17 @@ INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
+def _file(said: str) -> Option:
+    """An option that names a file."""
+    return Option(said, panel=INPUT, metavar="FILE", typed=str | None, check=values.file, call_only="read")
+
+
+def _files(said: str) -> Option:
+    """An option that names a file each time, as often as it is given."""
+    # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
+    return Option(said, (), panel=INPUT, metavar="FILE", typed=list[Path] | None, call_only="read")
+
+
 class Loading(TypedDict, total=False):
     """How a model is loaded."""
 
@@ -63,47 +74,27 @@ class Feeding(Loading, total=False):
 
     text: Annotated[
         Words,
-        Option(
+        _files(
             f"Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with `{os.pathsep}`). Default: "
             "built-in texts of three kinds; for `demo` King James passages.",
-            (),
-            panel=INPUT,
-            metavar="FILE",
-            typed=list[Path] | None,  # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
-            call_only="read",
         ),
     ]
     pairs: Annotated[
         str | os.PathLike[str] | None,
-        Option(
+        _file(
             "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
-            panel=INPUT,
-            metavar="FILE",
-            typed=str | None,
-            check=values.file,
-            call_only="read",
         ),
     ]
     image: Annotated[
         Words,
-        Option(
-            "Image file for a model that sees; repeatable: each sequence gets the next. Default: noise.",
-            (),
-            panel=INPUT,
-            metavar="FILE",
-            typed=list[Path] | None,
-            call_only="read",
+        _files(
+            "Image file for a model that sees; repeatable, one for each sequence. Default: noise.",
         ),
     ]
     audio: Annotated[
         Words,
-        Option(
-            "Sound file (`.wav`) for a model that hears; repeatable: each sequence gets the next. Default: noise.",
-            (),
-            panel=INPUT,
-            metavar="FILE",
-            typed=list[Path] | None,
-            call_only="read",
+        _files(
+            "Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: noise.",
         ),
     ]
     tokens: Annotated[
@@ -216,13 +207,8 @@ class SwapRequest(ModelRequest, total=False):
     ]
     ranks: Annotated[
         Any,
-        Option(
+        _file(
             "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
-            panel=INPUT,
-            metavar="FILE",
-            typed=str | None,
-            check=values.file,
-            call_only="read",
         ),
     ]
     heal: Annotated[
@@ -250,14 +236,9 @@ class SwapRequest(ModelRequest, total=False):
     allow_signed: Annotated[bool, Option("Allow odd powers, under which attention can be negative.", False)]
     calibration: Annotated[
         Words,
-        Option(
+        _files(
             "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
             "the evaluated text that are not evaluated.",
-            (),
-            panel=INPUT,
-            metavar="FILE",
-            typed=list[Path] | None,
-            call_only="read",
         ),
     ]
     save: Annotated[
