@@ -365,7 +365,7 @@ def _draw(key: str, module: nn.Module, parameter: Tensor, draw: torch.Generator)
         parameter.copy_(noise * (1.5 if SHARP.search(key) else 1.0) / math.sqrt(inputs))
     elif parameter.ndim == 1 and isinstance(module, nn.Linear):
         parameter.copy_(0.1 * noise)
-    elif parameter.ndim > 2 and parameter.std() < 1e-3:  # patches of no size (BLIP's), which all heads would see alike
+    elif parameter.ndim > 2 and parameter.numel() and parameter.abs().max() < 1e-3:  # BLIP's patches, all but 0
         parameter.copy_(noise / math.sqrt(parameter[0].numel()))
     elif parameter.ndim == 1 and parameter.numel() > 1 and "Norm" in type(module).__name__:
         parameter.add_(0.1 * noise)

@@ -166,7 +166,9 @@ def test_a_language_model_that_hears_predicts_the_next_token():
     assert attnlens.swap_kernel(given, "exponential", **FEW).swap.kl == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("name", "task"), [("llava", "causal"), ("paligemma", "hidden"), ("gemma3", "causal")])
+@pytest.mark.parametrize(
+    ("name", "task"), [("llava", "causal"), ("paligemma", "hidden"), ("gemma3", "causal"), ("xlm", "masked")]
+)
 def test_a_model_that_sees_later_tokens_predicts_none(name, task):
     given = of_type(name)
     assert task_of(given.model) == "causal"

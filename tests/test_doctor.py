@@ -13,6 +13,7 @@ import attnlens
 from attnlens import hooks, weights
 from attnlens.errors import ModelError, UsageError
 from attnlens.run.doctor import TOLERANCE, check_sites
+from attnlens.sections.doctor import site_checks
 from attnlens.weights import rebuilt
 
 REACHED = families.REACHED
@@ -124,6 +125,8 @@ def test_a_model_that_can_not_be_read_in_float64_is_compared_in_float32():
     (note,) = (note for note in report.settings.notes if "float32" in note)
     assert note.startswith("Computed in float32, whose rounding counts as error, since in float64: ")
     assert "can't run on input_ids" in note
+    assert report.settings.dtype == "float32"
+    assert any(note in section.notes for section in site_checks(report)), "shown beside the table"
     assert fsmt.model.dtype == torch.float32, "the caller's model is left as it is"
 
 

@@ -255,10 +255,10 @@ def test_each_window_stands_behind_the_next_image(tmp_path: Path) -> None:
     files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
     found = texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
     assert [batch.inputs["pixel_values"].mean().item() for batch in found] == [-1.0, 1.0], "one sequence a file"
-    assert found.notes == ("Each sequence has a file of its own: there are 2 of the 3 asked for.",)
+    assert found.notes == ("Each sequence has a file of its own: 2 instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in found)
     assert not found.made_up
-    with pytest.raises(UsageError, match="2 files are more than the 1 sequences"):
+    with pytest.raises(UsageError, match="2 are more than --sequences 1"):
         texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=1, image=files))
 
 

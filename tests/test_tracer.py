@@ -422,10 +422,12 @@ def test_torchs_own_multi_head_attention_is_read(weighted: bool) -> None:
         ((2, 5, 3), 4, 4, 40, 2, 3),  # windows before the heads
         ((2, 1), 3136, 49, 6272, 1, 1),  # keys reduced
         ((2, 3), 7, 7, None, 1, 3),
+        ((1, 4), 16, 16, (1, 64), 1, 4),  # SqueezeBERT's channels before its tokens, of one sequence
+        ((1, 4), 16, 16, (1, 16), 1, 4),
     ],
 )
 def test_heads_are_told_from_sequences_and_windows(shape, queries, keys, tokens, axis, heads) -> None:
-    lead = lead_of(shape, queries, keys, tokens)
+    lead = lead_of(shape, queries, keys, (tokens,) if isinstance(tokens, int) else tokens)
     assert (lead.axis, lead.heads) == (axis, heads)
     scores = torch.randn(*shape, queries, keys)
     output = lead.split(scores).transpose(1, 2)
@@ -433,8 +435,10 @@ def test_heads_are_told_from_sequences_and_windows(shape, queries, keys, tokens,
     assert torch.equal(lead.back(output), scores)
 
 
-@pytest.mark.parametrize(("shape", "tokens"), [((8,), None), ((7,), 32), ((2, 4), 128), ((2, 2, 4), 999)])
-def test_heads_that_cannot_be_told_are_refused(shape: tuple[int, ...], tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tokens"), [((8,), None), ((7,), (32,)), ((2, 4), (128,)), ((2, 2, 4), (999,)), ((1, 3), (3, 16))]
+)
+def test_heads_that_cannot_be_told_are_refused(shape: tuple[int, ...], tokens: tuple[int, ...] | None) -> None:
     with pytest.raises(UnreadableError, match="its heads can't be told"):
         lead_of(shape, 16, 16 if shape != (2, 4) else 32, tokens)
 

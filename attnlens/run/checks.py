@@ -15,7 +15,7 @@ from attnlens import hooks, models, texts, weights
 from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
 from attnlens.hooks import Reached
 from attnlens.records import Conventions, Skipped, Task
-from attnlens.texts.targets import logits_of, of_text, task_of
+from attnlens.texts.targets import logits_of, of_text, tasks_of
 
 CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
@@ -75,7 +75,8 @@ def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> li
 def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
     """The same sites as random ids reach them; those that ids alone don't reach, or no ids stand for, as they are.
 
-    Ids that stand for an image have positions of their own, on which the weights don't depend.
+    Ids that stand for an image have positions of their own, on which the weights don't depend. A model that doesn't run
+    on ids alone (LXMERT) keeps all sites as they are.
     """
     if not texts.towers(loaded.model).before:
         return list(reached)
@@ -150,8 +151,10 @@ def task_on(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
     Raises ModelError where the model can't run on these inputs.
     """
-    task = task_of(loaded.model)
-    return "hidden" if task == "causal" and _looks_ahead(loaded, inputs) else task
+    tasks = tasks_of(loaded.model)
+    if tasks[0] == "causal" and _looks_ahead(loaded, inputs):
+        return tasks[1]
+    return tasks[0]
 
 
 def _looks_ahead(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> bool:
@@ -160,7 +163,7 @@ def _looks_ahead(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> bool:
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
     other = ids.clone()
-    other[0, last] = next((one for one in ids[0, :last].tolist()[::-1] if one != ids[0, last]), 0)
+    other[0, last] = next(one for one in texts.plain_ids(loaded.model, 2) if one != ids[0, last])
     with _refusing(loaded, inputs), torch.no_grad():
         each = [hooks.forward(loaded.model, {**alone, "input_ids": one}) for one in (ids, other)]
     own, again = (of_text(logits_of(one), ids, sees=True)[:, :last].double() for one in each)

@@ -67,14 +67,14 @@ def _precisely(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tens
         return _examined(loaded, settings, inputs, progress)
     try:
         report = _examined(loaded, settings, inputs, progress)
-        changed = report.summary.identity_error or 0.0
-        if changed <= TOLERANCE:
+        changed = report.summary.identity_error
+        if changed is None or changed <= TOLERANCE:  # None: of weights that are not finite
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
         why = error.problem
     single = replace(loaded, model=nn.Module.float(loaded.model))
-    told = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)]})
+    told = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
     return _examined(single, told, hooks.as_dtype(inputs, torch.float32), progress)
 
 
@@ -196,7 +196,8 @@ def _fed(
     """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
     found = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        known = {**given, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text would do
+        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and one is compared
+        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text would do
         found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
     said = {"sequences": found.batches[0].size}  # where images can't share a pass, the first alone is compared
     return feeding.fed(asked, found, loaded).model_copy(update=said), found.batches[0].inputs

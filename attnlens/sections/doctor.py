@@ -33,7 +33,7 @@ def site_checks(report: Report) -> Iterator[Section]:
         ),
     )
     sites = Column("", "site", tuple(f"{'…' * bool(shared)}{name.removeprefix(shared)}" for name in names), words=True)
-    notes = (f"… stands for {shared}",) if shared else ()
+    notes = (*((f"… stands for {shared}",) if shared else ()), *report.settings.notes)
     yield Section(table=Table((sites,), columns, fit="folded"), notes=notes)
 
 

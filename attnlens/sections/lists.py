@@ -71,7 +71,7 @@ def architecture_list(measured: str, found: Iterable[Architecture]) -> list[Sect
     )
     lines = (
         f"{len(every)} model types, each built tiny from its own configuration and run ({measured}): {told}.",
-        "A type is read in part where a part is not run on the input or has no weights.*, for the reason given below.",
+        "A type is read in part where a part is not run, can't be read or has no weights.*, for the reason below.",
     )
     lacking = [one for one in every if one.reason]
     reasons = _folded(

@@ -28,6 +28,8 @@ def population(report: Report, counted: str = "") -> str:
         if len(texts) > 1
         else ""
     )
+    if len(texts) < len(settings.texts) and settings.noise is None:
+        weights += "; what reads no text varies by what stands beside it alone"
     if settings.intervals == "texts":
         return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
     if first:

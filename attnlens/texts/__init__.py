@@ -7,7 +7,7 @@ from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sequences import window_length
 from attnlens.texts.sources import Content, read_each, sample
-from attnlens.texts.towers import standing_ids, towers
+from attnlens.texts.towers import plain_ids, standing_ids, towers
 
 __all__ = [
     "CHARACTERS",
@@ -23,6 +23,7 @@ __all__ = [
     "foreign_notes",
     "passages",
     "placeholder",
+    "plain_ids",
     "read_each",
     "reads_noise",
     "reads_text",

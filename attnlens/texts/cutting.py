@@ -73,7 +73,7 @@ def batches(
     """
     _check(loaded, cut.sequences, cut.batch_size)
     files, media = _files(loaded, cut)
-    each = _each(files, cut.sequences if reads_text(loaded) else None)
+    each = _each(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
     unknown = unknown_shares(loaded.tokenizer, cuts.ids, cuts.names)
@@ -85,7 +85,7 @@ def batches(
         batches=_in_batches(loaded, beside, cuts, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, cuts.ids), default=0),
-        texts=(*texts, *media, *beside.described),
+        texts=(*texts, *(one for named in media for one in named[:count]), *beside.described),
         unknown=unknown,
         pack=cut.pack,
         notes=(*(() if files else towers(loaded.model).notes), *_short(count, each, cut, texts)),
@@ -94,7 +94,7 @@ def batches(
     )
 
 
-def _each(files: Mapping[str, Sequence[object]], most: int | None) -> int | None:
+def _each(files: Mapping[str, Sequence[object]], most: int) -> int | None:
     """How many sequences have a file of their own: one that stood beside two would count as two; None without files.
 
     Raises UsageError where there are not as many files of each modality, or more than sequences.
@@ -106,8 +106,11 @@ def _each(files: Mapping[str, Sequence[object]], most: int | None) -> int | None
     if max(counts.values()) > least:
         said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
-    if most is not None and least > most:
-        raise UsageError(f"{least} files are more than the {most} sequences.", f"Give --sequences {least}.")
+    if least > most:
+        raise UsageError(
+            f"Each sequence has a file of its own: {least} are more than --sequences {most}.",
+            f"Give --sequences {least}.",
+        )
     return least
 
 
@@ -117,8 +120,10 @@ def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> It
         return
     what = "lines" if not cut.pack else "windows"
     if count == files:
-        yield f"Each sequence has a file of its own: there are {count} of the {cut.sequences} asked for."
+        yield f"Each sequence has a file of its own: {count} instead of {cut.sequences}."
     else:
+        if files is not None:
+            yield f"The last {files - count} files are left out: the text has no more {what}."
         yield f"The text has {count} {what} of the {cut.sequences} asked for."
 
 
@@ -225,14 +230,14 @@ def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]], list[Text]]:
+def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]], list[list[Text]]]:
     """The inputs that are made of the files of each modality, and what these files are."""
-    found, said = dict[str, list[dict[str, "Tensor"]]](), list[Text]()
+    found, said = dict[str, list[dict[str, "Tensor"]]](), list[list[Text]]()
     asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
     for modality, paths in asked.items():
         if paths:
             found[modality], named = prepared(loaded, modality, paths)
-            said += named
+            said.append(named)
     return found, said
 
 

@@ -26,9 +26,10 @@ HEADLESS = "no head that predicts a class, a masked token, or a token from those
 MEANINGS: dict[Task, str] = {
     "causal": "loss: the next token",
     "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
-    "seq2seq": "loss: the decoder repeats the encoder's text",
+    "seq2seq": "loss: the decoder's text, which is the encoder's too where that reads text",
     "classification": "loss: the class that the original model chooses",
-    "hidden": f"the model has {HEADLESS}: its hidden states are compared",
+    "hidden": f"the model has {HEADLESS}: its last hidden states are compared, "
+    "or the embeddings of image and text (CLIP)",
 }
 ON_NOISE = (
     "the input is noise that attnlens made up: the answers of both models to it are compared, and there is no loss"
@@ -52,6 +53,11 @@ class Fed:
 
 def task_of(model: PreTrainedModel) -> Task:
     """What the head of the model's class predicts; `hidden` where it has none."""
+    return tasks_of(model)[0]
+
+
+def tasks_of(model: PreTrainedModel) -> list[Task]:
+    """All that the model's class is listed for, the likeliest first (XLM's next and masked tokens); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
     name = type(model).__name__
@@ -62,11 +68,13 @@ def task_of(model: PreTrainedModel) -> Task:
         "masked": ("MASKED_LM",),
         "classification": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     }
-    for task, mappings in tasks.items():
-        if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings):
-            # language models that see or hear stand among them, and have no decoder of their own
-            return "causal" if task == "seq2seq" and not decodes_text(model) else task
-    return "hidden"
+    found: list[Task] = [
+        # language models that see or hear stand among the first, and have no decoder of their own
+        "causal" if task == "seq2seq" and not decodes_text(model) else task
+        for task, mappings in tasks.items()
+        if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
+    ]
+    return [*dict.fromkeys(found), "hidden"]
 
 
 def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
@@ -95,7 +103,7 @@ def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has several for each stage
             return states[-1]
-    embeddings = [value for name, value in getattr(result, "items", dict)() if name.endswith("_embeds")]
+    embeddings = [value for name, value in vars(result).items() if name.endswith("_embeds") and value is not None]
     paired = len(embeddings) > 1 and all(one.dim() == 2 and one.shape == embeddings[0].shape for one in embeddings)
     return torch.stack(embeddings, 1) if paired else None
 

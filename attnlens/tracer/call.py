@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from attnlens.attention.masks import split_mask
 from attnlens.records import Call
-from attnlens.tracer.lead import Lead, lead_of
+from attnlens.tracer.lead import Lead, Tokens, lead_of
 from attnlens.tracer.softmax import TracedSoftmax, affine, check_moved, unread
 
 
-def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: int | None, module: nn.Module) -> tuple[Call, Lead]:
+def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
     """Queries, keys, scale, mask and bias behind a softmax whose weights sum up `value`, (…, keys, value_dim).
 
     `tokens` are those that `module` was called with. Raises UnreadableError where the softmax's argument is not
@@ -56,7 +56,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: int | None, modul
     return call, lead
 
 
-def fused_call(given: Mapping[str, Any], tokens: int | None, module: nn.Module) -> tuple[Call, Lead]:
+def fused_call(given: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
     """The arguments of torch's scaled_dot_product_attention, called by a module itself, as a Call."""
     query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
     lead = lead_of(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from attnlens.tracer.softmax import unread
 
+Tokens = tuple[int, ...] | None
+"""The axes of a module's first input but the last: sequences and tokens; None where it has no input of numbers."""
+
 
 @dataclass(frozen=True)
 class Lead:
@@ -49,21 +52,22 @@ class Lead:
         return found.movedim(-3, self.axis).reshape(*self.shape, *found.shape[-2:])
 
 
-def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: int | None) -> Lead:
-    """The axes of scores of so many queries and keys, in a module that was called with so many tokens.
+def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
+    """The axes of scores of so many queries and keys, in a module that was called with these tokens.
 
     There are as many heads as there are queries for each token; or keys, where a module pools its queries. Four axes
     are (sequences, heads, queries, keys), as everywhere in transformers. Raises UnreadableError where an axis could
     be another one.
     """
-    total = math.prod(shape)
-    counts = [total * each // tokens for each in (queries, keys) if tokens and total * each % tokens == 0]
+    total, count = math.prod(shape), math.prod(tokens or (0,))
+    counts = [total * each // count for each in (queries, keys) if count and total * each % count == 0]
     if len(shape) == 1:
-        if not counts or total * queries % (tokens or 1) or not counts[0] or shape[0] % counts[0]:
+        if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
             raise unread(f"its heads can't be told from its sequences: queries have the axes {(*shape, queries)}")
         return Lead(shape, 1, counts[0])
-    # A first axis of one is the sequence: tokens can't be counted where channels come before them (SqueezeBERT).
-    fitting = [axis for axis, size in enumerate(shape) if size in counts and (axis, size) != (0, 1)]
+    # The first axis of a lone sequence: its tokens can't be counted where channels come before them (SqueezeBERT).
+    lone = {0} if tokens and tokens[0] == shape[0] == 1 else set[int]()
+    fitting = [axis for axis, size in enumerate(shape) if size in counts and axis not in lone]
     if 1 in fitting or (len(shape) == 2 and not fitting):
         return Lead(shape, 1, shape[1])
     if len(fitting) != 1 or len(shape) == 2:

@@ -19,7 +19,7 @@ from attnlens.errors import ModelError, UnreadableError
 from attnlens.kernels import OWN
 from attnlens.records import Call
 from attnlens.tracer.call import fused_call, traced_call
-from attnlens.tracer.lead import Lead
+from attnlens.tracer.lead import Lead, Tokens
 from attnlens.tracer.products import operands, product, weighted_sum
 from attnlens.tracer.provenance import Provenance, tensors
 from attnlens.tracer.scores import begun
@@ -71,7 +71,7 @@ class _Tracer(TorchFunctionMode):
         self.shown: Callable[[nn.Module, Tensor], None] | None = None
         self.refused: Refused = {}
         self.known = Provenance()
-        self.running: list[tuple[nn.Module, int | None]] = []
+        self.running: list[tuple[nn.Module, Tokens]] = []
         self.constants: set[int] = set()
 
     def entered(self, content: Collection[Tensor] | None) -> Callable[..., None]:
@@ -85,7 +85,7 @@ class _Tracer(TorchFunctionMode):
                     begun = _content(module, args, kwargs) if content is None else content
                     self.known.inputs.update(dict.fromkeys(begun, True))
                 first = next((tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()), None)
-                self.running.append((module, None if first is None else first[..., 0].numel()))
+                self.running.append((module, None if first is None else tuple(first.shape[:-1])))
 
         return enter
 
@@ -151,7 +151,7 @@ class _Tracer(TorchFunctionMode):
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
         found = weighted_sum(function, args, kwargs, weights)
 
-        def read(module: nn.Module, tokens: int | None) -> tuple[Call, Lead]:
+        def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             if found is None or softmax.used:
                 raise unread("its attention weights do not sum up values once and for all")
             softmax.used = True
@@ -168,7 +168,7 @@ class _Tracer(TorchFunctionMode):
         """Attention by torch's own function, called by the module itself."""
         given = dict(zip(FUSED, args, strict=False)) | kwargs
 
-        def read(module: nn.Module, tokens: int | None) -> tuple[Call, Lead]:
+        def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             call, lead = fused_call(given, tokens, module)
             if self.shown is not None:
                 self.shown(module, _fused_weights(lead, given))
@@ -178,8 +178,8 @@ class _Tracer(TorchFunctionMode):
 
     def _site(
         self,
-        owners: list[tuple[nn.Module, int | None]],
-        read: Callable[[nn.Module, int | None], tuple[Call, Lead]],
+        owners: list[tuple[nn.Module, Tokens]],
+        read: Callable[[nn.Module, Tokens], tuple[Call, Lead]],
         own: Callable[[], Tensor],
         arranged: Callable[[Tensor], Tensor],
     ) -> Tensor:
@@ -195,8 +195,8 @@ class _Tracer(TorchFunctionMode):
     def _answered(
         self,
         owner: nn.Module,
-        tokens: int | None,
-        read: Callable[[nn.Module, int | None], tuple[Call, Lead]],
+        tokens: Tokens,
+        read: Callable[[nn.Module, Tokens], tuple[Call, Lead]],
         own: Callable[[], Tensor],
         arranged: Callable[[Tensor], Tensor],
     ) -> Tensor:
