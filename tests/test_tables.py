@@ -18,7 +18,7 @@ from reports import CROSS, synthetic_report
 from rich.console import Console
 
 from attnlens.kernels import FILTERS, TIES, kernels
-from attnlens.records import Report
+from attnlens.records import Report, Settings
 from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
 from attnlens.render import terminal
 from attnlens.render.markdown import escaped
@@ -274,7 +274,10 @@ def test_doctor_says_its_verdict_in_words(width: int) -> None:
         Checked("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked"),
         Checked("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked"),
     ]
-    text = views.printed(views.alone(*site_checks(SimpleNamespace(doctor=rows))), width)
+    settings = Settings(notes=["Computed in float32."])
+    report = SimpleNamespace(doctor=rows, settings=settings)
+    text = views.printed(views.alone(*site_checks(report)), width)
+    assert "Computed in float32." in text
     assert max(map(len, text.splitlines())) <= width
     for fact in ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly"):
         assert fact in text
