@@ -57,7 +57,7 @@ class Coverage(Record):
         if self.complete:
             return f"COMPLETE: {count}"
         lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # what heads lack comes first
-        reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["the run was interrupted"]
+        reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
         more = len(reasons) - 1
         others = f" (and {more} more reason{'s' if more > 1 else ''})" if more else ""
         return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
