@@ -15,7 +15,7 @@ from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.run import checks
 from attnlens.run.swap import gates
-from attnlens.texts.targets import task_of
+from attnlens.texts.targets import last_states, task_of
 
 FEW = {"tokens": 12, "sequences": 2}
 
@@ -258,3 +258,7 @@ def test_a_matcher_that_finds_nothing_to_attend_says_so():
             module.keypoint_threshold = 2.0  # of a probability
     with pytest.raises(ModelError, match="runs none of its attention on this input"):
         hooks.survey(given.model, inputs)
+
+
+def test_outputs_that_are_a_plain_tuple_have_no_hidden_states():
+    assert last_states((torch.zeros(2, 3, 4),)) is None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.attention import attend
+from attnlens.errors import is_memory
 from attnlens.hooks.interface import opened
 from attnlens.hooks.survey import forward, real_outputs
 from attnlens.kernels import OWN
@@ -32,7 +33,7 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> floa
         try:
             return _identity_error(precise, as_dtype(inputs, torch.float64))
         except RuntimeError as failure:
-            if "memory" in str(failure):
+            if is_memory(failure):
                 raise
             return error  # it turns some of its numbers into float32 itself
     return error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
@@ -32,7 +33,8 @@ MEANINGS: dict[Task, str] = {
     "or the embeddings of image and text (CLIP)",
 }
 ON_NOISE = (
-    "the input is noise that attnlens made up: the answers of both models to it are compared, and there is no loss"
+    "images, sounds and series are noise that attnlens made up: the answers of both models to it are compared, and "
+    "there is no loss"
 )
 """The meaning where a loss would have none."""
 NO_LOSS = "the model's input is noise that attnlens made up, on which a loss means nothing"
@@ -103,7 +105,8 @@ def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has several for each stage
             return states[-1]
-    embeddings = [value for name, value in vars(result).items() if name.endswith("_embeds") and value is not None]
+    named = result if isinstance(result, ModelOutput) else {}
+    embeddings = [value for name, value in named.items() if name.endswith("_embeds")]
     paired = len(embeddings) > 1 and all(one.dim() == 2 and one.shape == embeddings[0].shape for one in embeddings)
     return torch.stack(embeddings, 1) if paired else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -95,23 +96,26 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
     """
     settings = read_settings(files.settings)
     tensors = AdapterTensors.of(files, settings, model)
-    modules = {path: _module(settings, model, path) for path in tensors.modules}
+    every, shared = dict(model.named_modules()), _shared(model)
+    for name in (*(f"{path}.weight" for path in tensors.modules), *tensors.whole):
+        _refuse_tied(settings, shared, name)
+    modules = {path: _module(settings, model, every.get(path), path) for path in tensors.modules}
     targets = Targets(settings)
     _check_targets(targets, model, tensors)
     changes: dict[str, LowRank | Replaced] = {}
     for path, module in modules.items():
         changes[f"{path}.weight"] = _merge_one(tensors, targets, path, module)
     for name, stored in tensors.whole.items():
-        _refuse_tied(settings, model, name)
         parameter = model.get_parameter(name)
         changes[name] = Replaced(parameter.data)
         parameter.data = tensors.read(stored, *parameter.shape).to(parameter)
     return Adapted(_info(files, settings, tensors), changes, tensors.unplaced)
 
 
-def _module(settings: AdapterSettings, model: PreTrainedModel, path: str) -> nn.Linear | Conv1D | nn.Embedding:
+def _module(
+    settings: AdapterSettings, model: PreTrainedModel, module: nn.Module | None, path: str
+) -> nn.Linear | Conv1D | nn.Embedding:
     """The module that is adapted; raises ModelError where the model has none, or one of a kind that is not merged."""
-    module = dict(model.named_modules()).get(path)
     if module is None:
         raise ModelError(
             f"The adapter of {settings.file} changes {shortened(path)}, which this {type(model).__name__} does not "
@@ -125,15 +129,21 @@ def _module(settings: AdapterSettings, model: PreTrainedModel, path: str) -> nn.
             f"{settings.kind}.",
             SAY_MERGE,
         )
-    _refuse_tied(settings, model, f"{path}.weight")
     return module
 
 
-def _refuse_tied(settings: AdapterSettings, model: PreTrainedModel, name: str) -> None:
+def _shared(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The names of each parameter that has several, by each of them."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return {name: found for found in names.values() for name in found if len(found) > 1}
+
+
+def _refuse_tied(settings: AdapterSettings, shared: Mapping[str, list[str]], name: str) -> None:
     """Raise ModelError where another parameter is the same tensor, which the adapter does not mean."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    other = next((one for one, part in parameters.items() if one != name and part is parameters[name]), None)
-    if other is not None:
+    if name in shared:
+        other = next(one for one in shared[name] if one != name)
         raise ModelError(
             f"The adapter of {settings.file} changes {name}, which the model shares with {other}.", SAY_MERGE
         )

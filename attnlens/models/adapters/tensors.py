@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from safetensors import safe_open
@@ -79,11 +80,16 @@ class AdapterTensors:
         if found.encoded:
             raise ModelError(f"{self.files.tensors} stores {shortened(name)} as {found.type}.", SAY_MERGE)
         if self.files.form == "pickle":
-            content: dict[str, Tensor] = torch.load(self.files.tensors, map_location="cpu", weights_only=True)
-            return content[name]
+            return self._pickled[name]
         with safe_open(self.files.tensors, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    @cached_property
+    def _pickled(self) -> dict[str, Tensor]:
+        """The whole of a pickled file, which is read once."""
+        content: dict[str, Tensor] = torch.load(self.files.tensors, map_location="cpu", weights_only=True)
+        return content
 
 
 def _times(shape: tuple[int, ...]) -> str:
