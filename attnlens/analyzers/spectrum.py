@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
@@ -52,6 +54,7 @@ WEIGHTS = (
     ),
 )
 
+share_in_largest = partial(MeasureInfo, low=0, high=1, curve=True, self_only=False, has_null=False, matrix="P")
 UNIFORM = "attention is even: nothing is left of it once centred"
 TOKENS = (
     MeasureInfo(
@@ -116,27 +119,13 @@ TOKENS = (
         missing="the logits depend on the query alone, which softmax ignores",
         has_null=False,
     ),
-    MeasureInfo(
+    share_in_largest(
         "tokens.singular_values",
         "share of P's singular values in its k largest (Chen et al. 2023, Figure 1)",
         "(σ₁ + … + σₖ)/Σσ",
-        low=0,
-        high=1,
-        curve=True,
-        self_only=False,
-        has_null=False,
-        matrix="P",
     ),
-    MeasureInfo(
-        "tokens.singular_values_energy",
-        "share of P's squared singular values in its k largest",
-        "(σ₁² + … + σₖ²)/Σσ²",
-        low=0,
-        high=1,
-        curve=True,
-        self_only=False,
-        has_null=False,
-        matrix="P",
+    share_in_largest(
+        "tokens.singular_values_energy", "share of P's squared singular values in its k largest", "(σ₁² + … + σₖ²)/Σσ²"
     ),
 )
 

@@ -108,21 +108,12 @@ app.command()(converge)
 
 @app.command()
 @guarded
-@opt.also(opt.parameters(ModelRequest, without=NOT_EXAMINED, sequences=2, dtype="float64"))
-def doctor(
-    context: typer.Context,
-    model: opt.Model = None,
-    strict: opt.Strict = False,
-    json: opt.Json = None,
-    quiet: opt.Quiet = False,
-    no_progress: opt.NoProgress = False,
-    debug: opt.Debug = False,
-    **_shared: Any,
-) -> None:
+@opt.also(opt.parameters(ModelRequest, without=NOT_EXAMINED, sequences=2, dtype="float64"), opt.TOLD)
+def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: Any) -> None:
     """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
     outputs = Outputs.of(context.params)
     settings = opt.keywords(ModelRequest, context.params)
-    name = named_model(model, quiet=quiet)
+    name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(context.params, [name]))
     with interruptible_at_once():
         from attnlens import run

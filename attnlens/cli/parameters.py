@@ -118,16 +118,22 @@ NoProgress = Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
 
 
-SHOWN: dict[str, tuple[Any, Any]] = {
+TOLD: dict[str, tuple[Any, Any]] = {
     "json": (Json, None),
+    "quiet": (Quiet, False),
+    "no_progress": (NoProgress, False),
+    "debug": (Debug, False),
+}
+"""What every command with a report takes."""
+SHOWN = {
+    "json": TOLD["json"],
     "csv": (Csv, None),
     "png": (Png, None),
     "html": (Html, None),
     "markdown": (Markdown, None),
-    "quiet": (Quiet, False),
+    "quiet": TOLD["quiet"],
     "verbose": (Verbose, False),
-    "no_progress": (NoProgress, False),
-    "debug": (Debug, False),
+    **TOLD,
 }
 """Where the report goes, and what is said meanwhile."""
 

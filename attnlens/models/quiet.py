@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from logging import CRITICAL
@@ -21,12 +21,10 @@ def unlogged() -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(CRITICAL)
-    try:
+    with ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(CRITICAL)
         yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from attnlens.requests.values import Numbers, Words
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 """Panels of the help, beside that without a name."""
+Place = str | os.PathLike[str] | None
+"""A path, or what else names where something lies."""
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
@@ -52,7 +54,7 @@ class Loading(TypedDict, total=False):
         Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word, call_only="read"),
     ]
     adapter: Annotated[
-        str | os.PathLike[str] | None,
+        Place,
         Option(
             "LoRA, rsLoRA or DoRA adapter (peft) to merge into the model: a folder or a hub id.",
             panel=INPUT,
@@ -80,7 +82,7 @@ class Feeding(Loading, total=False):
         ),
     ]
     pairs: Annotated[
-        str | os.PathLike[str] | None,
+        Place,
         _file(
             "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
         ),
@@ -242,7 +244,7 @@ class SwapRequest(ModelRequest, total=False):
         ),
     ]
     save: Annotated[
-        str | os.PathLike[str] | None,
+        Place,
         Option(
             "Write the changed model to this folder.",
             panel=OUTPUT,
