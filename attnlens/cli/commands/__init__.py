@@ -11,13 +11,13 @@ import typer
 
 import attnlens
 from attnlens.cli import parameters as opt
-from attnlens.cli.converge import converge, verify
+from attnlens.cli.commands.converge import converge, verify
+from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs, check_place
 from attnlens.cli.outputs import Outputs, product
 from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
-from attnlens.cli.swap import swap_kernel
 from attnlens.cli.verdict import PARTLY, end_strictly, failure
 from attnlens.cli.work import check_reading, named_model, working
 from attnlens.errors import UsageError
