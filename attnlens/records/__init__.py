@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnlens.records.calls import Call
+    from attnlens.records.comparison import Comparison, HeadChange, MeasureChange, Relation, Shift, Spread
     from attnlens.records.coverage import Coverage, Skipped
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "calls": "Call",
+    "comparison": "Comparison HeadChange MeasureChange Relation Shift Spread",
     "coverage": "Coverage Skipped",
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
@@ -66,6 +68,7 @@ __all__ = [
     "Bound",
     "Call",
     "Change",
+    "Comparison",
     "Conventions",
     "Coverage",
     "Curve",
@@ -75,11 +78,13 @@ __all__ = [
     "Extreme",
     "File",
     "Head",
+    "HeadChange",
     "HeadId",
     "Healing",
     "HealingStep",
     "KeyRank",
     "Measure",
+    "MeasureChange",
     "ModelInfo",
     "Null",
     "Outcome",
@@ -89,17 +94,20 @@ __all__ = [
     "PlanStep",
     "QueryKey",
     "Record",
+    "Relation",
     "Report",
     "Rise",
     "Rotation",
     "Selection",
     "Sentence",
     "Settings",
+    "Shift",
     "Site",
     "SiteCheck",
     "SiteSwap",
     "Skipped",
     "Source",
+    "Spread",
     "Stage",
     "Summary",
     "Swap",

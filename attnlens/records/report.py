@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, JsonValue, PrivateAttr
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import as_path, write_atomically
+from attnlens.records.comparison import Comparison
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
@@ -168,6 +169,8 @@ class Report(Record):
     """What another kernel did to the model (`swap-kernel`)."""
     more_swaps: list[Swap] = []
     """What the further kernels did, where several were compared."""
+    comparison: Comparison | None = None
+    """How the model differs from another one (`compare`)."""
     plan: Plan | None = None
     """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
     experiments: list[Experiment] = []
