@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     failures = Failures()
     written: list[str] = []
     older = ""
+    report = _naming_windows(outputs, report)
     try:
         for option, path in outputs.files(*DATA).items():
             with failures.kept():
@@ -53,6 +55,19 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
             if older:
                 say(older)
     failures.end(interrupted=interrupted)
+
+
+def _naming_windows(outputs: Outputs, report: Report) -> Report:
+    """The report with the file of its windows, where that is written beside it."""
+    files = outputs.files("json", "windows_csv")
+    if len(files) < 2 or files["json"].parent.resolve() != files["windows_csv"].parent.resolve():
+        return report
+    from attnlens.export import WRITERS
+    from attnlens.records import File
+
+    content = WRITERS["windows_csv"](report).encode()
+    found = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
+    return report.model_copy(update={"windows_file": found})
 
 
 class Failures:

@@ -18,7 +18,7 @@ from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
 from attnlens.records.plans import Plan
-from attnlens.records.provenance import ModelInfo, Settings, Tool
+from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.windows import Windows
@@ -177,6 +177,8 @@ class Report(Record):
     """What experiments found (`converge`, `verify`)."""
     selections: list[Selection] = []
     """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
+    windows_file: File | None = None
+    """The file of --windows-csv that was written with it, and lies beside it."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attnlens.records import Comparison, HeadChange, MeasureChange, Outcome, Report, Shift, Spread
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
-from attnlens.wording import NO_VALUE, clean, counted, short, title_of
+from attnlens.wording import NO_VALUE, clean, counted, short
 
 SHOWN_HEADS = 16
 """Heads that a page of a terminal has room for."""
@@ -30,6 +30,12 @@ class Compared:
     def delta(self, name: str) -> float | None:
         """The change of a measure."""
         return self.rows[name].delta if name in self.rows else None
+
+
+def compared_models(report: Report) -> str:
+    """`base → model`."""
+    found = report.comparison
+    return report.model.title if found is None else f"{found.base.title} → {report.model.title}"
 
 
 def comparison_sections(report: Report, *, all_heads: bool) -> Iterator[Section]:
@@ -132,7 +138,7 @@ def _predictions(outcome: Outcome | None) -> Iterator[str]:
 
 
 def _shift_section(shifts: Sequence[Shift]) -> Section:
-    names = (Column("", "measure", tuple(title_of(one.measure) for one in shifts), words=True),)
+    names = (Column("", "measure", tuple(one.measure for one in shifts), words=True),)
     columns = (
         Column("", "first model", tuple(_quartiles(one.before) for one in shifts)),
         Column("", "second model", tuple(_quartiles(one.after) for one in shifts)),

@@ -13,7 +13,7 @@ from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
 from attnlens.sections.adapters import adapter_sections
 from attnlens.sections.checkpoints import series_sections, step_cells
-from attnlens.sections.comparisons import comparison_rows, comparison_sections
+from attnlens.sections.comparisons import compared_models, comparison_rows, comparison_sections
 from attnlens.sections.doctor import site_checks
 from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
@@ -53,6 +53,8 @@ class Kind:
     """How much was read, or how the experiments ended; whether that is all, or as published."""
     more: Callable[[Report], Iterable[Section]] = lambda _report: ()
     """What else --verbose shows."""
+    title: Callable[[Report], str] = reports.title
+    """Of what the report is."""
     headed: bool = True
     """Whether the model and its coverage stand above."""
 
@@ -232,6 +234,7 @@ COMPARISON = Kind(
     page=lambda shapes: comparison_sections(shapes.report, all_heads=True),
     rows=comparison_rows,
     pictures=_comparison_pictures,
+    title=compared_models,
 )
 EXPERIMENTS = Kind(
     summary=_experiment_summary,

@@ -44,12 +44,12 @@ def _compare(first: str, second: str, given: Mapping[str, Any]) -> None:
     settings = opt.keywords(CompareRequest, given)
     check_reading({**settings, "show": None})
     names = [checked_model(name) for name in (first, second)]
-    outputs.check(Inputs.of(given, names))
+    outputs.check(Inputs.of(given, [name for name in names if not name.endswith(".json")]))
     with interruptible_at_once():
         from attnlens import run
 
     with working(outputs) as tell:
-        report = run.compare(*names, progress=tell, **settings)
+        report = run.compare(names[0], names[1], progress=tell, **settings)
     deliver(outputs, report)
     if given["strict"]:
         end_strictly(report)

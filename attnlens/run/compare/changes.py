@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attnlens.records import Comparison, Head, Measure, MeasureChange, ModelInfo
+from attnlens.records import Comparison, Head, ModelInfo
 from attnlens.run.compare import draws, significance
 from attnlens.run.compare.draws import OWN_ROWS, ROWS, enter_distances, entered
 from attnlens.run.compare.forms import DISTANCES, distances
@@ -18,13 +16,12 @@ from attnlens.run.compare.outcomes import outcome
 from attnlens.run.compare.passes import divergences, record
 from attnlens.run.compare.relations import relations, told
 from attnlens.run.compare.rounding import stored_type
+from attnlens.run.compare.rows import change, is_category, named_rows
 from attnlens.run.compare.sides import Block, Pairing
 from attnlens.run.compare.significance import Judged, Rounding
 from attnlens.run.inspect.summary import by_measure
 from attnlens.run.progress import Progress, Tell
 from attnlens.statistics import Design
-
-CATEGORY = "a category, of which there is no difference"
 
 
 @dataclass
@@ -38,16 +35,7 @@ class Changes:
     def found(self, base: ModelInfo) -> Comparison:
         """Every row, and what is said of heads and models as wholes."""
         judged = self._judged()
-        rows, places = [], []
-        for name, one in judged.items():
-            for place, row in enumerate(self._rows(name)):
-                if one is None:
-                    rows.append(row)
-                    places.append((NOTHING, 0))
-                    continue
-                rows.append(significance.row_of(one, place, row))
-                places.append((one, place))
-        rows = significance.named(rows, places, self.fdr)
+        rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
         heads = relations(self.pairing, judged.get(DISTANCES[0]))
         predicted, why = outcome(self.pairing, self.design)
         return Comparison(
@@ -80,22 +68,6 @@ class Changes:
         paths = [[path for path, _ in each] for each in found]
         return found if paths[0] == paths[1] else ([], [])
 
-    def _rows(self, name: str) -> Iterator[MeasureChange]:
-        """The rows of a measure, with what both models read of it."""
-        for one, other in zip(*self.heads, strict=True):
-            read = {"first": one.measures.get(name), "second": other.measures.get(name)}
-            before, after = (None if measure is None else measure.value for measure in read.values())
-            lacks = [f"in the {which} model {part.reason}" for which, part in read.items() if part and part.reason]
-            labelled = any(part is not None and part.label is not None for part in read.values())
-            yield MeasureChange(
-                layer=one.layer,
-                head=one.head,
-                measure=name,
-                before=before,
-                after=after,
-                reason=CATEGORY if labelled else next(iter(lacks), None),
-            )
-
     def _judged(self) -> dict[str, Judged | None]:
         """The changes of every measure; None for categories."""
         rounding, apart = self._rounding(), self._distances()
@@ -119,10 +91,9 @@ class Changes:
 
     def _without_windows(self, name: str, rounding: Rounding | None) -> Judged | None:
         """A measure of the weights, judged by rounding alone; None for a category, and where rounding is not known."""
-        pairs = [[head.measures.get(name) for head in each] for each in self.heads]
-        if rounding is None or any(one is not None and one.label is not None for one in pairs[0]):
+        if rounding is None or is_category(self.heads, name):
             return None
-        before, after = (_values(each) for each in pairs)
+        before, after = change(self.heads, name)
         return significance.measured(after - before, rounding)
 
     @property
@@ -192,13 +163,3 @@ class Changes:
             self.progress("rounding", done, 2 * draws.DRAWS)
 
         return tell
-
-
-def _values(each: Sequence[Measure | None]) -> Tensor:
-    """The values; NaN where there is none."""
-    found = [math.nan if one is None or one.value is None else one.value for one in each]
-    return torch.tensor(found, dtype=torch.float64)
-
-
-NOTHING = Judged(torch.full((1,), torch.nan), torch.full((1,), torch.nan))
-"""Stands for the change of what has none."""

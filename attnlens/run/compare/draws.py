@@ -25,6 +25,8 @@ from attnlens.statistics import Design
 
 DRAWS = 5
 """Times that the weights of each model are nudged."""
+UNDRAWN = "what rounding does to it is not drawn"
+"""Why a measure that an analyzer gathers from many windows has no p."""
 FEW = 2
 """Windows on which it is seen what that does to tokens.*."""
 ROWS, OWN_ROWS = "compare.row_kl", "compare.own_kl"

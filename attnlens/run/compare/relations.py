@@ -108,8 +108,8 @@ def _of_order(heads: Sequence[HeadChange]) -> Iterator[str]:
     moved = Counter(head.layer for head in heads if head.partner != head.head)
     for layer, count in moved.items():
         yield (
-            f"Layer {layer}: {counted(count, 'head')} stand in another order in the second model; each is compared "
-            "with its partner."
+            f"Layer {layer}: the second model has {counted(count, 'head')} in another order; each is compared with its "
+            "partner."
         )
 
 
@@ -117,6 +117,6 @@ def _of_forms(heads: Sequence[HeadChange]) -> Iterator[str]:
     count = sum(head.relation == "same form" for head in heads)
     if count:
         yield (
-            f"{counted(count, 'head')} have other W_Q and W_K with the same product M within rounding (another gauge): "
-            "attention is the same."
+            f"Of {counted(count, 'head')} W_Q and W_K are others with the same product M within rounding (another "
+            "gauge): attention is the same."
         )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnlens.records import Report, Shift, Spread
+from attnlens.records import Comparison, Report, Shift, Spread
+
+OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
+
+
+def apart(first: Report, second: Report, fdr: float, why: str) -> Comparison:
+    """A comparison of distributions, and why it is no more."""
+    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts(first, second), notes=[why])
 
 
 def shifts(first: Report, second: Report) -> list[Shift]:

@@ -112,7 +112,9 @@ def by_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Ten
     return torch.where(rounding.size > 0, p, torch.nan)
 
 
-def named(rows: Sequence[MeasureChange], judged: Sequence[tuple[Judged, int]], fdr: float) -> list[MeasureChange]:
+def named(
+    rows: Sequence[MeasureChange], judged: Sequence[tuple[Judged | None, int]], fdr: float
+) -> list[MeasureChange]:
     """The rows with q, whether they are named, and the least change, over all that have a p.
 
     `judged` says where each row's change stands: among which changes, and which of them.
@@ -121,11 +123,12 @@ def named(rows: Sequence[MeasureChange], judged: Sequence[tuple[Judged, int]], f
     q, chosen = adjusted(p), false_discovery(p, fdr)
     tests = int((~p.isnan()).sum())
     level = float(p[chosen].max().clamp(min=fdr / tests)) if bool(chosen.any()) else fdr / max(tests, 1)
-    least = {id(one): one.least(level) for one, _ in judged}
+    least = {id(one): one.least(level) for one, _ in judged if one is not None}
     found = []
     for row, rate, hit, (one, place) in zip(rows, q.tolist(), chosen.tolist(), judged, strict=True):
-        detectable = float(least[id(one)][place])
-        update = {"q": _number(rate), "named": hit, "least": None if row.p is None else _number(detectable)}
+        update = {"q": _number(rate), "named": hit}
+        if row.p is not None:
+            update["least"] = _number(float(least[id(one)][place]))
         found.append(row.model_copy(update=update))
     return found
 
@@ -136,8 +139,9 @@ def _number(value: float) -> float | None:
 
 def combined(first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool) -> Rounding:
     """The rounding of both models at once: mean squares of their draws add up, and so do divergences."""
-    each = [part.double() if squared else part.double().square() for part in (first, second)]
-    total = each[0].mean(0) + each[1].mean(0)
+    # a form of zeros has nothing to round: it is the other one that counts
+    each = [(part.double() if squared else part.double().square()).mean(0) for part in (first, second)]
+    total = torch.stack(each).nansum(0).masked_fill(each[0].isnan() & each[1].isnan(), torch.nan)
     return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
 
 
