@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnlens.records.calls import Call
-    from attnlens.records.comparison import Comparison, HeadChange, MeasureChange, Relation, Shift, Spread
+    from attnlens.records.comparison import BlockChange, Comparison, HeadChange, MeasureChange, Relation, Shift, Spread
     from attnlens.records.coverage import Coverage, Skipped
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "calls": "Call",
-    "comparison": "Comparison HeadChange MeasureChange Relation Shift Spread",
+    "comparison": "BlockChange Comparison HeadChange MeasureChange Relation Shift Spread",
     "coverage": "Coverage Skipped",
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
@@ -65,6 +65,7 @@ _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for
 __all__ = [
     "PARTS",
     "AdapterInfo",
+    "BlockChange",
     "Bound",
     "Call",
     "Change",

@@ -55,6 +55,25 @@ class HeadChange(HeadId):
     """Why there is no relation."""
 
 
+class BlockChange(Record):
+    """What one block of both models gives of the same hidden states, those that the first model's block took."""
+
+    path: str
+    """The block's path in the models."""
+    layers: list[Count]
+    """The running numbers of its sites."""
+    change: Number | None
+    """‖o' − o‖/‖o‖ of its output, mean over windows."""
+    rounding: Number | None = None
+    """Root mean square of what rounding the weights alone does to it."""
+    p: Number | None = None
+    """Two-sided, of no change beyond sampling and rounding."""
+    q: Number | None = None
+    """The smallest false-discovery rate, over blocks, at which it is named."""
+    named: bool = False
+    """Whether q is at most the rate asked for."""
+
+
 class Spread(Record):
     """A measure over the heads of one model."""
 
@@ -95,6 +114,8 @@ class Comparison(Record):
     """Head by head, in the order of layer and head."""
     rows: list[MeasureChange] = []
     """Head by head and measure by measure."""
+    blocks: list[BlockChange] = []
+    """Block by block, what of the change is its own; none where the models have no blocks that each run once."""
     shifts: list[Shift] = []
     """Distributions, where heads don't correspond."""
     outcome: Outcome | None = None

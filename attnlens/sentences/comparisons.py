@@ -36,6 +36,14 @@ def discoveries(found: Comparison) -> Iterator[str]:
         f"{found.named:,} of {found.tests:,} changes (heads × measures) are named at a false-discovery rate of "
         f"{found.fdr:g}, in {len(heads)} of {counted(len(found.heads), 'head')}."
     )
+    blocks = [block for block in found.blocks if block.named]
+    if blocks:
+        largest = max(blocks, key=lambda block: block.change or 0.0)
+        yield (
+            f"Of {counted(len(found.blocks), 'block')} {len(blocks)} make other states of the same ones: "
+            f"{listed([block.path for block in blocks])}. {largest.path} moves them most, by "
+            f"{largest.change or 0.0:.2g} of their size."
+        )
     named = {name: _named(found, name) for name in (OWN_ROWS, FORMS, ROWS)}
     if named[FORMS]:
         yield f"The form M of {counted(len(named[FORMS]), 'head')} is another one: {_places(named[FORMS])}."

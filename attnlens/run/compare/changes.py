@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attnlens.records import Comparison, Head, ModelInfo
+from attnlens.records import BlockChange, Comparison, Head, ModelInfo
 from attnlens.run.compare import draws, significance
-from attnlens.run.compare.draws import OWN_ROWS, ROWS, enter_distances, entered
+from attnlens.run.compare.draws import BLOCKS, OWN_ROWS, ROWS, enter_distances, entered, of_blocks
 from attnlens.run.compare.forms import DISTANCES, distances
 from attnlens.run.compare.outcomes import outcome
-from attnlens.run.compare.passes import divergences, record
+from attnlens.run.compare.passes import beside, record
 from attnlens.run.compare.relations import relations, told
 from attnlens.run.compare.rounding import stored_type
 from attnlens.run.compare.rows import change, is_category, named_rows
 from attnlens.run.compare.sides import Block, Pairing
-from attnlens.run.compare.significance import Judged, Rounding
+from attnlens.run.compare.significance import Judged, Rounding, number_of
 from attnlens.run.inspect.summary import by_measure
 from attnlens.run.progress import Progress, Tell
-from attnlens.statistics import Design
+from attnlens.statistics import Design, adjusted
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Changes:
 
     def found(self, base: ModelInfo) -> Comparison:
         """Every row, and what is said of heads and models as wholes."""
-        judged = self._judged()
+        rounding, apart = self._rounding(), self._distances()
+        judged = self._judged(rounding, apart)
         rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
         heads = relations(self.pairing, judged.get(DISTANCES[0]))
         predicted, why = outcome(self.pairing, self.design)
@@ -46,6 +48,7 @@ class Changes:
             named=sum(row.named for row in rows),
             heads=heads,
             rows=rows,
+            blocks=self._blocks(apart, rounding),
             outcome=predicted,
             notes=[*told(self.pairing, heads), *why],
         )
@@ -68,9 +71,28 @@ class Changes:
         paths = [[path for path, _ in each] for each in found]
         return found if paths[0] == paths[1] else ([], [])
 
-    def _judged(self) -> dict[str, Judged | None]:
+    def _blocks(self, apart: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
+        """How far what each block gives of the first model's states moved."""
+        if BLOCKS not in apart:
+            return []
+        judged = significance.sampled(apart[BLOCKS], self.design, rounding.get(BLOCKS), self.seed)
+        q = adjusted(judged.p).tolist()
+        sites = self.pairing.sites
+        return [
+            BlockChange(
+                path=path,
+                layers=[site.layer for site in sites if site.path.startswith(f"{path}.")],
+                change=number_of(judged.delta[place]),
+                rounding=None if judged.rounding is None else number_of(judged.rounding.size[place]),
+                p=number_of(judged.p[place]),
+                q=number_of(q[place]),
+                named=q[place] <= self.fdr,
+            )
+            for place, (path, _) in enumerate(self.blocks[0])
+        ]
+
+    def _judged(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
         """The changes of every measure; None for categories."""
-        rounding, apart = self._rounding(), self._distances()
         found: dict[str, Judged | None] = {}
         for name in DISTANCES:
             if name in apart:
@@ -122,18 +144,20 @@ class Changes:
         collector, start = entered(first, self.design), 0
         sites = {other: site for site, other in self.pairing.sites.items()}
         order = {site: placed.order for site, placed in self.pairing.placed.items()}
-        total = self.design.count
+        total, moved = self.design.count, list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
             recorded = record(first, batch.inputs, self.blocks[0])
-            passed = second, sites, batch.inputs, order
-            for name, blocks in ((ROWS, []), (OWN_ROWS, self.blocks[1])):
-                if name == ROWS or blocks:
-                    for site, values in divergences(recorded, *passed, blocks).items():
-                        enter_distances(collector, site, {name: values}, batch, start)
+            passed = {ROWS: beside(recorded, second, sites, batch.inputs, order)}
+            if self.blocks[1]:
+                passed[OWN_ROWS] = beside(recorded, second, sites, batch.inputs, order, self.blocks[1])
+                moved.append(of_blocks(passed[OWN_ROWS].blocks, self.blocks[0], batch))
+            for name, found in passed.items():
+                for site, values in found.rows.items():
+                    enter_distances(collector, site, {name: values}, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)
-        return by_measure(collector)
+        return by_measure(collector) | ({BLOCKS: torch.cat(moved)} if moved else {})
 
     def _rounding(self) -> dict[str, Rounding]:
         """What rounding of both models does to every measure, by draws."""
@@ -150,8 +174,9 @@ class Changes:
         partners = self.pairing.partners
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
-            parts = torch.stack(drawn[0][name]), torch.stack(drawn[1][name])[:, partners]
-            combined[name] = significance.combined(*parts, squared=name in (ROWS, OWN_ROWS))
+            first, second = (torch.stack(each[name]) for each in drawn)
+            second = second if name == BLOCKS else second[:, partners]
+            combined[name] = significance.combined(first, second, squared=name in (ROWS, OWN_ROWS))
         return combined
 
     def _tell(self, number: int) -> Tell:

@@ -14,7 +14,7 @@ from attnlens.records import Call, Site
 from attnlens.registry import Analyzer
 from attnlens.run import feeding
 from attnlens.run.compare.forms import distances
-from attnlens.run.compare.passes import Recorded, divergences, record
+from attnlens.run.compare.passes import Recorded, beside, record
 from attnlens.run.compare.rounding import rounded, rounded_factors
 from attnlens.run.compare.sides import Block, Side
 from attnlens.run.inspect.chunks import finite_heads
@@ -29,6 +29,8 @@ UNDRAWN = "what rounding does to it is not drawn"
 """Why a measure that an analyzer gathers from many windows has no p."""
 FEW = 2
 """Windows on which it is seen what that does to tokens.*."""
+BLOCKS = "compare.block_change"
+"""‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
 ROWS, OWN_ROWS = "compare.row_kl", "compare.own_kl"
 """KL between rows as both models run, and where each block of the second takes the states of the first one's."""
 Drawn = dict[str, list[Tensor]]
@@ -97,13 +99,25 @@ def _nudged(reader: _Reader, few: texts.Batches, own: Sequence[Recorded], blocks
     order = {found.site: range(found.call.query.shape[1]) for found in side.inspection.reached}
     calls: list[dict[Site, Call]] = []
     apart: dict[str, list[Mapping[Site, Tensor]]] = {ROWS: [], OWN_ROWS: []}
+    moved: list[Tensor] = []
     for batch, recorded in zip(few, own, strict=True):
-        calls.append({})
-        passed = side, same, batch.inputs, order
-        apart[ROWS].append(divergences(recorded, *passed, seen=calls[-1]))
+        passed = beside(recorded, side, same, batch.inputs, order)
+        calls.append(passed.calls)
+        apart[ROWS].append(passed.rows)
         if blocks:
-            apart[OWN_ROWS].append(divergences(recorded, *passed, blocks))
-    return reader.read(few, calls, {name: found for name, found in apart.items() if found})
+            fed = beside(recorded, side, same, batch.inputs, order, blocks)
+            apart[OWN_ROWS].append(fed.rows)
+            moved.append(of_blocks(fed.blocks, blocks, batch))
+    found = reader.read(few, calls, {name: found for name, found in apart.items() if found})
+    return found | ({BLOCKS: torch.cat(moved)} if moved else {})
+
+
+def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
+    """How far each block's output moved, (sequences, blocks); NaN where it gives no states."""
+    nothing = torch.full((batch.size,), torch.nan, dtype=torch.float64)
+    # more rows than sequences where a model cuts each into windows
+    each = [found[path].view(batch.size, -1).mean(1) if path in found else nothing for path, _ in blocks]
+    return torch.stack(each, 1)
 
 
 class _Reader:

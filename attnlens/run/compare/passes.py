@@ -22,8 +22,6 @@ FLOOR = 1e-12
 """Weights below it count as it, so that a key that only one model hides costs at most 27.6 nats."""
 STATES = ("hidden_states", "encoder_hidden_states")
 """Names under which blocks take states; whatever its name, the first input of a block is one."""
-Divergences = dict[Site, Tensor]
-"""KL(first ‖ second) of each sequence and head, mean over queries; NaN where no query sees a key."""
 
 
 @dataclass
@@ -34,6 +32,20 @@ class Recorded:
     """What each site was asked for."""
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """The states that each block took, by the block's path and the input's name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """The states that each block gave."""
+
+
+@dataclass
+class Passed:
+    """One pass of a second model, beside the one that was recorded."""
+
+    rows: dict[Site, Tensor] = field(default_factory=dict)
+    """KL(first ‖ second) of each sequence and head, mean over queries; NaN where no query sees a key."""
+    calls: dict[Site, Call] = field(default_factory=dict)
+    """What the second model's sites were asked for, by its own sites."""
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    """‖o' − o‖/‖o‖ of each sequence, o what a block gives of the states that the first model's took."""
 
 
 def record(side: Side, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
@@ -53,41 +65,57 @@ def record(side: Side, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) ->
 
     handles = [block.register_forward_pre_hook(keep(path), with_kwargs=True) for path, block in blocks]
     try:
-        _pass(side, inputs, visit)
+        with hooks.recorded(blocks) as outputs:
+            _pass(side, inputs, visit)
     finally:
         for handle in handles:
             handle.remove()
+    found.outputs.update((path, given) for path, output in outputs.items() if (given := _first(output)) is not None)
     return found
 
 
-def divergences(
+def beside(
     recorded: Recorded,
     side: Side,
     sites: Mapping[Site, Site],
     inputs: Mapping[str, Tensor],
     order: Mapping[Site, Sequence[int]],
     blocks: Sequence[Block] = (),
-    seen: dict[Site, Call] | None = None,
-) -> Divergences:
-    """KL between the rows of the pass that was recorded and those of the side's model, by the first model's sites.
+) -> Passed:
+    """One pass of the side's model, compared with the one that was recorded, by the first model's sites.
 
     `sites` are the first model's by the side's, `order` the side's head for each head of the first. With
     `blocks` each block is given the states that the first model's block took, so that what differs is of the block.
-    What the side's sites are asked for is put into `seen`.
     """
-    found: Divergences = {}
+    found = Passed()
 
     def visit(site: Site, call: Call) -> None:
         if site not in sites:
             return
         first = sites[site]
-        if seen is not None:
-            seen[site] = call
-        found[first] = divergence(recorded.calls[first], call.select(order[first]), first, inputs)
+        found.calls[site] = call
+        found.rows[first] = divergence(recorded.calls[first], call.select(order[first]), first, inputs)
 
-    with _given(blocks, recorded.states):
+    with _given(blocks, recorded.states), hooks.recorded(blocks) as outputs:
         _pass(side, inputs, visit)
+    for path, own in recorded.outputs.items():
+        other = _first(outputs.get(path))
+        if other is not None and other.shape == own.shape:
+            found.blocks[path] = _apart(own, other)
     return found
+
+
+def _first(output: Any) -> Tensor | None:
+    """The states among what a block gives."""
+    output = output[0] if isinstance(output, tuple | list) and output else output
+    return output if isinstance(output, Tensor) else None
+
+
+def _apart(own: Tensor, other: Tensor) -> Tensor:
+    """‖o' − o‖/‖o‖ of each sequence."""
+    own, other = own.double().flatten(1), other.double().flatten(1)
+    moved: Tensor = (other - own).norm(dim=1) / own.norm(dim=1)
+    return moved.cpu()
 
 
 def _pass(side: Side, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:

@@ -78,7 +78,14 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 def told(pairing: Pairing, heads: Sequence[HeadChange]) -> list[str]:
     """What there is to say of the models as wholes, one sentence each."""
-    return [*_of_weights(pairing), *_of_order(heads), *_of_forms(heads)]
+    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(heads), *_of_forms(heads)]
+
+
+def _of_sight(pairing: Pairing) -> Iterator[str]:
+    """Which sites see other tokens than before, as by a causal mask that leaks."""
+    for first, second in pairing.sites.items():
+        if first.part != second.part:
+            yield f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
 
 
 def _of_weights(pairing: Pairing) -> Iterator[str]:

@@ -119,13 +119,13 @@ class Pairing:
 
 
 def correspond(first: Side, second: Side) -> bool:
-    """Whether the models have the same sites, with as many heads and key heads at each."""
+    """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
     return _shape(first) == _shape(second)
 
 
 def _shape(side: Side) -> list[tuple[object, ...]]:
     found = [(one.site, one.call) for one in side.inspection.reached]
-    return [(site.path, site.ordinal, site.part, call.query.shape[1], call.group) for site, call in found]
+    return [(site.path, site.ordinal, call.query.shape[1], call.group) for site, call in found]
 
 
 def same_input(first: Side, second: Side) -> bool:

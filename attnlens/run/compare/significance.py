@@ -126,31 +126,41 @@ def named(
     least = {id(one): one.least(level) for one, _ in judged if one is not None}
     found = []
     for row, rate, hit, (one, place) in zip(rows, q.tolist(), chosen.tolist(), judged, strict=True):
-        update = {"q": _number(rate), "named": hit}
+        update = {"q": number_of(rate), "named": hit}
         if row.p is not None:
-            update["least"] = _number(float(least[id(one)][place]))
+            update["least"] = number_of(least[id(one)][place])
         found.append(row.model_copy(update=update))
     return found
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def number_of(value: float | Tensor) -> float | None:
+    """The number, None where there is none."""
+    return float(value) if math.isfinite(value) else None
 
 
 def combined(first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool) -> Rounding:
-    """The rounding of both models at once: mean squares of their draws add up, and so do divergences."""
+    """The rounding of both models at once: mean squares of their draws add up, and so do divergences.
+
+    No head's is less than that of a Gaussian whose largest draw, of as many as there are over all heads, is the largest
+    seen: a measure that jumps (a count of columns, a rank) stays where it is in most draws of most heads.
+    """
     # a form of zeros has nothing to round: it is the other one that counts
-    each = [(part.double() if squared else part.double().square()).mean(0) for part in (first, second)]
-    total = torch.stack(each).nansum(0).masked_fill(each[0].isnan() & each[1].isnan(), torch.nan)
+    each = [part.double() if squared else part.double().square() for part in (first, second)]
+    means = torch.stack([part.mean(0) for part in each])
+    drawn = torch.cat(each)
+    drawn = drawn[~drawn.isnan()]
+    usual = stats.norm.isf(0.5 / len(drawn)) ** 2 if len(drawn) else math.inf
+    least = drawn.max() / usual if len(drawn) else drawn.sum()
+    total = means.nansum(0).clamp(min=float(least)).masked_fill(means.isnan().all(0), torch.nan)
     return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
 
 
 def row_of(judged: Judged, place: int, row: MeasureChange) -> MeasureChange:
     """The row with its change, the errors and p; or why there is none."""
-    p, delta = float(judged.p[place]), _number(float(judged.delta[place]))
-    se = None if judged.se is None else _number(float(judged.se[place]))
-    rounding = None if judged.rounding is None else _number(float(judged.rounding.size[place]))
+    p, delta = float(judged.p[place]), number_of(judged.delta[place])
+    se = None if judged.se is None else number_of(judged.se[place])
+    rounding = None if judged.rounding is None else number_of(judged.rounding.size[place])
     reason = row.reason
     if delta is not None and p != p and reason is None:
         reason = UNMOVED if judged.se is None else ONE_DRAW
-    return row.model_copy(update={"delta": delta, "se": se, "rounding": rounding, "p": _number(p), "reason": reason})
+    return row.model_copy(update={"delta": delta, "se": se, "rounding": rounding, "p": number_of(p), "reason": reason})
