@@ -79,7 +79,7 @@ def test_files_are_read_each_by_itself(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("second\n")
     paths = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
     found = texts.read_each(paths)
-    assert found == (("first", "one.txt"), ("second\n", "two.txt"))
+    assert found == (texts.Content("first", "one.txt"), texts.Content("second\n", "two.txt"))
     assert texts.read_each([]) == ()
 
 
@@ -95,7 +95,7 @@ def test_a_text_counts_once_under_whatever_names(tmp_path: Path) -> None:
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
-    assert texts.read_each(["-"]) == (("naïve\n", "stdin"),)
+    assert texts.read_each(["-"]) == (texts.Content("naïve\n", "stdin"),)
 
 
 def test_the_built_in_sample_is_of_three_kinds_and_for_demo_of_its_own() -> None:

@@ -28,7 +28,7 @@ from attnlens.texts.inputs import (
 from attnlens.texts.media import prepared
 from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
-from attnlens.texts.sequences import Windows, lines, pairs, window_length, windows
+from attnlens.texts.sequences import WindowedText, lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
 from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of, without_standing
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 """What is made of a text."""
-Cuttings: TypeAlias = Windows | list[tuple[list[int], list[int]]]
+Cuttings: TypeAlias = WindowedText | list[tuple[list[int], list[int]]]
 """Of each sequence of a text its ids, and its token types where it is a pair."""
 
 

@@ -22,7 +22,7 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowedText:
     """A running text's ids in windows, each cut when it is asked for: of thousands a few are fed."""
 
     ids: Sequence[int]
@@ -43,7 +43,7 @@ class Windows:
         return [*self.before, *self.ids[start : start + self.room], *self.after], []
 
 
-def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> Windows:
+def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
     """All windows of the running text, one behind the other, each of `tokens` ids with the special tokens.
 
     Raises TextError where there is not even one window, UsageError where the special tokens leave no room.
@@ -56,7 +56,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
             f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
             "Give a longer text, or fewer --tokens.",
         )
-    return Windows(array("i", ids), room, before, after)
+    return WindowedText(array("i", ids), room, before, after)
 
 
 def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
