@@ -2,7 +2,7 @@
 
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
@@ -77,6 +77,8 @@ def _reader(kind: type) -> Callable[[Any], object]:
         return lambda given: given
     if issubclass(kind, tuple | list):
         return lambda given: (kind, *map(_kind, given)) if len(given) <= 8 else id(given)
+    if issubclass(kind, Mapping):
+        return lambda given: (kind, *given, *map(_kind, given.values())) if len(given) <= 8 else id(given)
     if is_dataclass(kind):
         names = [field.name for field in fields(kind)]
         return lambda given: (kind, *(_kind(getattr(given, name)) for name in names))
