@@ -29,7 +29,10 @@ gc.freeze()  # what was imported stays: a full collection need not go through it
 gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
 
 
-LONGEST = ("readme", "benchmarks", "swap", "smollm2", "heal", "cli", "cli_outputs", "sweep", "budget", "inspect")
+LONGEST = (
+    *("readme", "benchmarks", "swap", "swap_families", "heal", "budget", "smollm2"),
+    *("sweep_types", "cli", "cli_outputs", "sweep", "inspect"),
+)
 """Test files that begin, so that with several processes none is left alone with one of them at the end."""
 
 
