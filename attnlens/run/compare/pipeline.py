@@ -57,7 +57,7 @@ def compare(
     given = requests.checked(CompareRequest, more)
     options = {name: value for name, value in more.items() if name != "fdr"}
     subjects = [_subject(side) for side in (first, second)]
-    if subjects[0] is subjects[1] or (_same_path(first, second) and not any(name in options for name in SECOND)):
+    if subjects[0] is subjects[1] or (_same_path(first, second) and all(options.get(name) is None for name in SECOND)):
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         reports = _reports(subjects, tokenizer, progress, options)

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 """From the widest spacing to the finest."""
-MOVED = 1 / 24
-"""Probability of a step up, and of one down: the variance is that of rounding, 1/12 of a spacing squared."""
+BITS = {
+    torch.bfloat16: (torch.int16, 7),
+    torch.float16: (torch.int16, 10),
+    torch.float32: (torch.int32, 23),
+    torch.float64: (torch.int64, 52),
+}
+"""The whole number that has a number's bits, and how many of them are behind the binary point."""
+MOVED = 12
+"""One number of so many moves by a whole spacing: the variance is that of rounding, 1/12 of a spacing squared."""
 
 
 def stored_type(model: PreTrainedModel) -> torch.dtype:
@@ -30,33 +37,47 @@ def stored_type(model: PreTrainedModel) -> torch.dtype:
     )
 
 
-def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Each number a spacing of `kind` up or down with a probability of 1/24 each: mean 0, variance as of rounding."""
-    drawn = torch.rand(tensor.shape, generator=generator).to(tensor.device)
-    steps = (drawn < MOVED).to(tensor.dtype) - (drawn > 1 - MOVED).to(tensor.dtype)
-    _, exponent = torch.frexp(tensor.double())
-    # frexp's mantissa is in [½, 1), so that 2^(exponent − 1) is the number's own power of two; eps is at 1.
-    spacing = torch.ldexp(torch.full_like(tensor, torch.finfo(kind).eps, dtype=torch.float64), exponent - 1)
-    return tensor + torch.where(tensor == 0, 0.0, steps * spacing).to(tensor.dtype)
-
-
 @contextmanager
 def rounded(model: PreTrainedModel, kind: torch.dtype, generator: torch.Generator) -> Iterator[None]:
-    """Inside, every weight of the model is nudged; afterwards each is what it was."""
-    own = [(weight, weight.detach().clone()) for weight in model.parameters() if weight.is_floating_point()]
+    """Inside, one of twelve weights is a spacing of `kind` larger or smaller; afterwards each is what it was."""
+    own: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        with torch.no_grad():
-            for weight, before in own:
-                weight.copy_(nudged(before, kind, generator))
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                data = weight.data
+                places = _places(data, generator)
+                own.append((data, places, data.take(places)))
+                data.put_(places, _moved(own[-1][2], kind, generator))
         yield
     finally:
-        with torch.no_grad():
-            for weight, before in own:
-                weight.copy_(before)
+        for data, places, before in own:
+            data.put_(places, before)
 
 
 def rounded_factors(factors: Factors, kind: torch.dtype, generator: torch.Generator) -> Factors:
-    """The same maps with their numbers nudged."""
+    """The same maps with their numbers moved in the same way."""
     maps = factors.maps
     query, key = (nudged(part, kind, generator) for part in (maps.query, maps.key))
     return replace(factors, maps=replace(maps, query=query, key=key))
+
+
+def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """The same numbers, one of twelve a spacing of `kind` up or down: mean 0, the variance of rounding."""
+    places = _places(tensor, generator)
+    return tensor.clone().put_(places, _moved(tensor.take(places), kind, generator))
+
+
+def _places(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Which numbers move, by their flat index."""
+    part, rest = divmod(tensor.numel(), MOVED)
+    count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - rest)
+    return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
+
+
+def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Each number's neighbour in `kind`, away from 0 or towards it; 0 stays 0."""
+    whole, behind = BITS[values.dtype]
+    step = 1 << max(behind - BITS[kind][1], 0)
+    steps = (2 * torch.randint(2, values.shape, generator=generator) - 1).to(values.device, whole) * step
+    # numbers of one sign are in the order of their bits
+    return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
