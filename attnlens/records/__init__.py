@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnlens.records.baselines import Baseline, BaselineMeasure, read_baseline
     from attnlens.records.calls import Call
+    from attnlens.records.checks import Breach, Check
     from attnlens.records.coverage import Coverage, Skipped
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
     from attnlens.records.windows import Windows
 
 _NAMES = {
+    "baselines": "Baseline BaselineMeasure read_baseline",
     "calls": "Call",
+    "checks": "Breach Check",
     "coverage": "Coverage Skipped",
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
@@ -63,9 +67,13 @@ _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for
 __all__ = [
     "PARTS",
     "AdapterInfo",
+    "Baseline",
+    "BaselineMeasure",
     "Bound",
+    "Breach",
     "Call",
     "Change",
+    "Check",
     "Conventions",
     "Coverage",
     "Curve",
@@ -113,6 +121,7 @@ __all__ = [
     "Verdict",
     "Windows",
     "json_schema",
+    "read_baseline",
     "read_plan",
     "read_report",
 ]
