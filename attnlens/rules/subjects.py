@@ -33,16 +33,18 @@ class Found:
 
 def found_in(report: Report, rule: Rule) -> Found:
     """What the rule is about in this report. Raises UsageError where that is nothing: such a rule would never fail."""
-    name = rule.subject.strip("|").strip() if absolute(rule.subject) else rule.subject
-    name, column = _measure(report, name)
-    if name:
-        return _of_heads(report, rule, name, column)
-    return _of_field(report, rule, rule.subject.strip("| "))
+    name, column = _measure(report, stem(rule.subject))
+    return _of_heads(report, rule, name, column) if name else _of_field(report, rule, stem(rule.subject))
 
 
 def absolute(subject: str) -> bool:
     """Whether numbers are taken without their sign: `|weights.symmetry.z|`."""
     return len(subject) > 2 and subject[0] == subject[-1] == "|"
+
+
+def stem(subject: str) -> str:
+    """The subject without the bars that take numbers without their sign."""
+    return subject[1:-1].strip() if absolute(subject) else subject
 
 
 def _measure(report: Report, name: str) -> tuple[str, str]:
