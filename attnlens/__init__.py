@@ -6,9 +6,9 @@
 
 `inspect`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `verify` and `doctor` return a
 `Report`; `read_report` reads one back, and `read_plan` a plan of ranks; `load` keeps a model for several calls, and
-`load_swapped` brings back one that was saved with another kernel; `check` holds a report against rules. `capture` and `replaced` work on a model that your
-own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter` define measures and kernels of your
-own.
+`load_swapped` brings back one that was saved with another kernel; `check` holds a report against rules. `capture` and
+`replaced` work on a model that your own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter`
+define measures and kernels of your own.
 
 The submodules `analyzers`, `attsvm`, `kernels`, `ksvd`, `linalg`, `primal`, `records` and `statistics` are imported
 when they are first used, as in `attnlens.ksvd.dual`.

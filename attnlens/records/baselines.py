@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from attnlens.records.measures import Count, HeadId, Number, Record, read_record
+from attnlens.records.measures import HeadId, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings
 
 

@@ -11,11 +11,11 @@ from attnlens.wording import clean
 
 MOST = 10
 """Annotations of one kind that GitHub shows of a step."""
-IN_MESSAGES = {"%": "%25", "\r": "%0D", "\n": "%0A"}
-IN_PROPERTIES = IN_MESSAGES | {":": "%3A", ",": "%2C"}
+IN_MESSAGES = {ord("%"): "%25", ord("\r"): "%0D", ord("\n"): "%0A"}
+IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
-def annotations(report: Report) -> list[str]:
+def workflow_commands(report: Report) -> list[str]:
     """A workflow command for each of the worst ten: rules that fail through no single head, then heads."""
     alone = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
     blamed = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
@@ -28,8 +28,8 @@ def annotations(report: Report) -> list[str]:
     return lines
 
 
-def _coded(text: str, codes: dict[str, str]) -> str:
-    return clean(text).translate(str.maketrans(codes))
+def _coded(text: str, codes: dict[int, str]) -> str:
+    return clean(text).translate(codes)
 
 
 def step_summary(report: Report) -> str:

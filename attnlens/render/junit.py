@@ -16,8 +16,9 @@ def junit(report: Report) -> str:
     """The checks of a report; a text that XML 1.0 can't hold is cleaned, everything else escaped."""
     failed = str(sum(not check.passed for check in report.checks))
     counts = {"tests": str(len(report.checks)), "failures": failed, "errors": "0", "skipped": "0"}
-    suites = ElementTree.Element("testsuites", name="attnlens", **counts)
-    suite = ElementTree.SubElement(suites, "testsuite", name=clean(f"attnlens check {report.model.id}"), **counts)
+    suites = ElementTree.Element("testsuites", {"name": "attnlens"} | counts)
+    name = clean(f"attnlens check {report.model.id}")
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
     for check in report.checks:
         _testcase(suite, check)
     ElementTree.indent(suites, " ")
@@ -27,7 +28,7 @@ def junit(report: Report) -> str:
 def _testcase(suite: ElementTree.Element, check: Check) -> None:
     place = {} if check.file is None else {"file": clean(check.file), "line": str(check.line or 1)}
     named = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
-    case = ElementTree.SubElement(suite, "testcase", named | place, time="0")
+    case = ElementTree.SubElement(suite, "testcase", named | place | {"time": "0"})
     if not check.passed:
         failure = ElementTree.SubElement(case, "failure", message=checked.told(check), type="rule")
         lines = [checked.accusation(check, breach) for breach in check.breaches[:MOST]]

@@ -27,7 +27,7 @@ def sarif(report: Report) -> str:
     room = MOST_BYTES - len(_written(report, [], len(results)).encode())
     kept: list[dict[str, Any]] = []
     for result in results[:MOST_RESULTS]:
-        room -= len(json.dumps(result, indent=1).encode()) + 1000  # its deeper indentation: 40 lines of at most 8 blanks
+        room -= len(json.dumps(result, indent=1).encode()) + 1000  # 40 lines of deeper indentation
         if room < 0:
             break
         kept.append(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from attnlens.requests.fields import Option
-from attnlens.rules.baselines import ABSOLUTE, FDR, RELATIVE
+from attnlens.rules.tolerance import ABSOLUTE, FDR, RELATIVE
 
 PANEL = "Baseline"
 

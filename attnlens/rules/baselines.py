@@ -11,31 +11,11 @@ from attnlens.errors import UsageError
 from attnlens.files import written
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Report
 from attnlens.rules.judging import breach
+from attnlens.rules.tolerance import Tolerance
 from attnlens.wording import listed
 
-RELATIVE, ABSOLUTE, FDR = 0.05, 1e-6, 0.05
-"""Tolerances where none are named; weights.* have no error bars, and 1e-6 is above what rounding of nine digits does."""
 SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
 """The settings that a report and its baseline must have in common."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far a head may move: both bounds must be passed, and by more than chance."""
-
-    relative: float = RELATIVE
-    """Of the baseline's value."""
-    absolute: float = ABSOLUTE
-    """In the measure's own unit."""
-    fdr: float = FDR
-    """The share of heads, of those named for a measure with standard errors, that may be named by chance."""
-
-    def __post_init__(self) -> None:
-        """Raise UsageError for bounds that make no sense."""
-        for name, most in (("relative", math.inf), ("absolute", math.inf), ("fdr", 1.0)):
-            number: Any = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
-                raise UsageError(f"{name}={written(number)} is no tolerance.", "Give a number from 0 on, such as 0.05.")
 
 
 def baseline_of(report: Report) -> Baseline:
@@ -44,9 +24,8 @@ def baseline_of(report: Report) -> Baseline:
     if not names:
         raise UsageError("The report has no measures that a baseline could hold.", "Make one with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
-    return Baseline(
-        model=report.model, settings=report.settings, heads=heads, measures={name: _column(report, name) for name in names}
-    )
+    measures = {name: _column(report, name) for name in names}
+    return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
 
 
 def _column(report: Report, name: str) -> BaselineMeasure:
@@ -72,14 +51,13 @@ def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]
     """What both must have in common: its name, here, there."""
     for name in ("architecture", "parameters", "id"):
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
-    texts = [None if of.settings.text is None else of.settings.text.sha256 for of in (report, baseline)]
-    yield "settings.text.sha256", *texts
+    ours, theirs = (None if of.settings.text is None else of.settings.text.sha256 for of in (report, baseline))
+    yield "settings.text.sha256", ours, theirs
     for name in SAME_TEXT:
         yield f"settings.{name}", getattr(report.settings, name), getattr(baseline.settings, name)
-    places = [[(head.site, head.head) for head in of.heads] for of in (report, baseline)]
-    if places[0] != places[1]:
-        yield "heads", *(f"{len(found)} heads from {found[:1]} on" for found in places)
-        yield "heads", places[0], places[1]
+    here, there = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
+    yield "the number of heads", len(here), len(there)
+    yield from (("a head", *pair) for pair in zip(here, there, strict=False))
     missing = [name for name in baseline.measures if name not in report.measure_names()]
     yield "measures", listed(missing) + " missing" if missing else "", ""
 
@@ -95,11 +73,12 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     tested = [move for found in moves.values() for move in found if move.p is not None]
     kept = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
     by_chance = {id(move) for move, real in zip(tested, kept, strict=True) if not real}
-    return [
-        _moved(name, [move for move in found if move.beyond(tolerance) and id(move) not in by_chance], found, tolerance, file)
+    beyond = {
+        name: [move for move in found if move.beyond(tolerance) and id(move) not in by_chance]
         for name, found in moves.items()
         if any(move.then is not None or move.now is not None for move in found)
-    ]
+    }
+    return [_moved(name, found, len(moves[name]), tolerance, file) for name, found in beyond.items()]
 
 
 @dataclass(frozen=True)
@@ -138,7 +117,7 @@ def _move(head: Head, now: Measure, then: float | None, error: float | None) -> 
     spread, change = math.hypot(now.se, error), now.value - then
     if spread == 0:
         return Move(head, now.value, then, None)
-    return Move(head, now.value, then, math.erfc(abs(change) / spread / math.sqrt(2)))
+    return Move(head, now.value, then, math.erfc(abs(change) / spread / 2**0.5))
 
 
 def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
@@ -153,16 +132,16 @@ def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
     return [at in kept for at in range(len(p_values))]
 
 
-def _moved(name: str, beyond: Iterable[Move], every: Sequence[Move], tolerance: Tolerance, file: str | None) -> Check:
+def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
     worst = sorted(beyond, key=lambda move: move.size, reverse=True)
-    wanted = f"as in the baseline, within {tolerance.relative:g} of it or {tolerance.absolute:g}"
+    wanted = f"as the baseline ({tolerance})"
     return Check(
         id=f"baseline: {name}",
         rule=f"{name}: {wanted}",
         subject=name,
         wanted=wanted,
         passed=not worst,
-        heads=len(every),
+        heads=heads,
         breaches=[_breach(move) for move in worst],
         file=file,
         line=None if file is None else 1,

@@ -92,7 +92,7 @@ class Condition:
         return "".join([*said, f" @part {self.part}" if self.part else ""])
 
 
-def condition(text: str) -> Condition:
+def condition(text: object) -> Condition:
     """The condition that the text says. Raises UsageError for anything else; nothing in it is ever run."""
     if not isinstance(text, str) or len(text) > LONGEST:
         raise _unread(text, f"a condition is a text of at most {LONGEST} characters.")
@@ -106,7 +106,7 @@ def condition(text: str) -> Condition:
     if (aggregate == "share") != (inner is not None):
         raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
-    return Condition(aggregate, _comparison(text, rest), share, **_filters(text, filters))
+    return Condition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
 
 
 def _is_aggregate(word: str) -> bool:
@@ -115,10 +115,10 @@ def _is_aggregate(word: str) -> bool:
     return word in (*WHOLE, "share")
 
 
-def _comparison(text: str, words: str) -> Comparison:
+def _comparison(text: object, words: str) -> Comparison:
     found = COMPARISON.fullmatch(words.strip())
     if found is None:
-        raise _unread(text, f"{written(words.strip())} is no comparison: <, <=, >, >=, ==, != a number, or in 0.4..0.9.")
+        raise _unread(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
     sign, bound, low, high = found.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
     if not all(map(math.isfinite, ends)):
@@ -128,22 +128,24 @@ def _comparison(text: str, words: str) -> Comparison:
     return Comparison(sign or "in", ends[0], ends[-1])
 
 
-def _filters(text: str, words: list[str]) -> dict[str, frozenset[int] | str]:
-    found: dict[str, frozenset[int] | str] = {}
+def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, frozenset[int] | None, str | None]:
+    """Layers, heads and part."""
+    numbers: dict[str, frozenset[int]] = {}
+    part: str | None = None
     for word in words:
         name, _, what = word.strip().partition(" ")
-        if name in found:
+        if name in numbers or (name == "part" and part):
             raise _unread(text, f"@{name} stands in it twice.")
         if name in ("layers", "heads"):
-            found[name] = _numbers(text, what.strip())
+            numbers[name] = _numbers(text, what.strip())
         elif name == "part" and what.strip() in get_args(Part):
-            found[name] = what.strip()
+            part = what.strip()
         else:
             raise _unread(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
-    return found
+    return numbers.get("layers"), numbers.get("heads"), part
 
 
-def _numbers(text: str, words: str) -> frozenset[int]:
+def _numbers(text: object, words: str) -> frozenset[int]:
     """`0-3,7` as numbers."""
     found: set[int] = set()
     for word in words.split(","):

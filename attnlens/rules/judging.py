@@ -78,9 +78,7 @@ def _quantile(numbers: Sequence[float], share: float) -> float:
     return numbers[below] + (place - below) * (numbers[above] - numbers[below])
 
 
-def _broken(
-    heads: Sequence[tuple[Head, float]], asked: Condition, number: float | None
-) -> list[tuple[Head, float]]:
+def _broken(heads: Sequence[tuple[Head, float]], asked: Condition, number: float | None) -> list[tuple[Head, float]]:
     """The heads that are to blame, the worst first; none where only all heads together are."""
     comparison = asked.comparison
     if asked.share is not None and number is not None:
@@ -103,8 +101,6 @@ def _at_end(asked: Condition, value: float) -> bool:
     return True
 
 
-def breach(
-    head: HeadId, value: float | None, base: float | None = None, p: float | None = None
-) -> Breach:
+def breach(head: HeadId, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
     """A head that breaks a rule, with what it reads."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)

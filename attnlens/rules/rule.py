@@ -56,10 +56,12 @@ class Rule:
 
 def rule(subject: str, text: object, file: str | None = None, line: int | None = None) -> Rule:
     """The rule; UsageError, which names its place, where it makes no sense."""
+    if not subject.strip("| "):
+        raise UsageError(
+            f"{_place(file, line)}the rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
+        )
     try:
-        if not subject.strip("| "):
-            raise UsageError(f"The rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}.")
-        return Rule(subject.strip(), condition(text), clean(str(text)), file, line)  # type: ignore[arg-type]
+        return Rule(subject.strip(), condition(text), clean(str(text)), file, line)
     except UsageError as error:
         raise UsageError(f"{_place(file, line)}{error.problem}", error.remedy) from None
 
@@ -80,7 +82,9 @@ def spelled(text: str) -> Rule:
     return rule(subject, wanted.strip())
 
 
-def tabled(table: Mapping[str, Any], file: str | None = None, lines: Mapping[str, list[int]] | None = None) -> list[Rule]:
+def tabled(
+    table: Mapping[str, Any], file: str | None = None, lines: Mapping[str, list[int]] | None = None
+) -> list[Rule]:
     """The rules of a table subject → condition or conditions; a table in it continues the subject behind a dot."""
     found: list[Rule] = []
     for subject, texts in _flat(table, ""):

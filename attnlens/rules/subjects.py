@@ -15,7 +15,7 @@ from attnlens.wording import listed
 
 COLUMNS = ("se", "z", "base", "null")
 """What else a measure has, behind its name: `tokens.entropy.se`; `null` is the null's mean."""
-FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments", "peak_memory_bytes")
+FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 """Where a dotted path into the report may begin."""
 
 

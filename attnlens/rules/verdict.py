@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnlens.records import Baseline, Report
-from attnlens.rules.baselines import Tolerance, against, refuse_other
+from attnlens.rules.baselines import against, refuse_other
 from attnlens.rules.judging import judged, refuse_unfit
 from attnlens.rules.rule import Rule
+from attnlens.rules.tolerance import Tolerance
 
 
 def verdict(
@@ -31,8 +32,3 @@ def verdict(
         refuse_other(report, baseline, allow_other_model=allow_other_model)
         checks += against(report, baseline, tolerance, file)
     return report.model_copy(update={"checks": checks})
-
-
-def passed(report: Report) -> bool:
-    """Whether every rule holds."""
-    return all(check.passed for check in report.checks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from attnlens import models, requests
 from attnlens.arguments import public
 from attnlens.errors import UsageError
-from attnlens.files import written
-from attnlens.records import Breach, Check, Head, Measure, Report
+from attnlens.records import Check, File, Head, ModelInfo, Report
+from attnlens.rules.judging import breach
 from attnlens.run.inspect.pipeline import inspect
 from attnlens.run.progress import Progress, silent
 
@@ -24,29 +24,28 @@ EXACT = 1e-6
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Two checks: the model's files are those of the report, and so many of its heads, drawn by the seed, read the same.
+    """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
 
-    tokens.* may differ by √ε of the model's type, weights.* by EXACT; both relative to the larger value. `more` are
+    The heads are drawn by the report's seed. tokens.* may differ by √ε of the model's type, weights.* by EXACT; both relative to the larger value. `more` are
     options of `inspect` that a report does not hold: its text, and how the model is loaded. Raises UsageError for a
     report without heads, and for another text than the report's.
     """
-    count = requests.whole("recompute", heads, 1)
+    count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Name one of attnlens inspect.")
     loading = {name: more.pop(name) for name in list(more) if name in requests.Loading.__annotations__}
     loaded = models.load(model, **{"dtype": report.settings.dtype, **loading})
-    files = _files(report, loaded.info.files)
-    if (loaded.info.architecture, loaded.info.parameters) != (report.model.architecture, report.model.parameters):
-        return [files, _unlike(report, count)]
-    drawn = random.Random(report.settings.seed).sample(report.heads, min(count, len(report.heads)))  # noqa: S311  # no secret
+    first = [_files(report, loaded.info.files), _model(report, loaded.info)]
+    if not first[-1].passed:
+        return first
+    drawn = random.Random(report.settings.seed).sample(report.heads, count)  # noqa: S311  # it hides no secret
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
     again = inspect(loaded, progress=progress, **{**_repeated(report), **more, **where})
     _refuse_other_text(report, again)
     found = {(head.site, head.head): head for head in again.heads}
     tolerance = torch.finfo(getattr(torch, report.settings.dtype)).eps ** 0.5
     pairs = [(head, found.get((head.site, head.head))) for head in drawn]
-    breaches = [breach for head, other in pairs for breach in _differences(head, other, tolerance)]
-    return [files, _heads(len(drawn), breaches)]
+    return [*first, *(_measure(name, pairs, tolerance) for name in again.measure_names())]
 
 
 def _repeated(report: Report) -> dict[str, Any]:
@@ -60,50 +59,45 @@ def _refuse_other_text(report: Report, again: Report) -> None:
     texts = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
     if texts[0] != texts[1]:
         raise UsageError(
-            f"The text is another: settings.text.sha256 is {written(texts[0])} in the report, {written(texts[1])} here.",
+            f"The text is another: settings.text.sha256 is {texts[0]} in the report, and {texts[1]} here.",
             "Name the report's text with --text.",
         )
 
 
-def _files(report: Report, files: list[Any]) -> Check:
+def _files(report: Report, files: Sequence[File]) -> Check:
     hashes = [sorted(file.sha256 for file in found) for found in (report.model.files, files)]
-    wanted = "the SHA-256 of every file as in the report"
-    return _check("model.files", wanted, passed=hashes[0] == hashes[1])
+    return _check("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1])
 
 
-def _unlike(report: Report, count: int) -> Check:
-    of = f"{report.model.architecture} with {report.model.parameters} parameters"
-    return _check("recompute", f"{count} heads of a {of}, as in the report", passed=False)
+def _model(report: Report, info: ModelInfo) -> Check:
+    same = (info.architecture, info.parameters) == (report.model.architecture, report.model.parameters)
+    return _check("model", f"{report.model.architecture}, {report.model.parameters} parameters", passed=same)
 
 
-def _heads(count: int, breaches: list[tuple[float, Breach]]) -> Check:
-    worst = [breach for _, breach in sorted(breaches, key=lambda one: one[0], reverse=True)]
-    return _check("recompute", f"{count} heads as in the report", passed=not worst, heads=count, breaches=worst)
+def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
+    """Whether one measure reads the same; heads that do not, the furthest off first."""
+    bound = EXACT if name.startswith("weights.") else tolerance
+    found = [(head, *_values(head, again, name)) for head, again in pairs]
+    off = [(_share(said, read), head, said, read) for head, said, read in found]
+    worst = sorted((one for one in off if one[0] > bound), key=lambda one: one[0], reverse=True)
+    breaches = [breach(head, read, said) for _, head, said, read in worst]
+    return _check(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
 
 
 def _check(subject: str, wanted: str, **found: Any) -> Check:
-    return Check(id=f"recompute: {subject}", rule=f"{subject}: {wanted}", subject=subject, wanted=wanted, **found)
+    said = f"{subject}: recomputed {wanted}"
+    return Check(id=f"recompute: {subject}", rule=said, subject=subject, wanted=wanted, **found)
 
 
-def _differences(head: Head, again: Head | None, tolerance: float) -> list[tuple[float, Breach]]:
-    """The measure in which the head differs most, and by what share; nothing where none does."""
-    read: Mapping[str, Measure] = {} if again is None else again.measures
-    shares = {name: _share(measure, read.get(name)) for name, measure in head.measures.items()}
-    beyond = {
-        name: share for name, share in shares.items() if share > (EXACT if name.startswith("weights.") else tolerance)
-    }
-    if not beyond:
-        return []
-    name = max(beyond, key=beyond.__getitem__)
-    other = read.get(name)
-    place = {"site": head.site, "layer": head.layer, "head": head.head, "part": head.part}
-    found = Breach(**place, value=head.measures[name].value, base=None if other is None else other.value)
-    return [(beyond[name], found)]
+def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
+    """What the report says, and what was read again."""
+    measures = (head.measures.get(name), None if again is None else again.measures.get(name))
+    said, read = (None if measure is None else measure.value for measure in measures)
+    return said, read
 
 
-def _share(measure: Measure, other: Measure | None) -> float:
+def _share(said: float | None, read: float | None) -> float:
     """|a − b| / max(|a|, |b|, 10⁻⁶); 1 where one of the two has no value."""
-    now, then = measure.value, None if other is None else other.value
-    if now is None or then is None:
-        return float(now is not then)
-    return abs(now - then) / max(abs(now), abs(then), 1e-6)
+    if said is None or read is None:
+        return float(said is not read)
+    return abs(said - read) / max(abs(said), abs(read), 1e-6)

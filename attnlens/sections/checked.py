@@ -17,11 +17,11 @@ SHOWN = 10
 def document(report: Report) -> Document:
     """The verdict on one page: the model, how many rules hold, each rule, and the worst heads."""
     standing, sound = checked.outcome(report)
-    model = report.model
+    model, heads = report.model, counted(len(report.heads), "head")
     head = Heading(
         title=clean(model.title),
         command="check",
-        facts=clean(f"{model.architecture} · {big(model.parameters)} parameters · {counted(len(report.heads), 'head')}"),
+        facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
         asides=(),
         notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
         standing=standing,
@@ -72,9 +72,11 @@ def rows(report: Report) -> Sheet:
             **{"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads},
             **{"file": check.file, "line": check.line},
         }
-        blamed = [
-            {"site": breach.site, "layer": breach.layer, "head": breach.head, "part": breach.part}
-            | {"value": breach.value, "base": breach.base, "p": breach.p}
+        blamed: list[dict[str, Cell]] = [
+            {
+                **{"site": breach.site, "layer": breach.layer, "head": breach.head, "part": breach.part},
+                **{"value": breach.value, "base": breach.base, "p": breach.p},
+            }
             for breach in check.breaches
         ]
         found += [own | row for row in blamed] or [own]

@@ -8,6 +8,8 @@ from attnlens.wording import clean, counted
 
 def outcome(report: Report) -> tuple[str, bool]:
     """`FAILED: 2 of 7 rules`, or `PASSED: 7 of 7 rules`; whether they all hold."""
+    if not report.checks:
+        return "No rule was checked.", True
     failed = sum(not check.passed for check in report.checks)
     rules = counted(len(report.checks), "rule")
     return (f"FAILED: {failed} of {rules}", False) if failed else (f"PASSED: {len(report.checks)} of {rules}", True)
