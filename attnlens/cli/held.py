@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens import requests
+from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.defaults import FILES
-from attnlens.cli.input_files import FILES as MODEL_FILES
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
 from attnlens.cli.work import checked_model, working
 from attnlens.errors import UsageError
-from attnlens.files import OPEN_FILES, check_writable, identity, write_atomically
+from attnlens.files import check_writable, identity, write_atomically
 from attnlens.requests.check import JudgingRequest
 
 if TYPE_CHECKING:
@@ -29,12 +28,6 @@ RECOMPUTED = {*requests.options(requests.Loading), "text", "pairs", "image", "au
 """Those of them that a report can't hold, and --recompute takes."""
 
 
-def is_report(name: str) -> bool:
-    """Whether the name is a report's: a file that is no model's, an open one, or what ends like a report."""
-    is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
-    return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
-
-
 def refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
     """Raise UsageError for what would be ignored: a model's options beside a report, and halves of pairs of options."""
     pairs = {"model": "recompute", "recompute": "model", "update_baseline": "baseline"}
@@ -44,7 +37,7 @@ def refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
                 f"{_shown(name)} is given without {_shown(other)}.",
                 "See: attnlens check --help, for what goes together.",
             )
-    if not is_report(given["subject"]):
+    if not names_report(given["subject"]):
         if given["model"]:
             raise UsageError(f"{given['subject']} is no report to recompute.", "Name a report, and then the model.")
         return
@@ -93,7 +86,7 @@ def baseline_of(given: Mapping[str, Any]) -> Baseline | None:
 def check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) -> None:
     """Raise, before the work, where something can't be written or would replace what is read."""
     subject, model, baseline = given["subject"], given["model"], given["baseline"]
-    inputs = Inputs.of(given, [model or subject] if model or not is_report(subject) else [])
+    inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
     read = {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}
     if baseline is not None:
         read[baseline] = "the baseline"
@@ -110,7 +103,7 @@ def report_of(
     subject: str, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """The report, read or made."""
-    if is_report(subject):
+    if names_report(subject):
         from attnlens.records import read_report
 
         return read_report(subject)

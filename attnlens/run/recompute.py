@@ -26,9 +26,10 @@ EXACT = 1e-6
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
 
-    The heads are drawn by the report's seed. tokens.* may differ by √ε of the model's type, weights.* by EXACT; both relative to the larger value. `more` are
-    options of `inspect` that a report does not hold: its text, and how the model is loaded. Raises UsageError for a
-    report without heads, and for another text than the report's.
+    The heads are drawn by the hash of the report, which no forger chooses freely. tokens.* may differ by √ε of the
+    model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
+    does not hold: its text, and how the model is loaded. Raises UsageError for a report without heads, and for another
+    text than the report's.
     """
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
@@ -38,14 +39,15 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     first = [_files(report, loaded.info.files), _model(report, loaded.info)]
     if not first[-1].passed:
         return first
-    drawn = random.Random(report.settings.seed).sample(report.heads, count)  # noqa: S311  # it hides no secret
+    drawn = random.Random(report.to_json()).sample(report.heads, count)  # noqa: S311  # it hides no secret
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
     again = inspect(loaded, progress=progress, **{**_repeated(report), **more, **where})
     _refuse_other_text(report, again)
     found = {(head.site, head.head): head for head in again.heads}
     tolerance = torch.finfo(getattr(torch, report.settings.dtype)).eps ** 0.5
     pairs = [(head, found.get((head.site, head.head))) for head in drawn]
-    return [*first, *(_measure(name, pairs, tolerance) for name in again.measure_names())]
+    names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
+    return [*first, *(_measure(name, pairs, tolerance) for name in names)]
 
 
 def _repeated(report: Report) -> dict[str, Any]:
