@@ -103,7 +103,7 @@ def _result(check: Check, breach: Breach | None, number: int) -> dict[str, Any]:
 def uri(file: str) -> str:
     """The file as GitHub looks for it: from the workspace (else the current folder) on, its characters quoted."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
-    path = Path(file).resolve()
+    path = Path(clean(file)).resolve()
     if path.is_relative_to(root):
         return quote(path.relative_to(root).as_posix(), errors="replace")
     return "file://" + quote(path.as_posix(), errors="replace")

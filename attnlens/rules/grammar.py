@@ -19,7 +19,7 @@ HIGHEST = 9999
 """Largest number of a layer or head."""
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
-CONDITION = re.compile(r"([a-z]+|q[0-9]{1,3}(?:\.[0-9]+)?)\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
+CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
 RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 WHOLE = ("min", "max", "mean", "median", "count", "value")
 """The aggregates that have no number of their own; `value` compares every head, or the one field, by itself."""

@@ -40,6 +40,6 @@ def _refuse_unknown(rules: Sequence[Rule]) -> None:
             continue
         near = difflib.get_close_matches(name[:100], known, n=1)
         raise UsageError(
-            f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {name}.",
+            f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
             f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
         )

@@ -40,7 +40,12 @@ class Rule:
     @property
     def spelling(self) -> str:
         """The rule on one line."""
-        return f"{self.subject}: {self.wanted}"
+        return f"{self.named}: {self.wanted}"
+
+    @property
+    def named(self) -> str:
+        """The subject, on one line."""
+        return clean(self.subject)
 
     @property
     def place(self) -> str:
@@ -51,7 +56,7 @@ class Rule:
     def id(self) -> str:
         """What stays when its numbers are changed: `tokens.entropy: min > @layers 0,1`."""
         kept = self.condition
-        return f"{self.subject}: {kept.measured} {kept.comparison.operator}{kept.filters}"
+        return f"{self.named}: {kept.measured} {kept.comparison.operator}{kept.filters}"
 
 
 def rule(subject: str, text: object, file: str | None = None, line: int | None = None) -> Rule:
@@ -69,7 +74,7 @@ def rule(subject: str, text: object, file: str | None = None, line: int | None =
 def _place(file: str | None, line: int | None) -> str:
     if file is None:
         return ""
-    return f"{file}: " if line is None else f"{file}:{line}: "
+    return clean(file) + (": " if line is None else f":{line}: ")
 
 
 def spelled(text: str) -> Rule:
@@ -91,7 +96,9 @@ def tabled(
         places = (lines or {}).get(subject, [])
         if not isinstance(texts, str | list | tuple) or not texts:
             where = _place(file, next(iter(places), None))
-            raise UsageError(f"{where}{subject} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}.")
+            raise UsageError(
+                f"{where}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
+            )
         each = [texts] if isinstance(texts, str) else texts
         # the key's line stands first, then a line for every text behind it
         own = places[1:] if len(places) == len(each) + 1 else places[:1] * len(each)

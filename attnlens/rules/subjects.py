@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,14 @@ from typing import Any
 from attnlens.errors import UsageError
 from attnlens.records import Head, Measure, Record, Report
 from attnlens.rules.rule import Rule
-from attnlens.wording import listed
+from attnlens.wording import clean, listed
 
 COLUMNS = ("se", "z", "base", "null")
 """What else a measure has, behind its name: `tokens.entropy.se`; `null` is the null's mean."""
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
 """Where a dotted path into the report may begin."""
+KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
+"""Paths that are suggested for what comes near."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,7 @@ def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Found:
     if not present:
         reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
         why = f"{len(named)} heads have no {column}" if named else "no head of the report is among those that it names"
-        raise UsageError(
-            f"{rule.place}{rule.spelling} matches nothing: {why}{f', because {reasons[0]}' if reasons else ''}.",
-            "Mend the rule, or take it out: what matches nothing would never fail.",
-        )
+        raise _nothing(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
     return Found(present, len(named) - len(present))
 
 
@@ -87,19 +85,23 @@ def _column(measure: Measure, column: str) -> float | None:
 
 
 def _of_field(report: Report, rule: Rule, name: str) -> Found:
+    number = _at(report, name) if name.partition(".")[0] in FIELDS else _Missing
+    if number is _Missing:
+        raise _unknown(report, rule, name)
     if rule.condition.aggregate != "value" or rule.condition.filters:
-        _refuse_unknown(report, rule, name)
         raise UsageError(
-            f"{rule.place}{rule.subject} is one number, and {rule.wanted} asks for several.",
-            f'Write "{rule.subject}" = ["value {rule.condition.comparison}"].',
+            f"{rule.place}{rule.named} is one number, and {rule.wanted} asks for several.",
+            f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
         )
-    number = _at(report, name)
-    if isinstance(number, bool | int | float) and math.isfinite(number):
-        return Found(field=float(abs(number) if absolute(rule.subject) else number))
-    _refuse_unknown(report, rule, name)
-    what = "has no value" if number is None else "is no number"
-    raise UsageError(
-        f"{rule.place}{rule.spelling} matches nothing: {rule.subject} {what} in this report.",
+    if not isinstance(number, bool | int | float):
+        what = "has no value" if number is None else "is no number"
+        raise _nothing(rule, f"{rule.named} {what} in this report")
+    return Found(field=float(abs(number) if absolute(rule.subject) else number))
+
+
+def _nothing(rule: Rule, why: str) -> UsageError:
+    return UsageError(
+        f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
         "Mend the rule, or take it out: what matches nothing would never fail.",
     )
 
@@ -124,16 +126,13 @@ def _at(value: Any, path: str) -> Any:
     return _at(named[0], rest) if named else _Missing
 
 
-def _refuse_unknown(report: Report, rule: Rule, name: str) -> None:
-    """Raise UsageError where the report has no such measure and no such field."""
-    if name.partition(".")[0] in FIELDS and _at(report, name) is not _Missing:
-        return
-    curves = any(name in head.curves for head in report.heads)
-    known = [*report.measure_names(), *(f"summary.{field}" for field in ("identity_error",)), "swap.loss.delta"]
-    near = difflib.get_close_matches(name[:100], known, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    why = f"{rule.subject} is a curve, and rules compare numbers" if curves else f"the report has no {rule.subject}"
-    raise UsageError(
+def _unknown(report: Report, rule: Rule, name: str) -> UsageError:
+    """The error for a subject that is no measure and no field of the report."""
+    near = difflib.get_close_matches(name[:100], [*report.measure_names(), *KNOWN], n=1)
+    hint = f"Did you mean {clean(near[0])!r}? " if near else ""
+    curve = any(name in head.curves for head in report.heads)
+    why = f"{rule.named} is a curve, and rules compare numbers" if curve else f"the report has no {rule.named}"
+    return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {why}.",
         f"{hint}There are: {listed(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
     )
