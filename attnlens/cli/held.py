@@ -87,16 +87,15 @@ def check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) 
     """Raise, before the work, where something can't be written or would replace what is read."""
     subject, model, baseline = given["subject"], given["model"], given["baseline"]
     inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
-    read = {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}
-    if baseline is not None:
-        read[baseline] = "the baseline"
-    for name, what in read.items():
+    for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.files.setdefault(identity(Path(name)), what)
-    outputs.check(inputs)
     if given["update_baseline"]:
         check_writable(Path(baseline))
-        if identity(Path(baseline)) in {identity(Path(name)) for name in read if name != baseline}:
-            raise UsageError(f"--update-baseline would replace {baseline}, which is read.", "Write it somewhere else.")
+        if what := inputs.holding(Path(baseline)):
+            raise UsageError(f"--update-baseline would replace {baseline}, {what}.", "Write it somewhere else.")
+    if baseline is not None:
+        inputs.files[identity(Path(baseline))] = "the baseline"
+    outputs.check(inputs)
 
 
 def report_of(

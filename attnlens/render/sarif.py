@@ -27,7 +27,7 @@ def sarif(report: Report) -> str:
     room = MOST_BYTES - len(_written(report, [], len(results)).encode())
     kept: list[dict[str, Any]] = []
     for result in results[:MOST_RESULTS]:
-        room -= len(json.dumps(result, indent=1).encode()) + 1000  # 40 lines of deeper indentation
+        room -= len(json.dumps(result).encode()) + 2  # and the comma behind it
         if room < 0:
             break
         kept.append(result)
@@ -42,7 +42,7 @@ def _written(report: Report, kept: Sequence[dict[str, Any]], every: int) -> str:
         "invocations": [_invocation(len(kept), every)],
         "results": list(kept),
     }
-    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
+    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
 
 
 def _driver(checks: Sequence[Check]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from attnlens.requests.fields import Option
-from attnlens.rules.tolerance import ABSOLUTE, FDR, RELATIVE
+from attnlens.rules.tolerance import FDR, RELATIVE
 
 PANEL = "Baseline"
 
@@ -18,7 +18,13 @@ class JudgingRequest(TypedDict, total=False):
         float, Option("How far a head may be from the baseline, as a share of it.", RELATIVE, PANEL, "NUMBER")
     ]
     absolute: Annotated[
-        float, Option("The same in the measure's own unit; the larger of both counts.", ABSOLUTE, PANEL, "NUMBER")
+        float | None,
+        Option(
+            "The same in the measure's own unit; the larger of both counts.",
+            panel=PANEL,
+            metavar="NUMBER",
+            shown="that share of the measure's range",
+        ),
     ]
     fdr: Annotated[
         float,

@@ -10,6 +10,7 @@ from typing import Any
 from attnlens.errors import UsageError
 from attnlens.files import written
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Report
+from attnlens.registry import info_of
 from attnlens.rules.judging import breach
 from attnlens.rules.tolerance import Tolerance
 from attnlens.wording import listed
@@ -73,12 +74,13 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     tested = [move for found in moves.values() for move in found if move.p is not None]
     kept = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
     by_chance = {id(move) for move, real in zip(tested, kept, strict=True) if not real}
+    bounds = {name: tolerance.of(info_of(name)) for name in moves}
     beyond = {
-        name: [move for move in found if move.beyond(tolerance) and id(move) not in by_chance]
+        name: [move for move in found if move.beyond(bounds[name]) and id(move) not in by_chance]
         for name, found in moves.items()
         if any(move.then is not None or move.now is not None for move in found)
     }
-    return [_moved(name, found, len(moves[name]), tolerance, file) for name, found in beyond.items()]
+    return [_moved(name, found, len(moves[name]), bounds[name], file) for name, found in beyond.items()]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Move:
         """Whether it moved by more than both tolerances; a value that came or went did."""
         if self.now is None or self.then is None:
             return self.now is not self.then
-        return abs(self.now - self.then) > max(tolerance.absolute, tolerance.relative * abs(self.then))
+        return abs(self.now - self.then) > max(tolerance.absolute or 0.0, tolerance.relative * abs(self.then))
 
     @property
     def size(self) -> float:

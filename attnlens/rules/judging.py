@@ -30,7 +30,7 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
 def refuse_unfit(report: Report, *, allow_partial: bool) -> None:
     """Raise UsageError for a report that nothing can be concluded from: no head was analysed, or not all were."""
     coverage = report.coverage
-    if coverage.analysed == 0 and not report.heads and coverage.heads == 0:
+    if report.command == "inspect" and not report.heads:
         raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
     if not coverage.complete and not allow_partial:
         raise UsageError(

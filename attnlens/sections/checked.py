@@ -17,7 +17,7 @@ SHOWN = 10
 def document(report: Report) -> Document:
     """The verdict on one page: the model, how many rules hold, each rule, and the worst heads."""
     standing, sound = checked.outcome(report)
-    model, heads = report.model, counted(len(report.heads), "head")
+    model, heads = report.model, counted(report.coverage.heads, "head")
     head = Heading(
         title=clean(model.title),
         command="check",
