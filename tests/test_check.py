@@ -275,7 +275,7 @@ def test_tolerances_and_chance_decide_together():
         return check.passed
 
     assert moved(0.2) is False, "0.2 is 7 standard errors"
-    assert moved(0.06), "beyond both tolerances, and within chance"
+    assert moved(0.055), "beyond both tolerances, and within chance"
     assert moved(0.2, relative=0.5)
     assert moved(0.2, absolute=0.3)
     assert moved(0.001, relative=0, absolute=0)
@@ -344,14 +344,14 @@ def test_a_check_of_80_times_64_heads_takes_less_than_a_second(tmp_path):
     coverage = {"sites": 80, "heads": 5120, "analysed": 5120}
     (tmp_path / "large.json").write_text(json.dumps(told | {"heads": heads, "coverage": coverage}, indent=1))
     words = [sys.executable, "-m", "attnlens", "check", "large.json", "--rule", HOLDS, "--sarif", "s.json"]
-    spent = []
-    for _ in range(3):
+    spent = [9.0]
+    while len(spent) < 4 and spent[-1] >= 1:
         before = os.times()
         done = subprocess.run(words, cwd=tmp_path, env=environment_with(), capture_output=True, check=True)
         after = os.times()
         spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert done.returncode == 0
-    assert min(spent) < 1, "seconds of processor time, which other processes do not lengthen"
+    assert spent[-1] < 1, "seconds of processor time, which what else runs here lengthens little"
 
 
 def damaged(kind, demo):
@@ -371,7 +371,7 @@ def damaged(kind, demo):
         if kind == "bf16":
             layer.c_attn.weight.copy_(kept.bfloat16())
         try:
-            return library.inspect(demo, sequences=8, tokens=32)
+            return library.inspect(demo, source="weights")
         finally:
             layer.c_attn.weight.copy_(kept)
 
@@ -381,10 +381,8 @@ def test_planted_damage_turns_red_at_its_head_and_harmless_changes_do_not(demo, 
     (tmp_path / "b.json").write_text(baseline_of(sound).to_json())
 
     def named(kind):
-        found = library.check(damaged(kind, demo), baseline=tmp_path / "b.json", allow_partial=True).checks
-        return [
-            (one.layer, one.head) for check in found for one in check.breaches if check.subject.startswith("weights.")
-        ]
+        found = library.check(damaged(kind, demo), baseline=tmp_path / "b.json").checks
+        return [(one.layer, one.head) for check in found for one in check.breaches]
 
     assert set(named("shuffled")) == {(2, 5)}
     assert set(named("zeroed")) == {(2, 5)}
