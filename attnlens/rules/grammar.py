@@ -31,7 +31,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Criterion:
     """What a number is held against: an operator and a bound, or a range with both ends in it."""
 
     operator: str
@@ -56,14 +56,14 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Condition:
+class RuleCondition:
     """An aggregate over heads, what it must be, and which heads are looked at."""
 
     aggregate: str
     """One of WHOLE, `share`, or `q05` and the like."""
-    comparison: Comparison
+    comparison: Criterion
     """What it must be."""
-    share: Comparison | None = None
+    share: Criterion | None = None
     """What the heads that are counted must be, of a share."""
     layers: frozenset[int] | None = None
     """Only these layers; None: all."""
@@ -92,7 +92,7 @@ class Condition:
         return "".join([*said, f" @part {self.part}" if self.part else ""])
 
 
-def condition(text: object) -> Condition:
+def condition(text: object) -> RuleCondition:
     """The condition that the text says. Raises UsageError for anything else; nothing in it is ever run."""
     if not isinstance(text, str) or len(text) > LONGEST:
         raise _unread(text, f"a condition is a text of at most {LONGEST} characters.")
@@ -106,7 +106,7 @@ def condition(text: object) -> Condition:
     if (aggregate == "share") != (inner is not None):
         raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
-    return Condition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
+    return RuleCondition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
 
 
 def _is_aggregate(word: str) -> bool:
@@ -115,7 +115,7 @@ def _is_aggregate(word: str) -> bool:
     return word in (*WHOLE, "share")
 
 
-def _comparison(text: object, words: str) -> Comparison:
+def _comparison(text: object, words: str) -> Criterion:
     found = COMPARISON.fullmatch(words.strip())
     if found is None:
         raise _unread(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
@@ -125,7 +125,7 @@ def _comparison(text: object, words: str) -> Comparison:
         raise _unread(text, "a number in it is beyond all numbers.")
     if ends[-1] < ends[0]:
         raise _unread(text, "its range runs backwards.")
-    return Comparison(sign or "in", ends[0], ends[-1])
+    return Criterion(sign or "in", ends[0], ends[-1])
 
 
 def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, frozenset[int] | None, str | None]:

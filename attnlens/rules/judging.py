@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from attnlens.errors import UsageError
 from attnlens.records import Breach, Check, Head, HeadId, Report
-from attnlens.rules.grammar import Comparison, Condition
+from attnlens.rules.grammar import Criterion, RuleCondition
 from attnlens.rules.rule import Rule
-from attnlens.rules.subjects import Found, found_in
+from attnlens.rules.subjects import Matched, matched
 
 
 def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
@@ -39,7 +39,7 @@ def refuse_unfit(report: Report, *, allow_partial: bool) -> None:
 
 
 def _check(report: Report, rule: Rule, identity: str) -> Check:
-    found = found_in(report, rule)
+    found = matched(report, rule)
     number = found.field if found.field is not None else aggregated(found, rule.condition)
     broken = [] if found.field is not None else _broken(found.heads, rule.condition, number)
     passed = not broken if number is None else rule.condition.comparison.holds(number)
@@ -58,7 +58,7 @@ def _check(report: Report, rule: Rule, identity: str) -> Check:
     )
 
 
-def aggregated(found: Found, asked: Condition) -> float | None:
+def aggregated(found: Matched, asked: RuleCondition) -> float | None:
     """The aggregate over heads; None for `value`, under which every head stands for itself."""
     numbers = sorted(value for _, value in found.heads)
     if asked.quantile is not None:
@@ -78,7 +78,9 @@ def _quantile(numbers: Sequence[float], share: float) -> float:
     return numbers[below] + (place - below) * (numbers[above] - numbers[below])
 
 
-def _broken(heads: Sequence[tuple[Head, float]], asked: Condition, number: float | None) -> list[tuple[Head, float]]:
+def _broken(
+    heads: Sequence[tuple[Head, float]], asked: RuleCondition, number: float | None
+) -> list[tuple[Head, float]]:
     """The heads that are to blame, the worst first; none where only all heads together are."""
     comparison = asked.comparison
     if asked.share is not None and number is not None:
@@ -91,9 +93,9 @@ def _broken(heads: Sequence[tuple[Head, float]], asked: Condition, number: float
     return sorted(blamed, key=lambda one: comparison.excess(one[1]), reverse=True)
 
 
-def _at_end(asked: Condition, value: float) -> bool:
+def _at_end(asked: RuleCondition, value: float) -> bool:
     """Whether a head that is not as wanted makes the aggregate fail: max > 0.5 fails through no head alone."""
-    comparison: Comparison = asked.comparison
+    comparison: Criterion = asked.comparison
     if asked.aggregate == "min":
         return comparison.operator in (">", ">=") or (comparison.operator in ("in", "==") and value < comparison.low)
     if asked.aggregate == "max":

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, written
-from attnlens.rules.grammar import Condition, condition
+from attnlens.rules.grammar import RuleCondition, condition
 from attnlens.rules.toml_lines import lines_of
 from attnlens.wording import clean
 
@@ -28,7 +28,7 @@ class Rule:
 
     subject: str
     """`tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`."""
-    condition: Condition
+    condition: RuleCondition
     """What must hold."""
     wanted: str
     """The condition as it is written."""

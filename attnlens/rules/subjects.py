@@ -21,7 +21,7 @@ KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analy
 
 
 @dataclass(frozen=True)
-class Found:
+class Matched:
     """What a rule is about, as numbers."""
 
     heads: tuple[tuple[Head, float], ...] = ()
@@ -32,7 +32,7 @@ class Found:
     """The number of a field; None where it is about heads."""
 
 
-def found_in(report: Report, rule: Rule) -> Found:
+def matched(report: Report, rule: Rule) -> Matched:
     """What the rule is about in this report. Raises UsageError where that is nothing: such a rule would never fail."""
     name, column = _measure(report, stem(rule.subject))
     return _of_heads(report, rule, name, column) if name else _of_field(report, rule, stem(rule.subject))
@@ -57,7 +57,7 @@ def _measure(report: Report, name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Found:
+def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
     kept = rule.condition
     named = [
         head
@@ -74,7 +74,7 @@ def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Found:
         reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
         why = f"{len(named)} heads have no {column}" if named else "no head of the report is among those that it names"
         raise _nothing(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
-    return Found(present, len(named) - len(present))
+    return Matched(present, len(named) - len(present))
 
 
 def _column(measure: Measure, column: str) -> float | None:
@@ -84,7 +84,7 @@ def _column(measure: Measure, column: str) -> float | None:
     return number
 
 
-def _of_field(report: Report, rule: Rule, name: str) -> Found:
+def _of_field(report: Report, rule: Rule, name: str) -> Matched:
     number = _at(report, name) if name.partition(".")[0] in FIELDS else _Missing
     if number is _Missing:
         raise _unknown(report, rule, name)
@@ -96,7 +96,7 @@ def _of_field(report: Report, rule: Rule, name: str) -> Found:
     if not isinstance(number, bool | int | float):
         what = "has no value" if number is None else "is no number"
         raise _nothing(rule, f"{rule.named} {what} in this report")
-    return Found(field=float(abs(number) if absolute(rule.subject) else number))
+    return Matched(field=float(abs(number) if absolute(rule.subject) else number))
 
 
 def _nothing(rule: Rule, why: str) -> UsageError:
