@@ -238,6 +238,29 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(field, change, sa
         assert library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json", allow_other_model=True).checks
 
 
+def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
+    told = json.loads(baseline_of(library.read_report(saved)).to_json())
+    told["measures"]["tokens.entropy"]["values"] = told["measures"]["tokens.entropy"]["values"][1:]
+    (tmp_path / "b.json").write_text(json.dumps(told))
+    refused(
+        attnlens("check", saved, "--baseline", "b.json", cwd=tmp_path), "tokens.entropy is not as long as the heads"
+    )
+    report = json.loads(saved.read_text())
+    for place, head in enumerate(report["heads"]):
+        head["measures"]["tokens.entropy"] |= {"value": (-1) ** place * 1.7e308, "se": 1.7e308}
+    report["settings"]["seed"] = 10**400
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    rules = ["q30 > 0", "mean > 0", "median > 0", "min > 0", "share(> 0) > 0"]
+    words = [word for rule in rules for word in ("--rule", f"tokens.entropy: {rule}")]
+    assert attnlens("check", "r.json", *words, cwd=tmp_path).returncode == 1
+    refused(attnlens("check", "r.json", "--rule", "settings.seed: value > 0", cwd=tmp_path), "is no number")
+    (tmp_path / "b.json").write_text(baseline_of(library.read_report(tmp_path / "r.json")).to_json())
+    for head in report["heads"]:
+        head["measures"]["tokens.entropy"]["value"] *= -1
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    assert attnlens("check", "r.json", "--baseline", "b.json", cwd=tmp_path).returncode == 1
+
+
 def test_a_value_that_came_or_went_is_a_change():
     report = synthetic_report(2, 2)
     baseline = baseline_of(report)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
 from attnlens.records.measures import HeadId, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings
 
@@ -33,6 +35,13 @@ class Baseline(Record):
     """Head by head, in the report's order."""
     measures: dict[str, BaselineMeasure]
     """Every scalar by qualified name."""
+
+    @model_validator(mode="after")
+    def _as_long_as_heads(self) -> Baseline:
+        for name, column in self.measures.items():
+            if not len(column.values) == len(column.errors) == len(self.heads):
+                raise ValueError(f"{name} is not as long as the heads")
+        return self
 
 
 def read_baseline(path: str | Path) -> Baseline:

@@ -52,14 +52,17 @@ def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]
     """What both must have in common: its name, here, there."""
     for name in ("architecture", "parameters", "id"):
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
-    ours, theirs = (None if of.settings.text is None else of.settings.text.sha256 for of in (report, baseline))
-    yield "settings.text.sha256", ours, theirs
+    for name in ("text", "noise"):
+        fed = [getattr(of.settings, name) for of in (report, baseline)]
+        ours, theirs = (None if one is None else one.sha256 for one in fed)
+        yield f"settings.{name}.sha256", ours, theirs
     for name in SAME_TEXT:
         yield f"settings.{name}", getattr(report.settings, name), getattr(baseline.settings, name)
     here, there = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
     yield "the number of heads", len(here), len(there)
     yield from (("a head", *pair) for pair in zip(here, there, strict=False))
-    missing = [name for name in baseline.measures if name not in report.measure_names()]
+    known = set(report.measure_names())
+    missing = [name for name in baseline.measures if name not in known]
     yield "measures", listed(missing) + " missing" if missing else "", ""
 
 
@@ -116,10 +119,9 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
 def _move(head: Head, now: Measure, then: float | None, error: float | None) -> Move:
     if now.value is None or then is None or now.se is None or error is None:
         return Move(head, now.value, then, None)
-    spread, change = math.hypot(now.se, error), now.value - then
-    if spread == 0:
-        return Move(head, now.value, then, None)
-    return Move(head, now.value, then, math.erfc(abs(change) / spread / 2**0.5))
+    spread, change = math.hypot(now.se, error), abs(now.value - then)
+    known = spread > 0 and math.isfinite(change / spread)  # which it is not of numbers near the largest
+    return Move(head, now.value, then, math.erfc(change / spread / 2**0.5) if known else None)
 
 
 def rejected(p_values: Sequence[float], rate: float) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ def _of_field(report: Report, rule: Rule, name: str) -> Matched:
             f"{rule.place}{rule.named} is one number, and {rule.wanted} asks for several.",
             f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
         )
-    if not isinstance(number, bool | int | float):
+    if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is no number"
         raise _nothing(rule, f"{rule.named} {what} in this report")
     return Matched(field=float(abs(number) if absolute(rule.subject) else number))
