@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import string
 import tomllib
@@ -310,6 +311,7 @@ def test_lines_are_found_in_any_toml(table):
         ("tokens.entropy min > 0", "has no colon"),
         (["x: min > 0"] * 2000, "matches nothing"),
         ("nowhere.toml", "can't be read"),
+        (functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"}), "nested more than 50 deep"),
     ],
 )
 def test_rules_that_are_none_are_refused(given_, words):

@@ -72,7 +72,8 @@ def aggregated(found: Matched, asked: RuleCondition) -> float | None:
 
 def _quantile(numbers: Sequence[float], share: float) -> float:
     """Between the two nearest in proportion (type 7 of Hyndman & Fan 1996, numpy's own), without a difference of both,
-    which may be beyond all numbers."""
+    which may be beyond all numbers.
+    """
     place = share * (len(numbers) - 1)
     below = math.floor(place)
     above = min(below + 1, len(numbers) - 1)

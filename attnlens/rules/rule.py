@@ -15,6 +15,8 @@ from attnlens.wording import clean
 
 MOST = 1000
 """Rules beyond which no table goes."""
+DEEPEST = 50
+"""How deep tables of rules may be nested: a path into a report has six parts."""
 LARGEST = 2**20
 """Bytes of the largest file of rules."""
 TABLES = (("check",), ("tool", "attnlens", "check"))
@@ -109,6 +111,8 @@ def tabled(
 
 
 def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
+    if before.count(".") > DEEPEST:
+        raise UsageError(f"A table of rules is nested more than {DEEPEST} deep.", f"Write it as in {EXAMPLE}.")
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{name}.")
