@@ -392,8 +392,17 @@ def damaged(kind, demo, seed=0):
             layer.c_attn.weight[:, head] = layer.c_attn.weight[order, head]
         if kind == "zeroed":
             layer.c_attn.weight[:, head] = 0
+        if kind == "3 bits":
+            step = kept[:, : 2 * width].abs().max() / 4
+            layer.c_attn.weight[:, : 2 * width] = (kept[:, : 2 * width] / step).round() * step
         if kind == "bf16":
             layer.c_attn.weight.copy_(kept.bfloat16())
+        if kind == "gauge":
+            turn = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))[0]
+            turn = turn * torch.linspace(0.5, 2, size)
+            queries = slice(size * 5, size * 6)
+            layer.c_attn.weight[:, queries] = kept[:, queries] @ turn
+            layer.c_attn.weight[:, head] = kept[:, head] @ torch.linalg.inv(turn).T
         try:
             return library.inspect(demo, source="weights")
         finally:
@@ -412,6 +421,10 @@ def test_planted_damage_turns_red_at_its_head_and_harmless_changes_do_not(demo, 
     assert all(found <= {(2, 5)} for found in shuffled)
     assert sum(map(len, shuffled)) >= 4, "of 6 permutations, on the weights alone"
     assert named("zeroed") == {(2, 5)}
+    rounded = named("3 bits")
+    assert len(rounded) >= 4
+    assert {layer for layer, _ in rounded} == {2}
+    assert named("gauge") == set(), "the same M"
     assert named("bf16") == set()
     assert named("") == set()
 
