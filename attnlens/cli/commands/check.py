@@ -27,7 +27,7 @@ Subject = Annotated[
     typer.Argument(metavar="REPORT|MODEL", help="A report of --json, or a model, which is inspected first."),
 ]
 Again = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="With --recompute: the model that the report should be of.")
+    str | None, typer.Argument(metavar="MODEL", help="With --recompute: the model that the report should be of.")
 ]
 RuleFile = Annotated[
     str | None,
