@@ -44,7 +44,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     again = inspect(loaded, progress=progress, **{**_repeated(report), **more, **where})
     _refuse_other_text(report, again)
     found = {(head.site, head.head): head for head in again.heads}
-    tolerance = torch.finfo(getattr(torch, report.settings.dtype)).eps ** 0.5
+    tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
     pairs = [(head, found.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
     return [*first, *(_measure(name, pairs, tolerance) for name in names)]
