@@ -176,7 +176,7 @@ def consecutive_parts(population: Population, seed: int) -> tuple[Sample, Sample
     cut, text = replace(population.cut, placement="first"), population.content.text
     share = min(1.0, 1.1 * cut.sequences / population.design.count)
     start = Random(seed).randrange(max(1, int(len(text) * (1 - share))))  # noqa: S311  # no secret
-    found = texts.batches(population.loaded, [population.content._replace(text=text[start:])], cut)
+    found = texts.batches(population.loaded, [replace(population.content, text=text[start:])], cut)
     half = len(found) // 2
     parts = (found.batches[:half], found.batches[half:])
     halves = (replace(found, batches=part, sequences=sum(batch.size for batch in part)) for part in parts)

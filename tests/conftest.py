@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,19 @@ import fake_hub  # noqa: E402
 import hostile  # noqa: E402
 
 from attnlens import models  # noqa: E402
+from attnlens.texts import sequences  # noqa: E402
+from attnlens.texts.sources import SAMPLE_NAMES, Content  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)
 gc.freeze()  # what was imported stays: a full collection need not go through it again
+gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
 
 
-LONGEST = ("readme", "benchmarks", "swap", "smollm2", "heal", "cli", "cli_outputs", "sweep", "budget", "inspect")
+LONGEST = (
+    *("readme", "benchmarks", "swap", "swap_families", "heal", "budget", "smollm2"),
+    *("sweep_types", "cli", "cli_outputs", "sweep", "inspect"),
+)
 """Test files that begin, so that with several processes none is left alone with one of them at the end."""
 
 
@@ -35,10 +42,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
+BUILT_IN = set(SAMPLE_NAMES.values())
+LARGEST = 5_000
+"""Tokens of a vocabulary that is written out sooner than a text is tokenized."""
+
+
 @pytest.fixture(autouse=True)
 def _watched() -> None:
     """Each test checks its own calls."""
     watch.seen.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenized_once() -> Iterator[None]:
+    """The built-in texts, which most tests feed, are tokenized once by all small tokenizers that say the same."""
+    honest, known = sequences._ids, {}
+
+    def ids(tokenizer: Any, content: Content, text: str, longest: int | None) -> list[int]:
+        rust = getattr(tokenizer, "backend_tokenizer", None)
+        if content.name not in BUILT_IN or longest is not None or rust is None or len(tokenizer) > LARGEST:
+            return honest(tokenizer, content, text, longest)
+        key = type(tokenizer), rust.to_str(), text
+        if key not in known:
+            known[key] = honest(tokenizer, content, text, longest)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "_ids", ids)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -160,6 +161,7 @@ def _serve(address: Path) -> None:
             importlib.import_module(library)
         for name in attnlens.__all__:
             getattr(attnlens, name)  # each is imported by its first use
+        gc.freeze()  # nor need a command go through what was imported
         sys.executable = str(address.parent / "python")
         (address.parent / "ready").touch()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them

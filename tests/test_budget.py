@@ -306,7 +306,7 @@ def test_no_window_is_fitted_on_chosen_by_promised_from_or_evaluated_twice(repor
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("placement", ["spread", "first", "random"])
 def test_the_parts_of_several_texts_are_disjoint_however_they_are_cut(demo, pack, placement):
-    contents = [text._replace(text=text.text[:12000]) for text in texts.sample("another")[:2]]
+    contents = [replace(text, text=text.text[:12000]) for text in texts.sample("another")[:2]]
     cut = Cut(tokens=32, sequences=60, pack=pack, placement=placement, batch_size=8)
     evaluated = texts.batches(demo, contents, replace(cut, sequences=16))
     parts = calibration.samples(demo, contents, cut, evaluated, None)
@@ -421,7 +421,7 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, tmp_path):
     """In capitals `demo` predicts badly whatever its heads do: what they need for the Bible is not seen there."""
     other = tmp_path / "other.txt"
     other.write_text(BOOK[0].text[20000:].upper())
-    found = swap_kernel(demo, "rank", budget="loss:1%", calibration=[str(other)])
+    found = swap_kernel(demo, "rank", budget="loss:1%", tokens=64, calibration=[str(other)])
     assert found.plan.promised.high <= 0.01 < found.plan.measured.share
     assert not found.plan.kept
     assert any("the promise does not hold on this text" in line for line in plan_lines(found.plan))

@@ -17,12 +17,11 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_plots_layout import overlapping
 
 from attnlens.errors import UsageError
-from attnlens.plots import experiment_overview
+from attnlens.plots import experiment_overview, panel_figure
 from attnlens.plots.experiments.curves import deviation, experiment_panels, groups
 from attnlens.plots.experiments.steps import scale_steps
 from attnlens.plots.experiments.trajectories import draw_trajectories
 from attnlens.plots.style import house_style, new_figure
-from attnlens.plots.swaps import panel_figure
 from attnlens.records import Experiment, Report, read_report
 from attnlens.sentences import reports
 from attnlens.sentences.followed import measures_of, told_of

@@ -493,6 +493,20 @@ def by_default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def numbers(demo: Any) -> object:
+    """What a swap by a learned kernel and a healing come to."""
+    short = {"layers": [1], "sequences": 4, "tokens": 16, "batch_size": 2}
+    primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
+    healed = attnlens.swap_kernel(demo, "rbf", heal=2, **short).swap
+    return primal.loss, primal.perplexity, healed.loss, healed.healing
+
+
+@pytest.fixture(scope="module")
+def plain(demo: Any) -> object:
+    """The same where the caller has set nothing."""
+    return numbers(demo)
+
+
 @pytest.mark.parametrize(
     "surroundings",
     [
@@ -502,17 +516,10 @@ def by_default(dtype: torch.dtype) -> Iterator[None]:
     ],
     ids=["autocast", "device", "dtype"],
 )
-def test_no_number_depends_on_what_the_caller_has_set_in_torch(demo: Any, surroundings: Any):
-    def numbers() -> object:
-        short = {"layers": [1], "sequences": 4, "tokens": 16, "batch_size": 2}
-        primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
-        healed = attnlens.swap_kernel(demo, "rbf", heal=2, **short).swap
-        return primal.loss, primal.perplexity, healed.loss, healed.healing
-
-    plain = numbers()
+def test_no_number_depends_on_what_the_caller_has_set_in_torch(demo: Any, plain: object, surroundings: Any):
     with surroundings():
         default = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
-        assert numbers() == plain
+        assert numbers(demo) == plain
         assert default == (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"))
 
 

@@ -15,9 +15,15 @@ pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
 
 
-def test_smollm2_from_gguf_predicts_english(capfd):
+def test_smollm2_from_gguf_predicts_english(capfd, monkeypatch):
+    """Its header is read once: transformers asks for it with the config, the weights and the tokenizer."""
+    library, read = pytest.importorskip("gguf"), []
+    reader = library.GGUFReader
+    monkeypatch.setattr(library, "GGUFReader", counting := lambda path: read.append(path) or reader(path))
     smollm2.cache_clear()
     loaded = smollm2()
+    assert len(read) == 1
+    assert library.GGUFReader is counting
     assert capfd.readouterr() == ("", "")
     assert (loaded.info.architecture, loaded.info.parameters) == ("LlamaForCausalLM", 134_515_008)
     assert [file.name for file in loaded.info.files] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]

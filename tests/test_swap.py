@@ -25,8 +25,8 @@ from attnlens.errors import IdentityError, ModelError, OutputError, TextError, U
 from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
+from attnlens.run.outcomes import differences as comparing
 from attnlens.run.swap import gates, resources
-from attnlens.run.swap.comparison import compare as comparing
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.statistics import Design, paired_difference
 from attnlens.texts.targets import NOTHING, feed, task_of

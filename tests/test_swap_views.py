@@ -17,8 +17,8 @@ from test_plots_layout import overlapping
 
 from attnlens.choices import Part
 from attnlens.kernels import TIES
+from attnlens.plots import panel_figure, swap_overview, swap_panels
 from attnlens.plots.style import house_style, new_figure
-from attnlens.plots.swaps import panel_figure, swap_overview, swap_panels
 from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import draw_kernels
 from attnlens.plots.swaps.stages import draw_stages

@@ -20,7 +20,7 @@ from attnlens import models, texts
 from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo
-from attnlens.texts import noise
+from attnlens.texts import cutting, noise
 from attnlens.texts.sequences import position_limit
 from attnlens.texts.sources import BLOCKS, DEMO, LONGEST, thinned
 
@@ -79,7 +79,7 @@ def test_files_are_read_each_by_itself(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("second\n")
     paths = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
     found = texts.read_each(paths)
-    assert found == (("first", "one.txt"), ("second\n", "two.txt"))
+    assert found == (texts.Content("first", "one.txt"), texts.Content("second\n", "two.txt"))
     assert texts.read_each([]) == ()
 
 
@@ -95,7 +95,7 @@ def test_a_text_counts_once_under_whatever_names(tmp_path: Path) -> None:
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
-    assert texts.read_each(["-"]) == (("naïve\n", "stdin"),)
+    assert texts.read_each(["-"]) == (texts.Content("naïve\n", "stdin"),)
 
 
 def test_the_built_in_sample_is_of_three_kinds_and_for_demo_of_its_own() -> None:
@@ -236,6 +236,21 @@ def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
         "the text may be of another language or kind than the model's."
     )
     assert sum(allowed.unknown.values()) / 3 < 0.5, "pooled, it would pass"
+
+
+def test_a_text_is_tokenized_once_until_it_is_cut_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, honest = [], cutting.windows
+    monkeypatch.setattr(cutting, "windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
+    text, model, other = content(PROSE), reading("gpt2"), reading("bert")
+    first, rest = texts.Cut(tokens=16, sequences=4), texts.Cut(tokens=16, sequences=8)
+    evaluated = texts.batches(model, [text], first)
+    beside = texts.batches(model, [text], rest, apart_from=evaluated)
+    assert len(cut) == 1
+    assert not set(evaluated.texts[0].windows) & set(beside.texts[0].windows)
+    assert texts.batches(other, [text], first).ids != evaluated.ids
+    assert texts.batches(model, [text], texts.Cut(tokens=8, sequences=4)).tokens == 8
+    assert texts.batches(model, [text], first).ids == evaluated.ids
+    assert len(cut) == 4, "another tokenizer, another length, and the first ones again"
 
 
 def test_texts_beyond_the_sequences_are_named() -> None:

@@ -2,12 +2,13 @@
 
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from importlib import import_module
 from pkgutil import walk_packages
+from typing import Any
 from unittest.mock import patch
 
 import jaxtyping
@@ -64,15 +65,24 @@ def once(*, typechecker: Callable) -> Callable:
 
 def _kind(given: object) -> object:
     """What of an argument the checks see: shapes, types, words and classes; which one a long collection is."""
-    if isinstance(given, torch.Tensor | numpy.ndarray):
-        return given.shape, given.dtype
-    if isinstance(given, str | type):
-        return given
-    if isinstance(given, tuple | list) and len(given) <= 8:
-        return type(given), *map(_kind, given)
-    if is_dataclass(given):
-        return type(given), *(_kind(getattr(given, field.name)) for field in fields(given))
-    return id(given) if isinstance(given, Iterable) else type(given)
+    return _reader(type(given))(given)
+
+
+@cache
+def _reader(kind: type) -> Callable[[Any], object]:
+    """How the arguments of a class are read; found once, since every call in the rooms asks for it."""
+    if issubclass(kind, torch.Tensor | numpy.ndarray):
+        return lambda given: (given.shape, given.dtype)
+    if issubclass(kind, str | type):
+        return lambda given: given
+    if issubclass(kind, tuple | list):
+        return lambda given: (kind, *map(_kind, given)) if len(given) <= 8 else id(given)
+    if issubclass(kind, Mapping):
+        return lambda given: (kind, *given, *map(_kind, given.values())) if len(given) <= 8 else id(given)
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+        return lambda given: (kind, *(_kind(getattr(given, name)) for name in names))
+    return id if issubclass(kind, Iterable) else lambda _: kind
 
 
 def import_rooms() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,15 +43,10 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     Where gradients are asked for, a tile's weights are computed again in the backward pass, so that memory stays
     O(T · tile) there, too.
     """
-    key, value = call.paired_key, call.paired_value
+    value = call.paired_value
     where = positions(call, kernel.filter) if kernel.filter is not None else None
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
-
-    def output(rows: slice) -> Float[Tensor, "batch heads rows value_dim"]:
-        columns = _columns(call, where, reach, rows)
-        found = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
-        return dropout(found, call.dropout) @ value[..., columns, :]
-
+    output = partial(_tile, call, kernel, call.paired_key, value, where, reach)
     tiles = _tiles(call, reach)
     if len(tiles) == 1:
         return output(tiles[0])
@@ -61,6 +57,20 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)
     return whole
+
+
+def _tile(
+    call: Call,
+    kernel: Kernel,
+    key: Float[Tensor, "batch heads keys head_dim"],
+    value: Float[Tensor, "batch heads keys value_dim"],
+    where: Positions | None,
+    reach: int | None,
+    rows: slice,
+) -> Float[Tensor, "batch heads rows value_dim"]:
+    columns = _columns(call, where, reach, rows)
+    found = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
+    return dropout(found, call.dropout) @ value[..., columns, :]
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     failures = Failures()
     written: list[str] = []
     older = ""
+    report = _naming_windows(outputs, report)
     try:
         write_data(outputs, report, export.WRITERS, failures, written)
         with failures.kept():
@@ -65,6 +67,19 @@ def write_data(
         with failures.kept():
             write_atomically(path, writers[option](report).encode())
             written.append(str(path))
+
+
+def _naming_windows(outputs: Outputs, report: Report) -> Report:
+    """The report with the file of its windows, where that is written beside it."""
+    files = outputs.files("json", "windows_csv")
+    if len(files) < 2 or files["json"].parent.resolve() != files["windows_csv"].parent.resolve():
+        return report
+    from attnlens.export import WRITERS
+    from attnlens.records import File
+
+    content = WRITERS["windows_csv"](report).encode()
+    found = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
+    return report.model_copy(update={"windows_file": found})
 
 
 class Failures:

@@ -41,6 +41,7 @@ def check_reading(settings: Mapping[str, Any]) -> None:
 @contextmanager
 def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     """Around the one call of a command: progress is shown, and transformers logs nothing."""
+    gc.freeze()  # what was imported stays: no collection need go through it
     gc.enable()
     with interruptible_at_once():
         from attnlens.models.quiet import unlogged

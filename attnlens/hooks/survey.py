@@ -185,7 +185,10 @@ def _same_draws(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(0)
+        if model.device.type == "cpu":
+            torch.default_generator.manual_seed(0)
+        else:  # this seeds all devices, and writes the stack down for those that nothing ran on yet
+            torch.manual_seed(0)
         yield
 
 

@@ -16,6 +16,7 @@ from attnlens.linalg.spectra import (
     singular_values,
     stable_rank,
 )
+from attnlens.linalg.subspaces import largest_angle
 from attnlens.linalg.symmetries import directionality, layer_symmetry, symmetry, symmetry_by_distance
 from attnlens.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
 
@@ -38,6 +39,7 @@ __all__ = [
     "even_weight",
     "first_weight",
     "in_pool",
+    "largest_angle",
     "layer_symmetry",
     "max_weight",
     "over_heads",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from attnlens.models.bounds import bounded
 from attnlens.models.classes import InputKind, kind_of, model_class, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, drop_settings, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
+from attnlens.models.gguf import read_once
 from attnlens.models.hub import first_line
 from attnlens.models.integrity import check_loaded, nonfinite_tensors
 from attnlens.models.locate import CONFIG, Location, find
@@ -110,7 +111,7 @@ def _loaded(
     from attnlens.models.adapters.merging import merge  # late: it loads torch
 
     stored = _checked(place, trust_remote_code, adapter)
-    with quiet(), no_kernels(), no_peft():
+    with quiet(), no_kernels(), no_peft(), read_once() if place.gguf else nullcontext():
         config = _config(place, trust_remote_code)
         kind, method = dtype_of(dtype, config, device), method_of(place)
         weights = None if method is None else decoded(place, method, config.dtype if isinstance(kind, str) else kind)

@@ -1,10 +1,12 @@
-"""Reads the header of a GGUF file within bounds, before a library is handed the file."""
+"""Reads the header of a GGUF file within bounds, before a library is handed the file, which then reads it once."""
 
 from __future__ import annotations
 
 import mmap
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -64,6 +66,23 @@ def read_header(path: Path) -> Header:
         _check_layers(path, header)
         _check_data(path, header, reader.at, len(data))
     return header
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside, transformers reads a header once, and makes gguf's table of names once: most of loading would go there.
+
+    It reads the file for the config, the weights and the tokenizer, and makes the table for every module of the model.
+    """
+    library: Any = import_module("gguf")
+    own = {name: getattr(library, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in own.items():
+            setattr(library, name, cache(function))
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(library, name, function)
 
 
 class _Reader:

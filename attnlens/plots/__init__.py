@@ -1,13 +1,17 @@
 """Pictures with matplotlib: maps of layers × heads, fans of curves, overviews."""
 
+from attnlens.plots.comparison import comparison_overview, comparison_panels
 from attnlens.plots.experiments import experiment_overview, experiment_panels
 from attnlens.plots.fans import fan_figure
 from attnlens.plots.maps import map_figure
 from attnlens.plots.overview import overview_figure
+from attnlens.plots.panel_pages import panel_figure
 from attnlens.plots.selection import margins_figure
-from attnlens.plots.swaps import panel_figure, swap_overview, swap_panels
+from attnlens.plots.swaps import swap_overview, swap_panels
 
 __all__ = [
+    "comparison_overview",
+    "comparison_panels",
     "experiment_overview",
     "experiment_panels",
     "fan_figure",

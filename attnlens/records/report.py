@@ -14,11 +14,12 @@ from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import as_path, write_atomically
 from attnlens.records.checks import Check
+from attnlens.records.comparison import Comparison
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
 from attnlens.records.plans import Plan
-from attnlens.records.provenance import ModelInfo, Settings, Tool
+from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.selections import Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.windows import Windows
@@ -169,12 +170,16 @@ class Report(Record):
     """What another kernel did to the model (`swap-kernel`)."""
     more_swaps: list[Swap] = []
     """What the further kernels did, where several were compared."""
+    comparison: Comparison | None = None
+    """How the model differs from another one (`compare`)."""
     plan: Plan | None = None
     """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `verify`)."""
     selections: list[Selection] = []
     """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
+    windows_file: File | None = None
+    """The file of --windows-csv that was written with it, and lies beside it."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

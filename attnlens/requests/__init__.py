@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that a mistake is answered at once.
 from attnlens.requests.fields import Option, alternatives, checked, options, value_of
 from attnlens.requests.run_options import (
     OUTPUT,
+    CompareRequest,
     Feeding,
     InspectRequest,
     Loading,
@@ -17,6 +18,7 @@ from attnlens.requests.values import Words, head, numbers, one_head, whole, word
 
 __all__ = [
     "OUTPUT",
+    "CompareRequest",
     "Feeding",
     "InspectRequest",
     "Loading",

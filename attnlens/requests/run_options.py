@@ -181,6 +181,20 @@ class InspectRequest(SeriesRequest, total=False):
     ]
 
 
+class CompareRequest(SeriesRequest, total=False):
+    """What `compare` can be asked for."""
+
+    fdr: Annotated[
+        float,
+        Option(
+            "Of the changes that are named at most this share is none (Benjamini–Hochberg over heads × measures).",
+            0.05,
+            metavar="RATE",
+            check=values.rate,
+        ),
+    ]
+
+
 class SwapRequest(ModelRequest, total=False):
     """What `swap_kernel` can be asked for, beside the kernels."""
 

@@ -135,3 +135,10 @@ def budget(_name: str, given: Any) -> Any:
     """A budget, as in loss:1%; UsageError for anything else."""
     arguments.budget_share(given)
     return given
+
+
+def rate(name: str, given: Any) -> float:
+    """A share between 0 and 1; UsageError for anything else."""
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < 1:
+        return float(given)
+    raise UsageError(f"{name}={shown(given)} is no share between 0 and 1.", "Give one, as in --fdr 0.05.")

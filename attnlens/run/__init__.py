@@ -1,5 +1,6 @@
 """The commands as functions: a model and a request give a Report."""
 
+from attnlens.run.compare.pipeline import compare
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.pipeline import inspect
@@ -18,6 +19,7 @@ __all__ = [
     "Swapped",
     "UnsavedError",
     "capture",
+    "compare",
     "converge_checkpoints",
     "converge_head",
     "converge_synthetic",

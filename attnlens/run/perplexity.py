@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnlens.models import Loaded
-from attnlens.run.swap.comparison.outputs import sequence_losses
+from attnlens.run.outcomes.outputs import sequence_losses
 from attnlens.texts import Batches
 from attnlens.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 

@@ -74,9 +74,10 @@ def windows(report: Report) -> Sheet:
 
 def _head(report: Report, whole: bool) -> Heading:
     asides = (reports.ran_on(report), reports.conventions(report), reports.identity(report))
-    standing, sound = kind_of(report).standing(report)
+    kind = kind_of(report)
+    standing, sound = kind.standing(report)
     return Heading(
-        title=reports.title(report),
+        title=kind.title(report),
         command=report.command,
         facts=reports.header(report),
         asides=tuple(filter(None, asides)),

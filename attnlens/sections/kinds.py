@@ -13,6 +13,7 @@ from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
 from attnlens.sections.adapters import adapter_sections
 from attnlens.sections.checkpoints import series_sections, step_cells
+from attnlens.sections.comparisons import compared_models, comparison_rows, comparison_sections
 from attnlens.sections.doctor import site_checks
 from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
@@ -52,6 +53,8 @@ class Kind:
     """How much was read, or how the experiments ended; whether that is all, or as published."""
     more: Callable[[Report], Iterable[Section]] = lambda _report: ()
     """What else --verbose shows."""
+    title: Callable[[Report], str] = reports.title
+    """Of what the report is."""
     headed: bool = True
     """Whether the model and its coverage stand above."""
 
@@ -63,6 +66,8 @@ class Kind:
 
 def kind_of(report: Report) -> Kind:
     """The kind of this report."""
+    if report.comparison is not None:
+        return COMPARISON
     if report.swap is not None:
         return SWAP
     if report.experiments:
@@ -169,6 +174,14 @@ def _of_panels(report: Report, panels: Iterable[Panel]) -> Iterator[Picture]:
     yield from (Picture(panel.stem, partial(plots.panel_figure, report, panel)) for panel in panels)
 
 
+def _comparison_pictures(shapes: Shapes) -> list[Picture]:
+    from attnlens import plots
+
+    report = shapes.report
+    overview = Picture("overview", partial(plots.comparison_overview, report), "which heads changed, and how surely")
+    return [overview, *_of_panels(report, plots.comparison_panels(report))]
+
+
 def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     if whole:
         yield from _head_summary(shapes, whole)  # the head that was trained anew, as the model has it
@@ -215,6 +228,13 @@ SWAP = Kind(
     rows=lambda report: swap_rows(report.swaps),
     pictures=_swap_pictures,
     more=site_sections,
+)
+COMPARISON = Kind(
+    summary=lambda shapes, whole: comparison_sections(shapes.report, all_heads=whole),
+    page=lambda shapes: comparison_sections(shapes.report, all_heads=True),
+    rows=comparison_rows,
+    pictures=_comparison_pictures,
+    title=compared_models,
 )
 EXPERIMENTS = Kind(
     summary=_experiment_summary,

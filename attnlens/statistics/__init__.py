@@ -13,7 +13,7 @@ True
 """
 
 from attnlens.statistics.design import Design
-from attnlens.statistics.discoveries import false_discovery, p_values
+from attnlens.statistics.discoveries import adjusted, false_discovery, p_values
 from attnlens.statistics.intervals import Interval, paired_difference, student_interval
 from attnlens.statistics.means import median_error, standard_error
 from attnlens.statistics.nulls import gaussian_null, null_of_median, robust_z, z_scores
@@ -24,6 +24,7 @@ __all__ = [
     "Design",
     "Interval",
     "Stream",
+    "adjusted",
     "false_discovery",
     "gaussian_null",
     "median_error",

@@ -134,6 +134,37 @@ class Design:
         # one window of a text has no spread that would tell how much another one differs
         return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, each)
 
+    def weighted_means(
+        self,
+        values: Float[Tensor, "units windows"],
+        size: Float[Tensor, " windows"],
+        times: Float[Tensor, "draws windows"],
+    ) -> tuple[Float[Tensor, "draws units"], Float[Tensor, "draws units"]]:
+        """Of each sample the means over tokens, `size` a window, and their standard errors (Cochran 1977, ratios).
+
+        √variance of the residuals size · (value − mean)/Σ times · size, from products of matrices: no residual of a
+        draw, unit and window is written out.
+        """
+        drawn = times * size
+        total = drawn.sum(-1, keepdim=True)
+        mean = drawn @ values.mT / total
+        if self.clustered:
+            copies = (times[:, None] * self.members).amax(-1)
+            count = copies.sum(-1, keepdim=True)
+            sums = ((drawn * text) @ values.mT - mean * (drawn @ text)[:, None] for text in self.members)
+            squares = sum(part.square() / copies[:, [text]].clamp(min=1) for text, part in enumerate(sums))
+            variance = torch.where(count > 1, squares * count / (count - 1).clamp(min=1), torch.nan)
+            return mean, variance.sqrt() / total
+        variance = torch.zeros_like(mean)
+        for stratum in self.members:
+            own, squared, count = drawn * stratum, drawn * size * stratum, (times @ stratum)[:, None]
+            sums = own @ values.mT - mean * own.sum(-1, keepdim=True)
+            spread = squared @ values.square().mT - 2 * mean * (squared @ values.mT)
+            spread = spread + mean.square() * squared.sum(-1, keepdim=True) - sums.square() / count.clamp(min=1)
+            each = spread.clamp(min=0) * count / (count - 1).clamp(min=1)
+            variance += torch.where(count == 1, torch.nan, each)
+        return mean, torch.where(times.sum(-1, keepdim=True) < 2, torch.nan, variance.sqrt() / total)
+
 
 def _tallied(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
     """How often each of `size` numbers stands in each row."""

@@ -29,43 +29,59 @@ def p_values(
     """Two-sided p of a mean difference of 0 over windows, weighted by their numbers of tokens, unit by unit.
 
     (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap: differences of heads are skewed, which
-    Student's t, standing in for few or very many windows, takes for effects about twice as often. NaN where there are
-    too few differences, or all are the same.
+    Student's t, standing in for few or very many windows, takes for effects about twice as often. Beyond the ENOUGH
+    largest of the samples' scores, of which too few are left to count, Student's tail goes on, stretched so that it
+    meets them. NaN where there are too few differences, or all are the same.
     """
     size = weights.double()
-    once = torch.ones_like(size)
-    mean, error = _means(differences.double(), size, once[None], design)
+    whole = differences.double()
+    mean, error = design.weighted_means(whole, size, torch.ones_like(size)[None])
     scores = torch.where(error > 0, mean.abs() / error, torch.nan)[0]
+    centred = whole - mean.mT  # what is left of the numbers once large means are gone
     if design.fewest < FEWEST_DRAWS or design.count > MOST_WINDOWS:
         return _students(scores, design.freedom)
     beyond, drawn = torch.zeros_like(scores), torch.zeros_like(scores)
+    largest = torch.zeros(len(scores), ENOUGH, dtype=torch.float64)
     for times in torch.split(design.draws(DRAWS, seed), PIECE):
         going = (beyond < ENOUGH) & ~scores.isnan()
         if not bool(going.any()):
             break
-        found, errors = _means(differences[going].double(), size, times, design)
-        beyond[going] += ((found - mean[:, going]).abs() >= scores[going] * errors).sum(0)
+        found, errors = design.weighted_means(centred[going], size, times)
+        drawn_scores = (found.abs() / errors).nan_to_num(nan=0.0).mT
+        beyond[going] += (drawn_scores >= scores[going, None]).sum(1)
         drawn[going] += len(times)
-    return torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + drawn))
+        largest[going] = torch.cat((largest[going], drawn_scores), 1).topk(ENOUGH).values
+    counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + drawn))
+    return torch.where(beyond < ENOUGH, _tail(scores, largest[:, -1], drawn, design.freedom), counted)
 
 
-def _means(
-    differences: Float[Tensor, "units windows"],
-    size: Float[Tensor, " windows"],
-    times: Float[Tensor, "draws windows"],
-    design: Design,
-) -> tuple[Float[Tensor, "draws units"], Float[Tensor, "draws units"]]:
-    """Of each sample the mean difference over tokens and its standard error (Cochran 1977, ratio estimate)."""
-    total = (times @ size)[:, None]
-    mean = (times * size) @ differences.mT / total
-    residuals = size * (differences - mean[..., None]) / total[..., None]
-    return mean, design.variance(residuals, times[:, None].expand_as(residuals)).sqrt()
+def _tail(
+    scores: Float[Tensor, " units"], met: Float[Tensor, " units"], drawn: Float[Tensor, " units"], freedom: int
+) -> Float[Tensor, " units"]:
+    """P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at the score `met`, the ENOUGHth largest of the samples."""
+    from scipy import stats
+
+    reach = torch.from_numpy(stats.t.isf(ENOUGH / (2 * drawn.clamp(min=ENOUGH).numpy()), freedom))
+    return _students(scores / (met / reach).clamp(min=1), freedom)
 
 
 def _students(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " units"]:
     from scipy import stats
 
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
+
+
+def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """q of each p: the smallest rate at which `false_discovery` rejects it, min over j ≥ k of p_(j) · n/j, at most 1.
+
+    NaN stays NaN and doesn't count in n (Benjamini & Hochberg 1995; adjusted as in Yekutieli & Benjamini 1999).
+    """
+    tests = int((~p_values.isnan()).sum())
+    ranked, order = p_values.double().sort()  # NaN last
+    steps = ranked[:tests] * tests / torch.arange(1, tests + 1)
+    found = torch.full_like(ranked, torch.nan)
+    found[order[:tests]] = steps.flip(0).cummin(0).values.flip(0).clamp(max=1)
+    return found
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from inspect import signature
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from attnlens.errors import TextError, UsageError
 from attnlens.models.processors import Modality
@@ -28,7 +28,7 @@ from attnlens.texts.inputs import (
 from attnlens.texts.media import prepared
 from attnlens.texts.noise import makable
 from attnlens.texts.sampling import chosen, shares
-from attnlens.texts.sequences import lines, pairs, window_length, windows
+from attnlens.texts.sequences import WindowedText, lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
 from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of, without_standing
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 """What is made of a text."""
+Cuttings: TypeAlias = WindowedText | list[tuple[list[int], list[int]]]
+"""Of each sequence of a text its ids, and its token types where it is a pair."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,18 @@ def _fed(
     return TokenRows(rows, types, tuple(names)), texts
 
 
-def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[tuple[list[int], list[int]]]:
-    """All windows, lines or pairs of a text, with the token types of pairs."""
+def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
+    """All windows, lines or pairs of a text, with the token types of pairs; cut anew only in another way than last."""
+    way = (loaded.tokenizer, length, cut.pairs, cut.pack, cut.placement != "first")
+    if way not in content.made:
+        content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
+        content.made[way] = _cut(loaded, content, length, cut)
+    made: Cuttings = content.made[way]
+    return made
+
+
+def _cut(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
+    """The same without looking at what was cut last."""
     if loaded.tokenizer is None:
         raise TextError(
             f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
@@ -217,7 +229,9 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[
     read = thinned(content, spread=cut.placement != "first")
     if cut.pairs:
         return pairs(loaded.tokenizer, read, tokens=length)
-    return [(ids, []) for ids in (windows if cut.pack else lines)(loaded.tokenizer, read, tokens=length)]
+    if cut.pack:
+        return windows(loaded.tokenizer, read, tokens=length)
+    return [(ids, []) for ids in lines(loaded.tokenizer, read, tokens=length)]
 
 
 def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
@@ -19,7 +21,29 @@ DRAWN = ("dropout", "alpha")
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
-def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class WindowedText:
+    """A running text's ids in windows, each cut when it is asked for: of thousands a few are fed."""
+
+    ids: Sequence[int]
+    """Of the whole text."""
+    room: int
+    """How many of them a window takes."""
+    before: Sequence[int]
+    """Special tokens at each window's beginning."""
+    after: Sequence[int]
+    """Special tokens at each window's end."""
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.room
+
+    def __getitem__(self, number: int) -> tuple[list[int], list[int]]:
+        """The window's ids, and no token types."""
+        start = number * self.room
+        return [*self.before, *self.ids[start : start + self.room], *self.after], []
+
+
+def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
     """All windows of the running text, one behind the other, each of `tokens` ids with the special tokens.
 
     Raises TextError where there is not even one window, UsageError where the special tokens leave no room.
@@ -32,7 +56,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
             f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
             "Give a longer text, or fewer --tokens.",
         )
-    return [[*before, *ids[at : at + room], *after] for at in range(0, len(ids) - room + 1, room)]
+    return WindowedText(array("i", ids), room, before, after)
 
 
 def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from attnlens.errors import TextError
 from attnlens.files import read_bytes, read_stream, with_home
@@ -25,13 +26,16 @@ LONGEST, BLOCKS = 2**23, 64
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True)
+class Content:
     """A text and what it is called."""
 
     text: str
     """The text itself."""
     name: str
     """File name, `stdin`, or what a built-in text is."""
+    made: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What this text was cut into last: a run cuts its texts several times."""
 
 
 def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
@@ -71,9 +75,9 @@ def thinned(content: Content, *, spread: bool) -> Content:
     if length <= LONGEST:
         return content
     if not spread:
-        return content._replace(text=content.text[:LONGEST])
+        return replace(content, text=content.text[:LONGEST])
     starts = [index * (length - size) // (BLOCKS - 1) for index in range(BLOCKS)]
-    return content._replace(text="\n".join(content.text[start : start + size] for start in starts))
+    return replace(content, text="\n".join(content.text[start : start + size] for start in starts))
 
 
 def _lies_in(path: str, folder: Path) -> bool:

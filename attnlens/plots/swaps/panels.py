@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.plots.page import Panel
+from attnlens.plots.panel_pages import panels_overview
 from attnlens.plots.swaps.healing import draw_healing
 from attnlens.plots.swaps.kernels import NAME, draw_kernels, effect_of
 from attnlens.plots.swaps.ranks import draw_ranks
@@ -16,13 +17,14 @@ from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
-from attnlens.sentences.effects import cautions
+from attnlens.sentences.effects import cautions, formula
 from attnlens.sentences.judged import EFFECTS, UNITS, effect_name
 from attnlens.sentences.plans import share
-from attnlens.wording import clean
+from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """What a comparison of kernels shows."""
@@ -32,6 +34,17 @@ ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original mode
 def panels(report: Report) -> list[Panel]:
     """The panels of the overview, in order."""
     return list(_several(report) if report.more_swaps else _one(report.swaps[0], report.plan))
+
+
+def swap_overview(report: Report) -> Figure:
+    """All panels on a page, a comparison of kernels over the others."""
+    model, swap = report.model, report.swaps[0]
+    what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
+    # the formula last: where they are too long for a line, it is what is cut, never whether all heads were reached
+    size = f"{big(model.parameters)} parameters"
+    facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
+    made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
+    return panels_overview(panels(report), model.title, facts, made, crowned=bool(report.more_swaps))
 
 
 def swap_panels(report: Report) -> list[Panel]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnlens.records import Coverage, Head, Measure, Null, Site, Skipped
+from attnlens.records import Coverage, Head, Measure, Null, QueryKey, Site, Skipped
 from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
+from attnlens.run.inspect.chunks import pieces
 from attnlens.statistics import Design, Stream, standard_error
 
 PAST_ONLY = "not identified: the model never compares a query with a later key"
@@ -108,6 +109,21 @@ class Collector:
                     if found.value is not None and before is not None and before == before:
                         found = found.model_copy(update={"base": before})
                     draft.measures[info.name] = found
+
+    def read_tokens(
+        self,
+        site: Site,
+        query_key: QueryKey,
+        analyzers: Iterable[Analyzer],
+        numbers: Sequence[int],
+        total: int,
+        steps: int | None = None,
+    ) -> None:
+        """Enter what analyzers read of a batch, whose rows belong to the sequences with these `numbers`."""
+        for rows, group in pieces(query_key):
+            parts = [numbers[row] for row in rows]
+            for analyzer in analyzers:
+                self.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
 
     def add_tokens(
         self,

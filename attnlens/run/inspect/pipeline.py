@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from attnlens import models, requests, texts
 from attnlens.arguments import public
@@ -37,6 +38,15 @@ def inspect(
     selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which carries what was finished.
     """
+    inspection, contents, cut = prepared(model, tokenizer, progress, more)
+    with at_rest(inspection.loaded.model):
+        return inspection.run(contents, cut)
+
+
+def prepared(
+    model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
+) -> tuple[Inspection, Sequence[texts.Content], texts.Cut]:
+    """The run that was asked for, with its model loaded; its texts, and how they are to be cut."""
     given = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
     loading = feeding.loading_of(more, subject)
@@ -53,5 +63,4 @@ def inspect(
     settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
     inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)
-    with at_rest(loaded.model):
-        return inspection.run(contents, feeding.cut_of(settings, given))
+    return inspection, contents, feeding.cut_of(settings, given)

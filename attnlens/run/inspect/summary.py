@@ -26,7 +26,7 @@ def summarised(collector: Collector, names: Sequence[str], identity_error: float
     for place, record in enumerate(records):
         by_layer[record.layer].append(place)
     groups: list[Group] = [range(len(records)), *by_layer.values()]
-    windows = _windows(collector)
+    windows = by_measure(collector)
     errors = _errors(windows, collector.design, groups, seed)
     nulls = [_nulls(records, group, seed) for group in groups]
     texts = _texts(collector, names, seed)
@@ -61,7 +61,7 @@ def _median(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values), dtype=torch.float64).nanquantile(0.5))
 
 
-def _windows(collector: Collector) -> dict[str, Tensor]:
+def by_measure(collector: Collector) -> dict[str, Tensor]:
     """Each measure of each sequence, (sequences, heads), heads in the order of the records."""
     order = sorted(collector.drafts, key=lambda key: (key[0].layer, key[1]))
     names = dict.fromkeys(name for _, name in collector.windows)
@@ -84,7 +84,7 @@ def windows_of(collector: Collector, settings: Settings) -> Windows:
     if not placed and settings.noise is not None:
         placed = [(settings.noise.name, number) for number in range(collector.design.count)]
     heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in collector.heads()]
-    return Windows(placed[: collector.design.count], heads, _windows(collector))
+    return Windows(placed[: collector.design.count], heads, by_measure(collector))
 
 
 def _errors(
@@ -122,7 +122,7 @@ def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
 def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSummary]:
     """The medians of each text's own windows, where there are several texts."""
     every = list(dict.fromkeys(names))
-    windows = _windows(collector) if len(every) > 1 else {}
+    windows = by_measure(collector) if len(every) > 1 else {}
     found = []
     for text in every if windows else []:
         own = [place for place, name in enumerate(names) if name == text]

@@ -19,7 +19,7 @@ from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.adapted import with_base
-from attnlens.run.inspect.chunks import finite_heads, pieces
+from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import Collector, scaled_null
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
@@ -52,6 +52,8 @@ class Inspection:
     fed: texts.Batches | None = None
     finished: int = 0
     shown: bool = False
+    factors: dict[Site, weights.Factors | UnreadableError] | None = None
+    """What was read of each site's weights, where somebody wants to keep it."""
     gathered: Gathered = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,7 @@ class Inspection:
         with timed(self.timings, "survey"):
             first = self._survey(batches)
         try:
-            if self._of_source("weights") or (batches and self.gathered.needs_inputs):
+            if self._of_source("weights") or self.factors is not None or (batches and self.gathered.needs_inputs):
                 with timed(self.timings, "weights"):
                     self._read_weights(first)
             if batches:
@@ -150,6 +152,8 @@ class Inspection:
         for done, (factors, base) in enumerate(with_base(self.loaded, first, alone)):
             self.progress("weights", done, len(self.reached))
             self._keep_form(self.reached[done].site, factors)
+            if self.factors is not None:
+                self.factors[self.reached[done].site] = factors
             if isinstance(factors, UnreadableError):
                 if analyzers:
                     self.collector.skip(self.reached[done].site.name, factors.problem, measure="weights")
@@ -249,13 +253,9 @@ class Inspection:
         if query_key.allowed is not None and not bool(query_key.allowed.any()):
             self.collector.skip(site.name, BLIND, query_key.heads, "tokens")
             return
-        if not finite or not analyzers:
-            return
-        steps = self.settings.tokens if self.settings.pack is False else None
-        for rows, group in pieces(query_key.select(finite)):
-            parts = [numbers[row] for row in rows]
-            for analyzer in analyzers:
-                self.collector.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
+        if finite and analyzers:
+            steps = self.settings.tokens if self.settings.pack is False else None
+            self.collector.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
 
     def _report(self) -> Report:
         info = self.loaded.info.model_copy(update={"conventions": self.conventions})

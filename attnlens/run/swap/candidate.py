@@ -12,7 +12,7 @@ from attnlens import hooks, texts
 from attnlens.kernels import Kernel
 from attnlens.records import Healing, ModelInfo, Pair, Stage, Swap
 from attnlens.requests.swap import SwapOptions
-from attnlens.run.swap.comparison.compare import Comparison
+from attnlens.run.outcomes.differences import Differences
 from attnlens.run.swap.ranks.from_plan import origin
 from attnlens.run.swap.ranks.search import Choice
 from attnlens.run.swap.resources import speed
@@ -27,7 +27,7 @@ class Candidate:
     """As asked for."""
     stages: dict[str, hooks.Swaps]
     """The swap at each stage: swapped, fitted, healed."""
-    found: dict[str, Comparison] = field(default_factory=dict)
+    found: dict[str, Differences] = field(default_factory=dict)
     """What was measured at each stage."""
     healing: Healing | None = None
     """How it was healed."""

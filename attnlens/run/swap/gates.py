@@ -15,7 +15,7 @@ from attnlens import hooks, texts
 from attnlens.errors import IdentityError
 from attnlens.models import Loaded
 from attnlens.records import Site
-from attnlens.run.swap.comparison.compare import Variant
+from attnlens.run.outcomes.differences import Variant
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4

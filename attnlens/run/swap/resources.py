@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks
 from attnlens.errors import ModelError, is_memory
+from attnlens.run.outcomes.differences import Variant
 from attnlens.run.provenance import peak_memory
-from attnlens.run.swap.comparison.compare import Variant
 
 CLEAR = Path("/proc/self/clear_refs")
 

@@ -18,14 +18,14 @@ from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipp
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
+from attnlens.run.outcomes.differences import Differences, Variant, compare, mean_loss
+from attnlens.run.outcomes.outputs import run, tokens_in
+from attnlens.run.outcomes.windows import windows_of
 from attnlens.run.perplexity import guess_notes
 from attnlens.run.progress import Progress, Tell, timed
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
-from attnlens.run.swap.comparison.compare import Comparison, Variant, compare, mean_loss
-from attnlens.run.swap.comparison.outputs import run, tokens_in
-from attnlens.run.swap.comparison.windows import windows_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Healer, changed_weights, heal
@@ -73,7 +73,7 @@ class Swapping:
     unsaved: OutputError | None = None
     """Why the changed model could not be saved."""
     plan: Plan | None = None
-    found: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    found: dict[tuple[str, str], Differences] = field(default_factory=dict)
     """What was measured, by kernel and stage."""
     timings: dict[str, float] = field(default_factory=dict)
 
@@ -190,7 +190,7 @@ class Swapping:
         if self.task in ("causal", "masked"):
             self._tell_of_guesses(next(iter(candidates[0].found.values())))
 
-    def _tell_of_guesses(self, found: Comparison) -> None:
+    def _tell_of_guesses(self, found: Differences) -> None:
         """A note for each text that the original guesses worse than evenly."""
         texts_of, sampled = [text.name for text in self.settings.texts], found.sampled
         means, counts = torch.cat(found.before), torch.cat(found.counts)

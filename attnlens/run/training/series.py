@@ -18,9 +18,9 @@ from attnlens.requests import reading
 from attnlens.run import checks, feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
+from attnlens.run.outcomes.differences import mean_loss
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.provenance import report_of
-from attnlens.run.swap.comparison.compare import mean_loss
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
 from attnlens.run.training.trajectories import CheckpointReading, training
 from attnlens.texts.targets import feed, task_of

@@ -18,7 +18,7 @@ from attnlens.kernels import Kernel
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.swap.comparison.outputs import divergence
+from attnlens.run.outcomes.outputs import divergence
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.healing.trainable import outputs_with, trainable
 from attnlens.texts import Batch

@@ -10,8 +10,8 @@ import torch
 
 from attnlens.models import Loaded
 from attnlens.records import Rise, Task
-from attnlens.run.swap.comparison.compare import Comparison
-from attnlens.run.swap.comparison.outputs import run, sequence_losses
+from attnlens.run.outcomes.differences import Differences
+from attnlens.run.outcomes.outputs import run, sequence_losses
 from attnlens.statistics import Design, paired_difference
 from attnlens.texts.targets import NOTHING, Fed
 
@@ -82,7 +82,7 @@ def _share(before: Losses, after: Tensor, seed: int) -> tuple[float, tuple[float
     return share, None if math.isnan(low) else (low, high)
 
 
-def rise_in(found: Comparison, names: Sequence[str], seed: int) -> Rise | None:
+def rise_in(found: Differences, names: Sequence[str], seed: int) -> Rise | None:
     """The same of a comparison on the evaluation text."""
     before, after, counts = (torch.cat(part) for part in (found.before, found.after, found.counts))
     return rise_of(Losses(before, counts, found.sampled), after, names, seed)

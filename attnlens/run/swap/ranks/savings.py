@@ -13,8 +13,8 @@ from attnlens import hooks, texts, weights
 from attnlens.attention.costs import SiteSizes, costs
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
+from attnlens.run.outcomes.differences import DIVERGED, Differences
 from attnlens.run.provenance import tool
-from attnlens.run.swap.comparison.compare import DIVERGED, Comparison
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.rises import rise_in
 from attnlens.run.swap.ranks.search import Choice
@@ -101,7 +101,7 @@ def planned(
     budget: float,
     settings: Settings,
     inputs: dict[str, Tensor],
-    compared: Mapping[str, Comparison],
+    compared: Mapping[str, Differences],
     samples: Sequence[Sample],
 ) -> Plan:
     """The record of a choice; `compared` is what was measured on the evaluation text, by stage, and `samples` are the

@@ -19,8 +19,8 @@ from attnlens.hooks.padding import unpadded
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
+from attnlens.run.outcomes.outputs import predictions
 from attnlens.run.progress import Tell
-from attnlens.run.swap.comparison.outputs import predictions
 from attnlens.texts.targets import Fed
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Pages of a swap's pictures: an overview, and each with its caption."""
+"""Pages of panels: an overview, and each panel by itself with its caption."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from attnlens.plots.captions import wrapped
 from attnlens.plots.page import FOOT, HEAD, LINE, Panel, head, picture_title
 from attnlens.plots.style import MUTED, new_figure
-from attnlens.plots.swaps.panels import panels
 from attnlens.records import Report
-from attnlens.sentences.effects import formula
-from attnlens.wording import big, clean
+from attnlens.wording import clean
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from matplotlib.figure import Figure
 
 WIDTH = 10.0
@@ -27,13 +27,15 @@ HIGHEST = 30
 """Rows of a panel beyond which a page grows no more."""
 
 
-def swap_overview(report: Report) -> Figure:
-    """All panels on a page: in one row up to three, else two by two; a comparison of kernels over the others."""
-    grid = _grid(panels(report), crowned=bool(report.more_swaps))
+def panels_overview(
+    panels: list[Panel], title: str, facts: Iterable[str], footnote: Iterable[str], *, crowned: bool = False
+) -> Figure:
+    """All panels on a page: in one row up to three, else two by two; `crowned`: the first over the others."""
+    grid = _grid(panels, crowned=crowned)
     blocks = [_block(row, alone=len(grid) == 1) for row in grid]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
-    _head(figure, report)
+    head(figure, title, facts, footnote, left=LEFT, right=RIGHT)
     letters = iter("abcdef")
     for number, row in enumerate(grid):
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
@@ -85,13 +87,3 @@ def _columns(rows: list[list[Panel]]) -> list[float]:
     right = RIGHT if any(row[-1].bar for row in rows) else RIGHT + BAR - 0.1
     free = (right - LEFT - sum(taken)) / len(taken)
     return [LEFT + sum(taken[:column]) + column * free for column in range(len(taken) + 1)]
-
-
-def _head(figure: Figure, report: Report) -> None:
-    model, swap = report.model, report.swaps[0]
-    what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
-    # the formula last: where they are too long for a line, it is what is cut, never whether all heads were reached
-    size = f"{big(model.parameters)} parameters"
-    facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
-    made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
-    head(figure, model.title, facts, made, left=LEFT, right=RIGHT)

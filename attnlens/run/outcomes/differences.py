@@ -13,8 +13,7 @@ from torch import Tensor
 
 from attnlens.errors import ModelError
 from attnlens.records import Change, Task, TextChange, TextCosine
-from attnlens.run.progress import Tell
-from attnlens.run.swap.comparison.outputs import (
+from attnlens.run.outcomes.outputs import (
     PassOutputs,
     divergence,
     owned_means,
@@ -23,6 +22,7 @@ from attnlens.run.swap.comparison.outputs import (
     sequence_means,
     tokens_in,
 )
+from attnlens.run.progress import Tell
 from attnlens.statistics import Design, paired_difference
 from attnlens.statistics.likeness import Likeness
 from attnlens.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
@@ -39,7 +39,7 @@ DIVERGED = "it diverged: the changed model's predictions are not finite"
 
 
 @dataclass
-class Comparison:
+class Differences:
     """Differences of one variant to the original, gathered batch by batch."""
 
     task: Task
@@ -238,9 +238,9 @@ def compare(
     task: Task,
     progress: Tell,
     design: Design,
-) -> dict[Name, Comparison]:
+) -> dict[Name, Differences]:
     """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
-    found = {name: Comparison(task, batches[0].noise, design) for name in variants}
+    found = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         own = run(model, fed, task)
         for name, variant in variants.items():

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attnlens.records import Settings, Windows
-from attnlens.run.swap.comparison.compare import Comparison
+from attnlens.run.outcomes.differences import Differences
 
 
-def windows_of(found: Mapping[tuple[str, str], Comparison], settings: Settings) -> Windows:
+def windows_of(found: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
     """The paired losses, KL and hidden cosines by (kernel, stage), and over how many tokens of a window each is."""
     placed = [(text.name, number) for text in settings.texts for number in text.windows]
     units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
@@ -32,9 +32,9 @@ def windows_of(found: Mapping[tuple[str, str], Comparison], settings: Settings) 
     return Windows(placed, units, {name: torch.stack(parts, 1) for name, parts in columns.items()})
 
 
-def _whole(comparison: Comparison, parts: list[Tensor]) -> Tensor:
+def _whole(one: Differences, parts: list[Tensor]) -> Tensor:
     """One number a window; NaN where there is nothing to predict."""
-    kept = torch.cat(comparison.kept)
+    kept = torch.cat(one.kept)
     every = torch.full((len(kept),), torch.nan, dtype=torch.float64)
     every[kept] = torch.cat(parts).double()
     return every

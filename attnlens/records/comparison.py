@@ -1,0 +1,124 @@
+"""What `compare` found: head by head and measure by measure, what changed between two models and how sure that is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attnlens.records.measures import Count, HeadId, Number, Record
+from attnlens.records.provenance import ModelInfo
+from attnlens.records.swaps import Outcome
+
+Relation = Literal["identical", "same form", "rounding", "changed"]
+"""How the second model's form M of a head stands to the first one's: the same numbers; the same form of other factors
+(another gauge); the form within what rounding of the weights does; another form."""
+
+
+class MeasureChange(Record):
+    """One measure of one head in both models."""
+
+    layer: Count
+    """The site's running number."""
+    head: Count
+    """The query head's number in the first model."""
+    measure: str
+    """Its qualified name; `compare.…` are distances between the two heads, 0 where they are the same."""
+    before: Number | None = None
+    """What the first model reads; None for a distance."""
+    after: Number | None = None
+    """What the second one reads."""
+    delta: Number | None = None
+    """after − before, or the distance."""
+    se: Number | None = None
+    """Standard error of delta over windows (or texts); None where no window was read."""
+    rounding: Number | None = None
+    """Root mean square of what rounding the weights to their own types alone does to delta."""
+    p: Number | None = None
+    """Two-sided, of no change beyond sampling and rounding."""
+    q: Number | None = None
+    """The smallest false-discovery rate at which it is named (Benjamini & Hochberg)."""
+    least: Number | None = None
+    """The smallest change that this comparison would have named with a probability of 80 %."""
+    named: bool = False
+    """Whether q is at most the rate asked for."""
+    reason: str | None = None
+    """Why there is no delta, or no p."""
+
+
+class HeadChange(HeadId):
+    """One head in both models."""
+
+    partner: Count
+    """The head of the second model that it is compared with, at the same site."""
+    relation: Relation | None = None
+    """How its form stands to the first model's; None where it can't be read."""
+    reason: str | None = None
+    """Why there is no relation."""
+
+
+class BlockChange(Record):
+    """What one block of both models gives of the same hidden states, those that the first model's block took."""
+
+    path: str
+    """The block's path in the models."""
+    layers: list[Count]
+    """The running numbers of its sites."""
+    change: Number | None
+    """‖o' − o‖/‖o‖ of its output, mean over windows."""
+    rounding: Number | None = None
+    """Root mean square of what rounding the weights alone does to it."""
+    p: Number | None = None
+    """Two-sided, of no change beyond sampling and rounding."""
+    q: Number | None = None
+    """The smallest false-discovery rate, over blocks, at which it is named."""
+    named: bool = False
+    """Whether q is at most the rate asked for."""
+
+
+class Spread(Record):
+    """A measure over the heads of one model."""
+
+    heads: Count
+    """How many have a value."""
+    quartiles: tuple[Number, Number, Number]
+    """Lower quartile, median, upper quartile."""
+    median_se: Number | None = None
+    """Standard error of the median over windows; None for weights.*."""
+
+
+class Shift(Record):
+    """A measure's distribution over heads in both models, where no head of one is a head of the other."""
+
+    measure: str
+    """Its qualified name."""
+    before: Spread
+    """Of the first model."""
+    after: Spread
+    """Of the second one."""
+
+
+class Comparison(Record):
+    """How a second model, whose heads the report holds, differs from a first one."""
+
+    base: ModelInfo
+    """The first model."""
+    paired: bool
+    """Whether changes are paired window by window; else their errors are those of two independent readings, which is
+    too large for readings of the same windows."""
+    fdr: Number
+    """At most this share of what is named may be named falsely."""
+    tests: Count = 0
+    """How many rows have a p."""
+    named: Count = 0
+    """How many rows are named."""
+    heads: list[HeadChange] = []
+    """Head by head, in the order of layer and head."""
+    rows: list[MeasureChange] = []
+    """Head by head and measure by measure."""
+    blocks: list[BlockChange] = []
+    """Block by block, what of the change is its own; none where the models have no blocks that each run once."""
+    shifts: list[Shift] = []
+    """Distributions, where heads don't correspond."""
+    outcome: Outcome | None = None
+    """How predictions differ."""
+    notes: list[str] = []
+    """What was found of the models as wholes, one sentence each."""

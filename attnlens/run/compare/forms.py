@@ -1,0 +1,89 @@
+"""Compares the forms M = s W_Q W_Kᵀ of corresponding heads, which head corresponds to which among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from attnlens import linalg
+from attnlens.records import QueryKey
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+DISTANCES = ("compare.form_change", "compare.query_angle", "compare.key_angle")
+"""‖M' − M‖_F/‖M‖_F, and the largest angles between the spaces that W_Q and W_Q', W_K and W_K' read, in degrees."""
+ALIKE = 0.5
+"""Heads are taken for reordered where each form moved by less than this share of what it differs in its own place."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Which head of the second model each head of the first one is compared with, at one site."""
+
+    order: tuple[int, ...]
+    """The second model's head for each of the first one's."""
+
+    @property
+    def moved(self) -> list[int]:
+        """Heads that stand elsewhere in the second model."""
+        return [head for head, other in enumerate(self.order) if head != other]
+
+
+def place(first: QueryKey, second: QueryKey) -> Placed:
+    """The order in which the second model's heads are the first one's, by the distances between forms.
+
+    Another order than their own is taken where every head that it moves is far more like its partner than like the head
+    in its own place.
+    """
+    distances = distances_between(first, second)
+    _, order = linear_sum_assignment(distances.numpy())
+    own = distances.diagonal()
+    best = distances[torch.arange(len(order)), torch.from_numpy(order)]
+    moved = torch.from_numpy(order) != torch.arange(len(order))
+    if bool((best[moved] < ALIKE * own[moved]).all()) and bool((best[moved] < ALIKE).all()):
+        return Placed(tuple(order.tolist()))
+    return Placed(tuple(range(len(order))))
+
+
+def distances_between(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
+    """‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions, from the factors' Gram matrices; 0 between zeros."""
+    squares = torch.stack([_inner(one, one).diagonal() for one in (first, second)])
+    cross = _inner(first, second)
+    size = torch.maximum(squares[0][:, None], squares[1])
+    apart = (squares[0][:, None] + squares[1] - 2 * cross).clamp(min=0)
+    return torch.where(size > 0, apart / size, 0.0).sqrt()
+
+
+def _inner(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
+    """⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K)."""
+    mine, others = ((each.query.double(), each.paired_key.double()) for each in (one, other))
+    rows = [((query.mT @ others[0]) * (key.mT @ others[1])).sum((-2, -1)) for query, key in zip(*mine, strict=True)]
+    return one.scale * other.scale * torch.stack(rows)
+
+
+def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
+    """The DISTANCES of corresponding heads; NaN where M is 0."""
+    moved = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
+    change, _ = linalg.change(moved, first)
+    angles = (
+        linalg.largest_angle(one, other)
+        for one, other in ((first.query, second.query), (first.paired_key, second.paired_key))
+    )
+    return dict(zip(DISTANCES, (change, *angles), strict=True))
+
+
+def in_order(second: QueryKey, placed: Placed) -> QueryKey:
+    """The second model's heads in the order of the first one's, each with a key head of its own."""
+    return replace(second.select(placed.order), heads=tuple(range(len(placed.order))))
+
+
+def same_shapes(first: Sequence[QueryKey], second: Sequence[QueryKey]) -> bool:
+    """Whether forms can be subtracted, site by site."""
+    shapes = ([(one.query.shape, one.key.shape) for one in each] for each in (first, second))
+    return len({tuple(each) for each in shapes}) == 1

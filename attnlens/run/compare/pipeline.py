@@ -1,0 +1,136 @@
+"""Compares two models on the same windows: which heads changed, by how much, and how sure that is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from attnlens import models, requests
+from attnlens.arguments import public
+from attnlens.errors import UsageError
+from attnlens.records import Comparison, Report, Settings
+from attnlens.requests import CompareRequest
+from attnlens.run.compare.changes import Changes
+from attnlens.run.compare.saved import compared_reports, read
+from attnlens.run.compare.shifts import OTHER_HEADS, apart
+from attnlens.run.compare.sides import Pairing, Side, correspond, same_input
+from attnlens.run.in_memory import held
+from attnlens.run.inspect.pipeline import inspect, prepared
+from attnlens.run.progress import Progress, silent
+from attnlens.run.provenance import report_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SECOND = ("revision", "adapter")
+"""Options that hold for the second model alone."""
+OTHER_INPUT = (
+    "The models read other numbers in the same windows (another tokenizer, or another size of image): distributions "
+    "alone."
+)
+RECORDED = ("source", "analyzers", "seed", "sequences", "tokens", "pack", "windows", "intervals", "layers", "heads")
+"""Options that a report says, so that a model beside it is read alike."""
+
+
+@public
+def compare(
+    first: str | PathLike[str] | Report | models.Loaded | PreTrainedModel,
+    second: str | PathLike[str] | Report | models.Loaded | PreTrainedModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress = silent,
+    **more: Unpack[CompareRequest],
+) -> Report:
+    """Each head's measures in two models on the same windows: second − first, with error, p and q.
+
+    The report is the second model's, with `comparison` (records.Comparison). p is of no change beyond what the windows
+    sampled and rounding of the weights explain; q is Benjamini and Hochberg's over heads × measures; named is q ≤
+    `fdr`. Either side may be a report of `inspect`, or the path of one (`.json`): a model beside it is read with its
+    settings. `tokenizer` is that of models in memory. Models are loaded in float32, where `dtype` says nothing else;
+    `revision` and `adapter` are of the second. Raises what `inspect` raises, and UsageError where both sides are the
+    same, or read other windows.
+    """
+    start = time.perf_counter()
+    given = requests.checked(CompareRequest, more)
+    options = {name: value for name, value in more.items() if name != "fdr"}
+    subjects = [_subject(side) for side in (first, second)]
+    if subjects[0] is subjects[1] or (_same_path(first, second) and not any(name in options for name in SECOND)):
+        raise UsageError("Both sides are the same.", "Name another model, or another report.")
+    if any(isinstance(side, Report) for side in subjects):
+        reports = _reports(subjects, tokenizer, progress, options)
+        found, report = compared_reports(*reports, given["fdr"]), reports[1]
+    else:
+        sides = _sides(subjects, tokenizer, progress, options)
+        found, report = compared(*sides, given["fdr"], progress), sides[1].report
+    own = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
+    return report_of("compare", **own, comparison=found, timings={"all": time.perf_counter() - start})
+
+
+def _subject(given: Any) -> Any:
+    """A report where it is one, or the path of one; else what names a model."""
+    if isinstance(given, str | PathLike) and Path(given).suffix == ".json":
+        return read(Path(given))
+    return given
+
+
+def _same_path(first: Any, second: Any) -> bool:
+    if not all(isinstance(side, str | PathLike) for side in (first, second)):
+        return False
+    here = [Path(side).expanduser() for side in (first, second)]
+    return str(first) == str(second) or (all(path.exists() for path in here) and here[0].samefile(here[1]))
+
+
+def _reports(
+    subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
+) -> tuple[Report, Report]:
+    """Both sides as reports, a model read with the settings of the report beside it."""
+    settings = next(side.settings for side in subjects if isinstance(side, Report))
+    first, second = (
+        side
+        if isinstance(side, Report)
+        else inspect(held(side, tokenizer), progress=progress, **{**_like(settings), **_loading(side, options, number)})
+        for number, side in enumerate(subjects)
+    )
+    return first, second
+
+
+def _like(settings: Settings) -> Any:
+    """The options by which a report was made, as far as it says them."""
+    found = {name: getattr(settings, name) for name in RECORDED}
+    found["sequences"] = settings.sequences_asked or settings.sequences
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
+    """The options of one side: how it is loaded, and what it is fed with where no report says so."""
+    found = {name: value for name, value in options.items() if number or name not in SECOND}
+    if isinstance(subject, str | PathLike):
+        return {"dtype": "float32", **found}
+    found.pop("dtype", None)
+    return found
+
+
+def _sides(
+    subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
+) -> tuple[Side, Side]:
+    """Both models inspected on the first one's texts."""
+    sides: list[Side] = []
+    for number, subject in enumerate(subjects):
+        own = None if isinstance(subject, str | PathLike | models.Loaded) else tokenizer
+        inspection, contents, cut = prepared(subject, own, progress, _loading(subject, options, number))
+        if sides:
+            contents = sides[0].contents
+        sides.append(Side.of(inspection, contents, cut))
+    return sides[0], sides[1]
+
+
+def compared(first: Side, second: Side, fdr: float, progress: Progress) -> Comparison:
+    """What two inspected models have to do with each other."""
+    problem = None if correspond(first, second) else OTHER_HEADS
+    problem = problem or (None if same_input(first, second) else OTHER_INPUT)
+    if problem is not None:
+        return apart(first.report, second.report, fdr, problem)
+    return Changes(Pairing.of(first, second), fdr, progress).found(first.report.model)

@@ -1,0 +1,129 @@
+"""How each head's form stands to its partner's, and what the models as wholes have to do with each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import UnreadableError
+from attnlens.records import HeadChange, QueryKey, Relation, Site
+from attnlens.run.compare.rounding import stored_type
+from attnlens.run.compare.sides import Pairing
+from attnlens.run.compare.significance import Judged
+from attnlens.wording import counted, listed
+
+SURE = 1e-3
+"""p below which a form is another one: rounding alone gives a larger change once in a thousand heads."""
+ROUNDED = 4.0
+"""Spacings, relative to the factors' size, by which they may differ and be the same but for rounding."""
+
+
+def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
+    """Of every head of the first report its partner, and how the forms stand to each other."""
+    places = {(head.layer, head.head): place for place, head in enumerate(pairing.first.report.heads)}
+    found = []
+    for site, other in pairing.sites.items():
+        pair = pairing.ordered_forms(site)
+        for head, key_head in enumerate(pairing.key_of(site)):
+            if (site.layer, head) not in places:
+                continue
+            told: dict[str, str] = {}
+            if pair is None or forms is None:
+                told["reason"] = _unread(pairing, site, other)
+            else:
+                told["relation"] = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
+            found.append(
+                HeadChange(
+                    site=site.name,
+                    layer=site.layer,
+                    head=head,
+                    kv_head=key_head,
+                    part=site.part,
+                    partner=pairing.placed[site].order[head],
+                    **told,
+                )
+            )
+    return found
+
+
+def _unread(pairing: Pairing, site: Site, other: Site) -> str:
+    """Why the forms of a site can't be compared."""
+    for which, side, own in (("first", pairing.first, site), ("second", pairing.second, other)):
+        read = side.factors(own)
+        if isinstance(read, UnreadableError):
+            return f"the {which} model's form can't be read: {read.problem}"
+    return "the forms have other sizes"
+
+
+def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation:
+    first, second = pair
+    sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
+    if first.scale == second.scale and all(torch.equal(*side) for side in sides):
+        return "identical"
+    if p < SURE:
+        return "changed"
+    spacing = max(torch.finfo(stored_type(side.loaded.model)).eps for side in (pairing.first, pairing.second))
+    close = all(_apart(*side) <= ROUNDED * spacing for side in sides)
+    return "rounding" if close and first.scale == second.scale else "same form"
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """‖W' − W‖_F/‖W‖_F; 0 between zeros."""
+    size = float(one.norm())
+    return float((other - one).norm()) / size if size else float(other.norm() > 0)
+
+
+def told(pairing: Pairing, heads: Sequence[HeadChange]) -> list[str]:
+    """What there is to say of the models as wholes, one sentence each."""
+    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(heads), *_of_forms(heads)]
+
+
+def _of_sight(pairing: Pairing) -> Iterator[str]:
+    """Which sites see other tokens than before, as by a causal mask that leaks."""
+    for first, second in pairing.sites.items():
+        if first.part != second.part:
+            yield f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
+
+
+def _of_weights(pairing: Pairing) -> Iterator[str]:
+    """Which tensors differ, and whether the second model's are the first one's rounded."""
+    first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
+    alone = sorted(first.keys() ^ second.keys())
+    if alone:
+        yield f"{counted(len(alone), 'tensor')} of one model alone: {listed(alone)}."
+    both = [name for name in first if name in second]
+    different = [name for name in both if not _equal(first[name], second[name])]
+    if not different:
+        yield "All weights that both models have are the same numbers."
+        return
+    kind = stored_type(pairing.second.loaded.model)
+    if all(_equal(first[name].to(kind).to(second[name].dtype), second[name]) for name in both):
+        said = str(kind).removeprefix("torch.")
+        yield f"The second model's weights are the first one's rounded to {said}; nothing else differs."
+        return
+    yield f"{len(different)} of {counted(len(both), 'tensor')} differ: {listed(different)}."
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other.to(one.device, one.dtype))
+
+
+def _of_order(heads: Sequence[HeadChange]) -> Iterator[str]:
+    moved = Counter(head.layer for head in heads if head.partner != head.head)
+    for layer, count in moved.items():
+        yield (
+            f"Layer {layer}: the second model has {counted(count, 'head')} in another order; each is compared with its "
+            "partner."
+        )
+
+
+def _of_forms(heads: Sequence[HeadChange]) -> Iterator[str]:
+    count = sum(head.relation == "same form" for head in heads)
+    if count:
+        yield (
+            f"Of {counted(count, 'head')} W_Q and W_K are others with the same product M within rounding (another "
+            "gauge): attention is the same."
+        )

@@ -1,0 +1,134 @@
+"""Compares saved reports, paired where what each window read was kept beside them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import UsageError
+from attnlens.files import read_bytes, sha256
+from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Windows, read_report
+from attnlens.run.compare import significance
+from attnlens.run.compare.rows import change, is_category, named_rows
+from attnlens.run.compare.shifts import OTHER_HEADS, apart
+from attnlens.run.compare.significance import Judged
+from attnlens.statistics import Design
+
+UNPAIRED = (
+    "Not paired window by window: errors are those of two independent readings, which is too much for readings of the "
+    "same windows. Reports whose --windows-csv lies beside them are paired."
+)
+NO_ROUNDING = "a report holds no weights, so that nothing says what rounding does"
+SAME = ("seed", "text", "noise", "sequences", "tokens", "pack", "windows", "intervals", "select", "layers", "heads")
+"""Settings that must be the same on both sides."""
+AGAIN = "Make both with the same text and options, or give the models themselves."
+
+
+def read(path: Path) -> Report:
+    """A report with what each window read, where the file of --windows-csv that it names lies beside it.
+
+    Raises UsageError for what is no report, or has no heads, and for a file of windows that is another one.
+    """
+    report = read_report(path)
+    if not report.heads:
+        raise UsageError(f"{path} has no heads.", "Make one with: attnlens inspect MODEL --json FILE.")
+    if report.windows_file is None:
+        return report
+    beside = path.parent / report.windows_file.name
+    if not beside.exists():
+        return report
+    if sha256(beside) != report.windows_file.sha256:
+        raise UsageError(
+            f"{beside} is not the file that {path.name} was written with.", "Write both again, or take it away."
+        )
+    return report.with_windows(_windows(beside, report))
+
+
+def _windows(path: Path, report: Report) -> Windows:
+    """What --windows-csv wrote of these heads."""
+    content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
+    places = {(head.layer, head.head): place for place, head in enumerate(report.heads)}
+    windows: dict[tuple[str, int], int] = {}
+    values: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
+    names = report.measure_names()
+    for row in csv.DictReader(io.StringIO(content)):
+        window = windows.setdefault((row["text"], int(row["window"])), len(windows))
+        place = places[int(row["layer"]), int(row["head"])]
+        for name in names:
+            if row.get(name):
+                values[name][window, place] = float(row[name])
+    tables = {name: _table(found, len(windows), len(places)) for name, found in values.items()}
+    return Windows(list(windows), [head.model_dump(include={"layer", "head"}) for head in report.heads], tables)
+
+
+def _table(found: dict[tuple[int, int], float], windows: int, heads: int) -> Tensor:
+    table = torch.full((windows, heads), math.nan, dtype=torch.float64)
+    for place, value in found.items():
+        table[place] = value
+    return table
+
+
+def refuse_other_settings(first: Settings, second: Settings) -> None:
+    """Raise UsageError for the first setting in which two readings differ, so that their difference means nothing."""
+    for name in SAME:
+        one, other = (_plain(getattr(side, name)) for side in (first, second))
+        if one != other:
+            raise UsageError(f"The two sides read differently: settings.{name} is {one} and {other}.", AGAIN)
+    windows = [[(text.sha256, text.windows) for text in side.texts] for side in (first, second)]
+    if windows[0] != windows[1]:
+        raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)
+
+
+def _plain(value: Any) -> Any:
+    """What stands for a setting in a message: of a text its name and the beginning of its hash."""
+    return f"{value.name} ({value.sha256[:12]})" if hasattr(value, "sha256") else value
+
+
+def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
+    """What two reports have to do with each other. Raises UsageError where they read other windows."""
+    refuse_other_settings(first.settings, second.settings)
+    if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
+        return apart(first, second, fdr, OTHER_HEADS)
+    heads = first.heads, second.heads
+    judged = {name: _judged(first, second, name) for name in first.measure_names()}
+    rows = named_rows(heads, judged, fdr, NO_ROUNDING)
+    paired = first.windows is not None and second.windows is not None
+    return Comparison(
+        base=first.model,
+        paired=paired,
+        fdr=fdr,
+        tests=sum(row.p is not None for row in rows),
+        named=sum(row.named for row in rows),
+        heads=[HeadChange(**_place(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
+        rows=rows,
+        notes=[] if paired else [UNPAIRED],
+    )
+
+
+def _place(head: Head) -> dict[str, Any]:
+    return head.model_dump(include=set(HeadChange.model_fields) & set(Head.model_fields))
+
+
+def _judged(first: Report, second: Report, name: str) -> Judged | None:
+    """The changes of a measure: paired, or of two readings; None for categories and what no text has part in."""
+    heads = first.heads, second.heads
+    if is_category(heads, name):
+        return None
+    read = [None if report.windows is None else report.windows.values.get(name) for report in (first, second)]
+    if read[0] is not None and read[1] is not None:
+        design = Design.of([text for text, _ in first.windows.windows], first.settings.intervals)  # type: ignore[union-attr]
+        return significance.sampled(read[1] - read[0], design, None, first.settings.seed)
+    errors = change(heads, name, "se")
+    if bool(errors[0].isnan().all() | errors[1].isnan().all()):
+        return None
+    before, after = change(heads, name)
+    counts = [measure.n for head in first.heads if (measure := head.measures.get(name)) and measure.n]
+    error = (errors[0].square() + errors[1].square()).sqrt()
+    return significance.independent(after - before, error, min(counts, default=0) - 1)

@@ -1,0 +1,138 @@
+"""The two models of a comparison: what each reads by itself, and how the heads of one are those of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from attnlens import hooks, texts, weights
+from attnlens.errors import UnreadableError
+from attnlens.models import Loaded
+from attnlens.records import QueryKey, Report, Site
+from attnlens.registry import Analyzer
+from attnlens.run.compare.forms import Placed, in_order, place
+from attnlens.run.in_memory import at_rest
+from attnlens.run.inspect.survey import Inspection
+
+Block = tuple[str, nn.Module]
+"""A block of the model and its path."""
+
+
+@dataclass
+class Side:
+    """One model, inspected."""
+
+    inspection: Inspection
+    report: Report
+    contents: Sequence[texts.Content]
+    """The texts."""
+    cut: texts.Cut
+    """How they were cut."""
+
+    @classmethod
+    def of(cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut) -> Side:
+        """Inspect a model, and keep what is read of its weights."""
+        inspection.factors = {}
+        with at_rest(inspection.loaded.model):
+            return cls(inspection, inspection.run(contents, cut), contents, cut)
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model."""
+        return self.inspection.loaded
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Those that are looked at, in the order of layers."""
+        return tuple(found.site for found in self.inspection.reached)
+
+    @property
+    def batches(self) -> tuple[texts.Batch, ...]:
+        """What it was fed with; nothing for weights alone."""
+        return () if self.inspection.fed is None else self.inspection.fed.batches
+
+    def analyzers(self, source: str) -> list[Analyzer]:
+        """Those of a source that read one QueryKey at a time."""
+        plain = [analyzer for analyzer in self.inspection.analyzers if isinstance(analyzer, Analyzer)]
+        return [analyzer for analyzer in plain if analyzer.source == source]
+
+    def factors(self, site: Site) -> weights.Factors | UnreadableError | None:
+        """What was read of a site's weights; None where the run read none."""
+        return (self.inspection.factors or {}).get(site)
+
+    def blocks(self) -> list[Block]:
+        """The model's blocks, each of which runs once; none without a text."""
+        return hooks.blocks(self.loaded.model, self.batches[0].inputs) if self.batches else []
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which site and head of the second model each of the first one is compared with."""
+
+    first: Side
+    second: Side
+    sites: dict[Site, Site]
+    """The second model's site for each of the first one's."""
+    placed: dict[Site, Placed] = field(default_factory=dict)
+    """The order of its heads."""
+
+    @classmethod
+    def of(cls, first: Side, second: Side) -> Pairing:
+        """Sites in their order; heads by their forms where these can be read and all heads are looked at."""
+        sites = dict(zip(first.sites, second.sites, strict=True))
+        found = cls(first, second, sites)
+        for site in sites:
+            forms = found.forms(site)
+            heads = range(len(found.key_of(site)))
+            whole = first.inspection.collector.chosen_heads is None
+            found.placed[site] = place(*forms) if forms and whole else Placed(tuple(heads))
+        return found
+
+    def forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
+        """M of both models, the second's heads in their own order; None where either can't be read."""
+        one, other = self.first.factors(site), self.second.factors(self.sites[site])
+        if not isinstance(one, weights.Factors) or not isinstance(other, weights.Factors):
+            return None
+        pair = one.query_key, other.query_key
+        same = pair[0].query.shape == pair[1].query.shape and pair[0].paired_key.shape == pair[1].paired_key.shape
+        return pair if same else None
+
+    def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
+        """M of both models, head by head compared with its partner."""
+        forms = self.forms(site)
+        return None if forms is None else (forms[0], in_order(forms[1], self.placed[site]))
+
+    def key_of(self, site: Site) -> list[int]:
+        """The key head of each query head of the first model."""
+        call = next(found.call for found in self.first.inspection.reached if found.site == site)
+        return [head // call.group for head in range(call.query.shape[1])]
+
+    @property
+    def partners(self) -> torch.Tensor:
+        """For each head of the first report the place of its partner in the second one."""
+        places = {(head.layer, head.head): place for place, head in enumerate(self.second.report.heads)}
+        layers = {site.layer: self.placed[site].order for site in self.sites}
+        return torch.tensor([places[head.layer, layers[head.layer][head.head]] for head in self.first.report.heads])
+
+
+def correspond(first: Side, second: Side) -> bool:
+    """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
+    return _shape(first) == _shape(second)
+
+
+def _shape(side: Side) -> list[tuple[object, ...]]:
+    found = [(one.site, one.call) for one in side.inspection.reached]
+    return [(site.path, site.ordinal, call.query.shape[1], call.group) for site, call in found]
+
+
+def same_input(first: Side, second: Side) -> bool:
+    """Whether both models were fed with the same numbers, window by window."""
+    pairs = zip(first.batches, second.batches, strict=False)
+    return len(first.batches) == len(second.batches) and all(
+        one.inputs.keys() == other.inputs.keys()
+        and all(torch.equal(one.inputs[name], other.inputs[name]) for name in one.inputs)
+        for one, other in pairs
+    )
