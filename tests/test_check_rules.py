@@ -64,6 +64,7 @@ def test_an_aggregate_is_compared_as_it_is_written(wanted, value, passed):
     assert passed or found.subject == "weights.planted"
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(0, 100))
 def test_quantiles_are_those_of_numpy(numbers, percent):
     found = outcome(f"weights.planted: q{percent:02} in -1e9..1e9", planted(np.array([numbers])))
@@ -192,7 +193,7 @@ def refused(call):
     return None
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.one_of(st.text(), st.lists(WORDS).map("".join), st.lists(WORDS).map(" ".join)))
 @example("share(" * 50)
 @example("min > 1\n")
@@ -206,7 +207,7 @@ def test_any_text_is_a_condition_or_our_error(text):
     assert math.isfinite(found.comparison.low)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.text(), st.text(alphabet=string.printable))
 def test_any_subject_is_found_or_our_error(subject, wanted):
     report = planted(GRID)
@@ -276,7 +277,7 @@ def test_an_inline_table_has_rules_without_lines(tmp_path):
     assert (rule.subject, rule.line) == ("tokens.entropy", None)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     st.dictionaries(
         st.text(alphabet="ab.#=[]'\"\\ \n", min_size=1, max_size=6),
