@@ -5,10 +5,10 @@
     >>> report.heads[0].measures["weights.symmetry"].value
 
 `inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `verify` and
-`doctor` return a `Report`; `read_report` reads one back, and `read_plan` a plan of ranks; `load` keeps a model for
-several calls, and `load_swapped` brings back one that was saved with another kernel. `capture` and `replaced` work on a
-model that your own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter` define measures and
-kernels of your own.
+`doctor` return a `Report`; `check` holds one against rules; `read_report` reads one back, and `read_plan` a plan of
+ranks; `load` keeps a model for several calls, and `load_swapped` brings back one that was saved with another kernel.
+`capture` and `replaced` work on a model that your own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and
+`KernelParameter` define measures and kernels of your own.
 
 The submodules `analyzers`, `attsvm`, `kernels`, `ksvd`, `linalg`, `primal`, `records` and `statistics` are imported
 when they are first used, as in `attnlens.ksvd.dual`.
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from attnlens.registry import MeasureInfo as MeasureInfo
     from attnlens.registry import analyzer as analyzer
     from attnlens.registry import kernel as kernel
+    from attnlens.rules import check as check
     from attnlens.run.compare.pipeline import compare as compare
     from attnlens.run.doctor import doctor as doctor
     from attnlens.run.inspect.capture import capture as capture
@@ -58,6 +59,7 @@ _ROOMS = {
     "models": ("load",),
     "records": ("QueryKey", "Report", "read_plan", "read_report"),
     "registry": ("MeasureInfo", "KernelParameter", "analyzer", "kernel"),
+    "rules": ("check",),
     "run": (
         *("capture", "compare", "converge_checkpoints", "converge_head", "converge_synthetic", "doctor", "inspect"),
         *("load_swapped", "replaced", "swap_kernel", "verify"),

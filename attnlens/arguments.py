@@ -15,6 +15,7 @@ from threading import RLock
 from typing import Any, ParamSpec, TypeVar
 
 from attnlens.errors import UsageError
+from attnlens.files import OPEN_FILES
 from attnlens.registry import checked_name
 
 P = ParamSpec("P")
@@ -22,6 +23,8 @@ R = TypeVar("R")
 
 MOST = 10_000
 """Items beyond which no list of layers, heads, names or texts goes; an iterable may have no end."""
+MODEL_FILES = (".gguf", ".safetensors")
+"""How the names of files end that are models."""
 LARGEST = 2**63 - 1
 """The largest whole number that a call takes."""
 
@@ -95,6 +98,12 @@ def path(what: str, given: Any) -> str:
         return word(what, os.fspath(given) if isinstance(given, os.PathLike) else given)
     except TypeError:  # its __fspath__ gives something else
         raise UsageError(f"{what}={shown(given)} is no path.", f"Give {what} as a string or a path.") from None
+
+
+def names_report(given: str) -> bool:
+    """Whether a name is a report's and no model's: a file that is no model's, an open one, or what ends in .json."""
+    is_file = os.path.isfile(given) and not given.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
+    return is_file or given.endswith(".json") or given.startswith(OPEN_FILES)
 
 
 def switch(what: str, given: Any) -> bool:

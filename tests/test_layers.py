@@ -28,6 +28,7 @@ LAYERS = {
     "registry": 1,
     "architectures": 1,
     "arguments": 1,
+    "rules": 1,
     "requests": 2,
     "analyzers": 2,
     "kernels": 2,
@@ -49,9 +50,13 @@ LAYERS = {
     "export": 5,
     "cli": 6,
     "__init__": 7,
+    "pytest_plugin": 7,
     "__main__": 7,
 }
-WITHOUT_TORCH = ("errors", "files", "records", "registry", "analyzers", "kernels", "requests", "cli")
+WITHOUT_TORCH = (
+    *("errors", "files", "records", "registry", "analyzers", "kernels", "rules", "requests", "cli"),
+    "pytest_plugin",
+)
 PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}
 """Rooms above that a room finds by name when they are first asked for: what it can't know, or must not load."""
 HEAVY = {"torch", "transformers", "matplotlib"}
@@ -334,7 +339,7 @@ def test_third_party_imports_are_declared_dependencies():
     names = {name.split(".")[0] for path in FILES for name in imported(path.read_text())}
     declared |= {"PIL"} if "pillow" in declared else set()
     types_alone = {"jaxtyping", "pandas"}  # but for to_dataframe, which imports pandas when it is called
-    brought = {"PIL"}  # by matplotlib
+    brought = {"PIL", "pytest"}  # by matplotlib; by who runs the tests that use the plugin
     assert names - set(sys.stdlib_module_names) - {"attnlens"} <= declared | types_alone | brought
     at_import = {name.split(".")[0] for path in FILES for name in imported(path.read_text(), everywhere=False)}
     assert not at_import & types_alone

@@ -16,6 +16,8 @@ from attnlens.requests.fields import CallOnly
 
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 """Where options may stand, the first that has any wins; and under which table."""
+RULES = "check"
+"""The table in them that holds no options, but what `check` checks."""
 NEGATED = {"no_pack": "pack"}
 """The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
 LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
@@ -62,8 +64,9 @@ def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
                 raise UsageError(
                     f"{name}: {'.'.join(path[:depth])} must be a table.", f"Write it as [{'.'.join(path)}]."
                 )
-        if table:
-            return dict(_entry(name, key, value, known) for key, value in table.items())
+        options = {key: value for key, value in table.items() if key != RULES}
+        if options:
+            return dict(_entry(name, key, value, known) for key, value in options.items())
     return {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +19,7 @@ from attnlens.files import make_folder, write_atomically
 
 if TYPE_CHECKING:
     from attnlens.records import Report
+    from attnlens.sections.section import Document
 
 
 def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> None:
@@ -34,12 +35,9 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
     older = ""
     report = _naming_windows(outputs, report)
     try:
-        for option, path in outputs.files(*DATA).items():
-            with failures.kept():
-                write_atomically(path, export.WRITERS[option](report).encode())
-                written.append(str(path))
+        write_data(outputs, report, export.WRITERS, failures, written)
         with failures.kept():
-            _show(outputs, report)
+            show(outputs, report, _summary)
         if outputs.png is not None:
             made = _draw(report, Path(outputs.png), failures)
             written += [f"{len(made)} pictures to {outputs.png}"] if len(made) > 1 else map(str, made)
@@ -55,6 +53,20 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> N
             if older:
                 say(older)
     failures.end(interrupted=interrupted)
+
+
+def write_data(
+    outputs: Outputs,
+    report: Report,
+    writers: Mapping[str, Callable[[Report], str]],
+    failures: Failures,
+    written: list[str],
+) -> None:
+    """Write each file of data that is asked for, and note which there are."""
+    for option, path in outputs.files(*DATA).items():
+        with failures.kept():
+            write_atomically(path, writers[option](report).encode())
+            written.append(str(path))
 
 
 def _naming_windows(outputs: Outputs, report: Report) -> Report:
@@ -98,16 +110,21 @@ class Failures:
             raise last
 
 
-def _show(outputs: Outputs, report: Report) -> None:
+def show(outputs: Outputs, report: Report, summary: Callable[[Outputs, Report], Document]) -> None:
+    """Print JSON where stdout is to have it, and the summary."""
     from attnlens.render import terminal
-    from attnlens.sections import documents
 
     with product():
         if outputs.json == STDOUT:
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:
-            told = documents.summary(report, all_heads=outputs.all_heads, verbose=outputs.verbose)
-            console(stderr=outputs.json == STDOUT).print(terminal.document(told))
+            console(stderr=outputs.json == STDOUT).print(terminal.document(summary(outputs, report)))
+
+
+def _summary(outputs: Outputs, report: Report) -> Document:
+    from attnlens.sections import documents
+
+    return documents.summary(report, all_heads=outputs.all_heads, verbose=outputs.verbose)
 
 
 def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:

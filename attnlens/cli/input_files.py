@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnlens.arguments import MODEL_FILES
 from attnlens.errors import TextError, UsageError
 from attnlens.files import OPEN_FILES, identity, refuse_other_kinds
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
-FILES = (".gguf", ".safetensors")
 STDIN = "-"
 SAY_TEXT = "Give a plain text file in UTF-8."
 
@@ -64,7 +64,7 @@ class Inputs:
     def _add_model(self, name: str, given: Mapping[str, Any]) -> None:
         """The files of a model on this machine: of its folder all, wherever links lead; a bare file."""
         here = os.path.exists(os.path.expanduser(name))  # noqa: PTH110, PTH111  # never raise, whatever the name
-        asked_of_hub = HUB.fullmatch(name) and not name.endswith(FILES) and not here and name != "demo"
+        asked_of_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and not here and name != "demo"
         if asked_of_hub and not given["offline"]:
             return
         from attnlens.models.locate import find

@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnlens.records.baselines import Baseline, BaselineMeasure, read_baseline
     from attnlens.records.calls import Call
+    from attnlens.records.checks import Breach, Check
     from attnlens.records.comparison import BlockChange, Comparison, HeadChange, MeasureChange, Relation, Shift, Spread
     from attnlens.records.coverage import Coverage, Skipped
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
     from attnlens.records.windows import Windows
 
 _NAMES = {
+    "baselines": "Baseline BaselineMeasure read_baseline",
     "calls": "Call",
+    "checks": "Breach Check",
     "comparison": "BlockChange Comparison HeadChange MeasureChange Relation Shift Spread",
     "coverage": "Coverage Skipped",
     "experiments": "Bound Curve Experiment Trajectory",
@@ -65,10 +69,14 @@ _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for
 __all__ = [
     "PARTS",
     "AdapterInfo",
+    "Baseline",
+    "BaselineMeasure",
     "BlockChange",
     "Bound",
+    "Breach",
     "Call",
     "Change",
+    "Check",
     "Comparison",
     "Conventions",
     "Coverage",
@@ -122,6 +130,7 @@ __all__ = [
     "Verdict",
     "Windows",
     "json_schema",
+    "read_baseline",
     "read_plan",
     "read_report",
 ]

@@ -21,7 +21,7 @@ from pydantic import (
 
 from attnlens.choices import Part
 from attnlens.errors import UsageError
-from attnlens.files import as_path, read_bytes
+from attnlens.files import as_path, read_bytes, written
 
 
 def _nine_digits(number: float) -> float:
@@ -67,6 +67,12 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
         return kind.model_validate_json(content.removeprefix(BOM_UTF8))
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"] == ("schema_version",):
+            found, known = written(first["input"]), first["ctx"]["expected"]
+            raise UsageError(
+                f"{path} has schema_version {found}, and this attnlens reads {known}.",
+                "Make it anew with this attnlens, or read it with the one that made it.",
+            ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
 

@@ -8,11 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import as_path, write_atomically
+from attnlens.records.checks import Check
 from attnlens.records.comparison import Comparison
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
@@ -161,8 +162,8 @@ class Report(Record):
     """Head by head, in the order of layer and head."""
     summary: Summary = Summary()
     """The model in a few numbers."""
-    checks: list[dict[str, JsonValue]] = []
-    """Checks that were asked for, and how they went."""
+    checks: list[Check] = []
+    """How rules came out on it (`check`)."""
     doctor: list[SiteCheck] = []
     """Site by site, whether what attnlens reads is what the model computes."""
     swap: Swap | None = None

@@ -5,6 +5,7 @@ from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.pipeline import inspect
 from attnlens.run.progress import Interrupted
+from attnlens.run.recompute import recompute
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.saved import Swapped, UnsavedError, load_swapped
@@ -25,6 +26,7 @@ __all__ = [
     "doctor",
     "inspect",
     "load_swapped",
+    "recompute",
     "replaced",
     "sound",
     "swap_kernel",

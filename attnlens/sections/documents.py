@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from attnlens.errors import UsageError
 from attnlens.records import Report
+from attnlens.sections import checked
 from attnlens.sections.details import details, glossary, provenance
 from attnlens.sections.every_head import head_tables
 from attnlens.sections.kinds import kind_of
@@ -21,7 +22,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     `whole`: every measure and note; `all_heads`: every head; `verbose`: how the report was made.
     """
     kind, shapes = kind_of(report), Shapes(report)
-    told = [*kind.summary(shapes, whole), *_missing(shapes)]
+    told = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
     if not whole:
         told += selections(report)
     if all_heads:
@@ -36,7 +37,7 @@ def page(report: Report) -> Document:
     kind, shapes = kind_of(report), Shapes(report)
     measures = glossary(map(shapes.info, kind.measured(shapes)))
     first = Section(picture=kind.overview(shapes))
-    told = (first, *kind.page(shapes), *_missing(shapes), *measures, provenance(report))
+    told = (first, *checked.sections(report), *kind.page(shapes), *_missing(shapes), *measures, provenance(report))
     return Document(_head(report, whole=True), told)
 
 

@@ -11,6 +11,7 @@ import typer
 
 import attnlens
 from attnlens.cli import parameters as opt
+from attnlens.cli.commands.check import check
 from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
 from attnlens.cli.commands.swap import swap_kernel
@@ -106,6 +107,7 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
 app.command()(compare)
 app.command(name="swap-kernel")(swap_kernel)
 app.command()(converge)
+app.command()(check)
 
 
 @app.command()

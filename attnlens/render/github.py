@@ -1,0 +1,37 @@
+"""Checks as GitHub shows them: annotations in the log, and the summary of a step."""
+
+from __future__ import annotations
+
+from attnlens.records import Report
+from attnlens.render.markdown import markdown
+from attnlens.render.sarif import uri
+from attnlens.sections.checked import document, worst
+from attnlens.sentences import checked
+from attnlens.wording import clean
+
+MOST = 10
+"""Annotations of one kind that GitHub shows of a step."""
+IN_MESSAGES = {ord("%"): "%25", ord("\r"): "%0D", ord("\n"): "%0A"}
+IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
+
+
+def workflow_commands(report: Report) -> list[str]:
+    """A workflow command for each of the worst ten: rules that fail through no single head, then heads."""
+    alone = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
+    blamed = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
+    lines = []
+    for check, message in [*alone, *blamed][:MOST]:
+        place = {} if check.file is None else {"file": uri(check.file), "line": str(check.line or 1)}
+        properties = place | {"title": f"attnlens {check.subject}"}
+        said = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
+        lines.append(f"::error {said}::{_coded(message, IN_MESSAGES)}")
+    return lines
+
+
+def _coded(text: str, codes: dict[int, str]) -> str:
+    return clean(text).translate(codes)
+
+
+def step_summary(report: Report) -> str:
+    """The verdict as markdown, for the page of a step."""
+    return markdown(document(report)) + "\n"

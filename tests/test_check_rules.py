@@ -1,0 +1,329 @@
+"""Tests that rules mean what is written, that what can't be read is refused in words, and that nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import string
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reports import planted, synthetic_report
+
+import attnlens
+from attnlens.errors import UsageError
+from attnlens.rules.baselines import rejected
+from attnlens.rules.grammar import condition
+from attnlens.rules.rule import read_rules, spelled, tabled
+from attnlens.rules.toml_lines import lines_of
+from attnlens.statistics import false_discovery
+
+GRID = np.array([[0.1, 0.2, 0.3], [0.4, np.nan, 0.9]])
+"""What the heads of two layers read; one has no value."""
+
+
+def outcome(rule: str, report=None):
+    """The one check of a rule on a measure `weights.planted` that reads GRID."""
+    (found,) = attnlens.check(report or planted(GRID), [rule]).checks
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "passed"),
+    [
+        ("min > 0.05", 0.1, True),
+        ("min > 0.1", 0.1, False),
+        ("min >= 0.1", 0.1, True),
+        ("max < 0.9", 0.9, False),
+        ("mean in 0.37..0.39", 0.38, True),
+        ("median == 0.3", 0.3, True),
+        ("median != 0.3", 0.3, False),
+        ("q25 <= 0.2", 0.2, True),
+        ("q97.5 > 0.85", 0.85, False),
+        ("share(> 0.25) < 0.7", 0.6, True),
+        ("share(in 0.1..0.2) == 0.4", 0.4, True),
+        ("count == 5", 5, True),
+        ("count == 6", 5, False),
+        ("max < 0.5 @layers 0", 0.3, True),
+        ("max < 0.5 @layers 0-1 @heads 0,1", 0.4, True),
+        ("max < 0.5 @part encoder", 0.9, False),
+        ("value in 0..1", None, True),
+        ("value < 0.4", None, False),
+    ],
+)
+def test_an_aggregate_is_compared_as_it_is_written(wanted, value, passed):
+    found = outcome(f"weights.planted: {wanted}")
+    assert found.value == (None if value is None else pytest.approx(value))
+    assert found.passed is passed
+    assert passed or found.subject == "weights.planted"
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(0, 100))
+def test_quantiles_are_those_of_numpy(numbers, percent):
+    found = outcome(f"weights.planted: q{percent:02} in -1e9..1e9", planted(np.array([numbers])))
+    assert found.value == pytest.approx(np.quantile(numbers, percent / 100), rel=1e-9, abs=1e-9)
+
+
+def test_the_heads_that_are_to_blame_are_named_worst_first():
+    def blamed(rule):
+        return [(one.layer, one.head, one.value) for one in outcome(f"weights.planted: {rule}").breaches]
+
+    assert blamed("max < 0.35") == [(1, 2, 0.9), (1, 0, 0.4)]
+    assert blamed("min > 0.15") == [(0, 0, 0.1)]
+    assert blamed("value in 0.2..0.4") == [(1, 2, 0.9), (0, 0, 0.1)]
+    assert blamed("share(> 0.25) < 0.5") == [(1, 2, 0.9), (1, 0, 0.4), (0, 2, 0.3)]
+    assert blamed("share(> 0.25) > 0.9") == [(0, 0, 0.1), (0, 1, 0.2)]
+    assert blamed("median > 0.5") == []
+    assert blamed("min < 0.05") == [], "no single head makes the smallest too large"
+    assert blamed("max > 2") == []
+
+
+def test_columns_paths_and_bars():
+    report = synthetic_report(3, 4)
+    errors = [head.measures["tokens.entropy"].se for head in report.heads]
+    scores = [head.measures["weights.symmetry"].z for head in report.heads]
+    assert outcome("tokens.entropy.se: max < 9", report).value == max(errors)
+    assert outcome("|weights.symmetry.z|: min > -1", report).value == min(map(abs, scores))
+    assert outcome("weights.symmetry.null: min > -1", report).value == pytest.approx(1 / 768)
+    assert outcome("summary.identity_error: value < 1e-6", report).value == 3.2e-7
+    assert outcome("model.parameters: value == 109514298", report).passed
+    assert outcome("coverage.heads: value != 12", report).passed is False
+    assert outcome("summary.layer_symmetry.0: value > 0.5", report).passed
+    assert outcome("summary.median_errors.tokens.entropy: value >= 0", report).passed, "a key may hold dots"
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("tokens.entropi: min > 0", "Did you mean 'tokens.entropy'"),
+        ("swap.loss.delta: value < 1", "swap.loss.delta"),
+        ("model.id: value == 1", "is no number"),
+        ("model.parameters: min > 1", "is one number"),
+        ("model.parameters: value > 1 @layers 0", "is one number"),
+        ("tokens.entropy: min > 0 @layers 70", "no head of the report"),
+        ("tokens.entropy: min > 0 @part cross", "no head of the report"),
+        ("tokens.entropy.base: min > 0", "have no base"),
+        ("weights.singular_values: min > 0", "is a curve"),
+        ("summary.__class__: value == 0", "matches nothing"),
+        ("heads.0.layer: value == 0", "matches nothing"),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_an_error(rule, words):
+    with pytest.raises(UsageError, match=r"matches nothing|is one number") as found:
+        outcome(rule, synthetic_report(2, 2))
+    assert words in str(found.value)
+
+
+def test_a_measure_without_any_value_says_why():
+    with pytest.raises(UsageError, match="because gone"):
+        outcome("weights.planted: min > 0", planted(np.full((1, 2), np.nan)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "an aggregate comes first"),
+        ("min", "an aggregate comes first"),
+        ("> 0.5", "an aggregate comes first"),
+        ("least > 0.5", "no aggregate 'least'"),
+        ("q101 > 0.5", "no aggregate 'q101'"),
+        ("min > x", "is none of"),
+        ("min => 1", "is none of"),
+        ("min > 0.5 and max < 1", "is none of"),
+        ("min > nan", "is none of"),
+        ("min > inf", "is none of"),
+        ("min > 1e999", "beyond all numbers"),
+        ("min in 1..0", "backwards"),
+        ("min in 1", "is none of"),
+        ("share > 0.5", "in brackets"),
+        ("min(> 1) > 0.5", "in brackets"),
+        ("share() > 0.5", "is none of"),
+        ("min > 0 @layers", "no list of numbers"),
+        ("min > 0 @layers 3-1", "backwards"),
+        ("min > 0 @layers 0-99999", "no list of numbers"),
+        ("min > 0 @layers 0 @layers 1", "twice"),
+        ("min > 0 @part nowhere", "behind an @"),
+        ("min > 0 @model x", "behind an @"),
+        ("min > " + "9" * 300, "at most 200"),
+        ("__import__('os').system('true') > 0", "an aggregate comes first"),
+    ],
+)
+def test_a_condition_that_makes_no_sense_is_refused_in_words(text, words):
+    with pytest.raises(UsageError) as found:
+        condition(text)
+    assert words in found.value.problem
+    assert len(str(found.value).splitlines()) == 2
+
+
+WORDS = st.sampled_from(
+    [
+        *"<>=!@().,|-+",
+        "..",
+        "==",
+        ">=",
+        "in",
+        "min",
+        "q05",
+        "share",
+        "value",
+        "layers",
+        "part",
+        "0.5",
+        "1e9",
+        "decoder",
+        " ",
+    ]
+)
+
+
+def refused(call):
+    """What the call gives; None where it raises our error, in two lines."""
+    try:
+        return call()
+    except UsageError as error:
+        told = str(error)
+    assert len(told.splitlines()) == 2
+    return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.text(), st.lists(WORDS).map("".join), st.lists(WORDS).map(" ".join)))
+@example("share(" * 50)
+@example("min > 1\n")
+@example("min > ٣")
+def test_any_text_is_a_condition_or_our_error(text):
+    found = refused(lambda: condition(text))
+    if found is None:
+        return
+    again = condition(f"{found.measured} {found.comparison}{found.filters}")
+    assert again.filters == found.filters
+    assert math.isfinite(found.comparison.low)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.text(alphabet=string.printable))
+def test_any_subject_is_found_or_our_error(subject, wanted):
+    report = planted(GRID)
+    for text in (f"{subject}: value > 0", f"{subject}:{wanted}", wanted):
+        refused(lambda: attnlens.check(report, [text]))  # noqa: B023  # called at once
+
+
+def test_no_rule_is_ever_run():
+    """Neither is there what could run one, nor does a rule reach what is no field of the report."""
+    for path in Path(attnlens.rules.__path__[0]).glob("*.py"):
+        called = {
+            ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        }
+        assert not called & {"eval", "exec", "compile", "__import__"}, path
+    for name in ("model.__class__.__init__", "model.to_json", "summary.model_fields", "swap.__dict__"):
+        with pytest.raises(UsageError, match="matches nothing"):
+            outcome(f"{name}: value == 0")
+
+
+def test_rejections_are_those_of_the_torch_version():
+    random = np.random.default_rng(0)
+    for size in (1, 7, 200):
+        p = random.random(size) ** 4
+        assert rejected(p.tolist(), 0.1) == false_discovery(torch.from_numpy(p), 0.1).tolist()
+    assert rejected([], 0.1) == []
+
+
+TOML = """\
+title = "not [check]"  # [check]
+'x' = 1
+[other]
+"tokens.entropy" = ["min > 9"]
+
+[check]   # rules
+"tokens.entropy" = [
+  "min > 0.05",  # "in a comment"
+
+  'median in 0.4..0.9',
+]
+tokens.max_weight = "max < 1"
+"a#b=[" = ["value < 1", "value > 0"]
+
+[check.weights]
+symmetry = [\"\"\"min > -1\"\"\",
+  "max < 1"]
+"""
+
+
+def test_every_rule_knows_its_line():
+    assert lines_of(TOML, ("check",)) == {
+        "tokens.entropy": [7, 8, 10],
+        "tokens.max_weight": [12, 12],
+        "a#b=[": [13, 13, 13],
+        "weights.symmetry": [16, 16, 17],
+    }
+    found = tabled(tomllib.loads(TOML)["check"], "f.toml", lines_of(TOML, ("check",)))
+    assert [(rule.subject, rule.line) for rule in found] == [
+        *(("tokens.entropy", 8), ("tokens.entropy", 10), ("tokens.max_weight", 12)),
+        *(("a#b=[", 13), ("a#b=[", 13), ("weights.symmetry", 16), ("weights.symmetry", 17)),
+    ]
+    assert all(rule.wanted in TOML.splitlines()[rule.line - 1] for rule in found if rule.line)
+
+
+def test_an_inline_table_has_rules_without_lines(tmp_path):
+    (tmp_path / "x.toml").write_text('check = { "tokens.entropy" = ["min > 0"] }\r\n')
+    (rule,) = read_rules(tmp_path / "x.toml")
+    assert (rule.subject, rule.line) == ("tokens.entropy", None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(alphabet="ab.#=[]'\"\\ \n", min_size=1, max_size=6),
+        st.lists(st.text(alphabet="ab#'\"\\[]{}=\n ", max_size=6), min_size=1, max_size=3),
+        max_size=4,
+    )
+)
+def test_lines_are_found_in_any_toml(table):
+    def quoted(text):
+        return '"' + "".join(f"\\u{ord(letter):04x}" if letter in '"\\\n' else letter for letter in text) + '"'
+
+    lines, where = ["[check]"], {}
+    for key, texts in table.items():
+        where[key] = [len(lines) + 1, *range(len(lines) + 2, len(lines) + 2 + len(texts))]
+        lines += [f"{quoted(key)} = [", *(f"  {quoted(text)},  # [ {{ =" for text in texts), "]"]
+    text = "\n".join(lines)
+    assert tomllib.loads(text)["check"] == table
+    assert lines_of(text, ("check",)) == where
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [
+        ({}, "holds no rule"),
+        ([], "holds no rule"),
+        (5, "holds no rule"),
+        ({"tokens.entropy": []}, "has no condition"),
+        ({"tokens.entropy": 0.5}, "has no condition"),
+        ({"tokens.entropy": [0.5]}, "a condition is a text"),
+        ({"": "min > 0"}, "is about nothing"),
+        ({"||": "min > 0"}, "is about nothing"),
+        ("tokens.entropy min > 0", "has no colon"),
+        (["x: min > 0"] * 2000, "matches nothing"),
+        ("nowhere.toml", "can't be read"),
+        (functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"}), "nested more than 50 deep"),
+    ],
+)
+def test_rules_that_are_none_are_refused(given_, words):
+    with pytest.raises(UsageError) as found:
+        attnlens.check(synthetic_report(1, 2), given_)
+    assert words in found.value.problem
+
+
+def test_an_id_outlives_the_numbers_of_its_rule():
+    assert spelled("a: min > 0.05").id == spelled("a: min>0.1").id
+    ids = {spelled(f"a: {text}").id for text in ("min > 1", "max > 1", "min < 1", "min > 1 @layers 0", "q05 > 1")}
+    assert len(ids) == 5
+    twice = attnlens.check(planted(GRID), ["weights.planted: min > 0", "weights.planted: min > 0.01"]).checks
+    assert twice[0].id != twice[1].id
