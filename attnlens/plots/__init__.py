@@ -1,19 +1,23 @@
 """Pictures with matplotlib: maps of layers × heads, fans of curves, overviews."""
 
 from attnlens.plots.experiments import experiment_overview, experiment_panels
-from attnlens.plots.fans import fan_figure
-from attnlens.plots.maps import map_figure
+from attnlens.plots.fans import falls_far, fan_figure
+from attnlens.plots.maps import map_figure, palette
 from attnlens.plots.overview import overview_figure
 from attnlens.plots.selection import margins_figure
+from attnlens.plots.shares import named_parts
 from attnlens.plots.swaps import panel_figure, swap_overview, swap_panels
 
 __all__ = [
     "experiment_overview",
     "experiment_panels",
+    "falls_far",
     "fan_figure",
     "map_figure",
     "margins_figure",
+    "named_parts",
     "overview_figure",
+    "palette",
     "panel_figure",
     "swap_overview",
     "swap_panels",

@@ -12,6 +12,7 @@ import typer
 import attnlens
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.converge import converge, verify
+from attnlens.cli.commands.report import report
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
@@ -128,6 +129,7 @@ def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict =
 
 
 app.command()(verify)
+app.command()(report)
 
 
 @app.command(name="list")

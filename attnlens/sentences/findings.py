@@ -1,0 +1,48 @@
+"""What a report found, measure by measure, in plain words: its median, its range, and how it stands to chance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from attnlens.shapes import MeasureMap, Shapes, middle
+from attnlens.wording import clean, counted, decimals_with_error, listed, spread, written
+
+FAR = 3
+"""Standard deviations of the null beyond which a head is counted as unlike chance."""
+
+
+def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """Each headline measure that differs between heads, and what it reads; the first measure where none is a headline."""
+    varying = [reading for reading in shapes.readings.values() if not reading.constant]
+    headlines = [reading for reading in varying if reading.info.headline] or varying[:1]
+    yield from ((clean(reading.name), finding(reading, shapes)) for reading in headlines)
+
+
+def finding(reading: MeasureMap, shapes: Shapes) -> str:
+    """`median 0.511±0.009 over 32 heads, from 0.32 to 0.74; chance reads 0.0096±0.012: 30 of 32 heads lie beyond …`."""
+    if reading.labels:
+        names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
+        return listed((f"{name}: {counted(count, 'head')}" for name, count in names.most_common()), 5)
+    error = shapes.report.summary.median_errors.get(reading.name)
+    decimals = decimals_with_error(reading.present.tolist(), error)
+    low, median, high = (written(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
+    sure = f" ± {spread(error, decimals)}" if error is not None else ""
+    return f"median {median}{sure} over {counted(reading.present.size, 'head')}, from {low} to {high}{_chance(reading)}"
+
+
+def _chance(reading: MeasureMap) -> str:
+    """How many heads lie further than three standard deviations from what chance reads, and on which side."""
+    if reading.null is None:
+        return ""
+    known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
+    away = (reading.values - reading.null_means)[known]
+    reach = FAR * reading.null_sds[known]
+    above, below = int((away > reach).sum()), int((away < -reach).sum())
+    mean, sd = middle(reading.null_means), middle(reading.null_sds)
+    decimals = decimals_with_error([mean], sd)
+    sides = [f"{number} {side}" for number, side in ((above, "above"), (below, "below")) if number]
+    told = f"{' and '.join(sides) or 'none'} by more than {FAR} sd"
+    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}, heads beyond it: {told}"
