@@ -6,7 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib.style
 import numpy as np
@@ -85,10 +85,10 @@ def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
     return figure
 
 
-def encoded(figure: Figure, suffix: str) -> bytes:
-    """The figure as the bytes of a .png, .svg or .pdf file, without dates."""
+def encoded(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figure") -> bytes:
+    """The figure as the bytes of a .png, .svg or .pdf file, without dates; pixels as the figure says, or so many."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix])
+    figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
 
 

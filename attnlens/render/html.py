@@ -13,16 +13,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from attnlens.render.pictures import encoded_picture
+from attnlens.render.pictures import embedded_picture
 from attnlens.sections.explorer import Explorer
 from attnlens.sections.section import Column, Document, Picture, grouped
 from attnlens.wording import clean
 
 SCRIPTS = ("data", "state", "scale", "map", "curves", "head", "table", "start")
 """The files of the page's script, in the order in which they run."""
-LARGEST_VECTOR = 400_000
-"""Bytes of a picture in vectors beyond which it is embedded as pixels."""
-TYPES = {".svg": "svg+xml", ".png": "png"}
 
 
 def html(told: Document) -> str:
@@ -76,8 +73,5 @@ def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
 
 
 def _drawn(picture: Picture) -> str:
-    """The picture in the page: as vectors where these are small, else as pixels."""
-    suffix, content = ".svg", encoded_picture(picture, ".svg")
-    if len(content) > LARGEST_VECTOR:
-        suffix, content = ".png", encoded_picture(picture)
-    return f"data:image/{TYPES[suffix]};base64,{base64.b64encode(content).decode()}"
+    media, content = embedded_picture(picture)
+    return f"data:{media};base64,{base64.b64encode(content).decode()}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnlens.plots.maps import Palette
 
 MOST_STEPS = 400_000
-"""Numbers of curves that a page holds; of longer curves, or more heads, every head keeps the same evenly spaced steps."""
+"""Numbers of curves that a page holds; where there are more, every head keeps the same evenly spaced steps."""
 FEWEST_STEPS = 24
 """Steps of a curve that are always kept."""
 VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4

@@ -1,7 +1,7 @@
 // One head's curve over the quartiles of its model part and the median of its layer.
 "use strict";
 
-const PLOT = { wide: 340, high: 170, left: 44, right: 8, top: 8, bottom: 28 };
+const PLOT = { wide: 250, high: 150, left: 34, right: 8, top: 6, bottom: 29 };
 const contexts = new Map();
 
 // Quartiles at each step over these heads; a step that fewer than half of them reach has none.

@@ -122,7 +122,7 @@ function drawMap() {
 }
 
 function drawCells(pen, measure, ink) {
-  const gap = map.wide > 8 && map.high > 6 ? 1 : 0;
+  const gap = map.wide > 14 && map.high > 10 ? 1 : 0;
   const numbers = map.wide >= CELL.numbers && map.high >= 18 && !Object.keys(measure.labels).length;
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";

@@ -19,7 +19,7 @@ function histogram(measure) {
   for (const value of values) counts[bin(value)] += 1;
   const most = Math.max(...counts), wide = KEY.wide / KEY.bins;
   const bars = counts.map((count, at) => {
-    const tall = count ? Math.max(1.5, (KEY.high * count) / most) : 0;
+    const tall = count ? Math.max(1.5, ((KEY.high - 12) * count) / most) : 0;
     return draw("rect", { x: at * wide, y: KEY.high - tall, width: wide - 0.6, height: tall, class: "count" });
   });
   const strip = Array.from({ length: KEY.bins }, (_, at) => draw("rect", { x: at * wide, y: KEY.high + 2, width: wide + 0.5, height: KEY.bar, fill: colourOf(measure, low + ((at + 0.5) / KEY.bins) * (high - low)) }));
@@ -50,5 +50,5 @@ function pointer(x, text, kind) {
   const room = 7 * text.length, foot = KEY.high + KEY.bar + (kind === "null" ? 27 : 0);
   const anchor = x < room / 2 ? "start" : x > KEY.wide - room / 2 ? "end" : "middle";
   const bottom = kind === "null" ? KEY.high + KEY.bar + 4 : KEY.high;
-  return draw("g", { class: kind }, draw("line", { x1: x, x2: x, y1: kind === "null" ? KEY.high : 8, y2: bottom }), draw("text", { x, y: kind === "null" ? foot : 7, "text-anchor": anchor }, text));
+  return draw("g", { class: kind }, draw("line", { x1: x, x2: x, y1: kind === "null" ? KEY.high : 10, y2: bottom }), draw("text", { x, y: kind === "null" ? foot : 7, "text-anchor": anchor }, text));
 }
