@@ -55,7 +55,9 @@ const reasonOf = (measure, head) => (measure.why.length && measure.why[head] >= 
 function nullText(measure, head) {
   const mean = measure.null_means[head] ?? null;
   if (mean === null) return "";
-  return `${short(mean)} ± ${short(measure.null_sds[head] ?? 0)}`;
+  const sd = measure.null_sds[head] ?? 0;
+  const decimals = sd > 0 ? 1 - Math.floor(Math.log10(sd)) : 9;
+  return decimals >= 0 && decimals < 6 ? `${written(mean, decimals)} ± ${written(sd, decimals)}` : `${short(mean)} ± ${short(sd)}`;
 }
 
 function zOf(measure, head) {

@@ -27,7 +27,10 @@ function startMap() {
     if (changed.includes("measure")) sayMeasure();
     drawMap();
   });
-  new ResizeObserver(drawMap).observe(element("frame"));
+  new ResizeObserver(() => {
+    sayMeasure();
+    drawMap();
+  }).observe(element("frame"));
 }
 
 function fillMenu() {

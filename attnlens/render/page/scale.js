@@ -1,7 +1,7 @@
 // The map's key: what each colour stands for, how many heads have it, and where chance lies.
 "use strict";
 
-const KEY = { wide: 560, high: 46, bar: 9, bins: 56, foot: 30 };
+const KEY = { widest: 560, wide: 560, high: 46, bar: 9, bins: 56, foot: 30 };
 
 function categories(measure) {
   return Object.entries(measure.labels).map(([number, label]) => {
@@ -12,6 +12,7 @@ function categories(measure) {
 }
 
 function histogram(measure) {
+  KEY.wide = Math.min(KEY.widest, element("frame").clientWidth);
   const { low, high, cut } = measure.palette;
   const values = ascending(measure);
   const counts = new Array(KEY.bins).fill(0);
