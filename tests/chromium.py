@@ -16,7 +16,8 @@ needed = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with c
 AXE = Path(axe_core_python.__file__).parent / "axe.min.js"
 FAULTS = """
 const [options, done] = arguments;
-axe.run(document, options).then(({violations}) => done(violations.map((one) => [one.impact, one.id, one.nodes[0].html])));
+const told = ({impact, id, nodes}) => [impact, id, nodes[0].html];
+axe.run(document, options).then((found) => done(found.violations.map(told)));
 """
 SERIOUS = ("serious", "critical")
 

@@ -25,7 +25,9 @@ torch.set_num_threads(1)
 gc.freeze()  # what was imported stays: a full collection need not go through it again
 
 
-LONGEST = ("readme", "benchmarks", "swap", "smollm2", "heal", "cli", "cli_outputs", "sweep", "budget", "inspect")
+LONGEST = (
+    *("readme", "benchmarks", "swap", "smollm2", "heal", "cli", "cli_outputs", "sweep", "budget", "inspect", "page"),
+)
 """Test files that begin, so that with several processes none is left alone with one of them at the end."""
 
 
