@@ -18,7 +18,7 @@ from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import ModelInfo, Settings, Tool
-from attnlens.records.selections import Selection
+from attnlens.records.selections import AttentionRows, Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.windows import Windows
 from attnlens.wording import clean
@@ -174,6 +174,9 @@ class Report(Record):
     """What experiments found (`converge`, `verify`)."""
     selections: list[Selection] = []
     """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
+    attention: list[AttentionRows] = []
+    """What the tokens of one sequence attend to, head by head, where that was to be shown (`inspect --show attention`).
+    """
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

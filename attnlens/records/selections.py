@@ -1,4 +1,4 @@
-"""Selections as text: the posed queries, their selected tokens and support vectors."""
+"""What heads do on tokens: the posed queries with their selected tokens and support vectors, and attention rows."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ class Selection(HeadId):
     """Each null head's margins over its own best, ascending."""
     sentences: list[Sentence] = []
     """The sequences of the picks."""
+
+
+class AttentionRows(HeadId):
+    """What each query of one sequence attends to: its largest weights."""
+
+    sequence: Count
+    """The sequence's number among those fed."""
+    keys: list[list[Count]]
+    """For each query the places of the keys with the largest weights, the largest first."""
+    weights: list[list[Number]]
+    """Their weights."""
+    rest: list[Number]
+    """For each query the sum of its other weights."""
+    sentence: Sentence | None = None
+    """The tokens; None where the model reads no text."""

@@ -14,11 +14,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from attnlens.render.pictures import embedded_picture
-from attnlens.sections.explorer import Explorer
+from attnlens.sections.page.explorer import Explorer
 from attnlens.sections.section import Column, Document, Picture, grouped
 from attnlens.wording import clean
 
-SCRIPTS = ("data", "state", "scale", "map", "curves", "head", "table", "start")
+SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "table", "start")
 """The files of the page's script, in the order in which they run."""
 
 

@@ -8,9 +8,9 @@ from attnlens.errors import UsageError
 from attnlens.records import Report
 from attnlens.sections.details import details, glossary, provenance
 from attnlens.sections.every_head import head_tables
-from attnlens.sections.explorer import explorer
-from attnlens.sections.found import found_sections
 from attnlens.sections.kinds import kind_of
+from attnlens.sections.page.explorer import explorer
+from attnlens.sections.page.found import found_sections
 from attnlens.sections.section import Document, Heading, Picture, Section, Sheet, sheet
 from attnlens.sections.selections import selections
 from attnlens.sentences import reports

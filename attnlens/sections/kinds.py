@@ -16,8 +16,8 @@ from attnlens.sections.checkpoints import series_sections, step_cells
 from attnlens.sections.doctor import site_checks
 from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
-from attnlens.sections.found import extreme_heads, layer_tables
 from attnlens.sections.layers import layer_sections
+from attnlens.sections.page.found import extreme_heads, layer_tables
 from attnlens.sections.section import Cell, Picture, Row, Section
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.sentences import reports

@@ -1,10 +1,6 @@
 // Starts the page: the theme's switch everywhere, and the explorer where the report has heads.
 "use strict";
 
-function attended() {
-  return [];
-}
-
 function linkHeads() {
   for (const name of document.querySelectorAll("li > b")) {
     const found = /^layer (\d+) head (\d+)$/.exec(name.textContent);

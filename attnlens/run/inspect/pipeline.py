@@ -52,6 +52,6 @@ def inspect(
     feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)
+    inspection = Inspection(loaded, settings, chosen, *told, show=given["show"])
     with at_rest(loaded.model):
         return inspection.run(contents, feeding.cut_of(settings, given))

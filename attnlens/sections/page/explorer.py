@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.records import Measure, Report
+from attnlens.records import AttentionRows, Measure, Report
 from attnlens.sections.section import Section
 from attnlens.sections.selections import selections
 from attnlens.shapes import MeasureMap, Shapes, group_of
@@ -94,6 +94,22 @@ class ExploredWhole:
 
 
 @dataclass(frozen=True)
+class ExploredRows:
+    """What each token of one sequence attends to."""
+
+    queries: list[str]
+    """The tokens that attend; their places where the model reads no text."""
+    keys: list[str]
+    """The tokens that are attended to."""
+    places: list[list[int]]
+    """For each query the keys of its largest weights."""
+    weights: list[list[int]]
+    """These weights in thousandths."""
+    rest: list[int]
+    """The sum of the others."""
+
+
+@dataclass(frozen=True)
 class Explorer:
     """The heads of a report, and all that is known of each."""
 
@@ -115,6 +131,8 @@ class Explorer:
     wholes: list[ExploredWhole]
     selections: dict[str, Section]
     """Layer.head → what it selects, where that was to be shown."""
+    attention: dict[str, ExploredRows]
+    """Layer.head → its attention rows, where these were to be shown."""
 
 
 def explorer(shapes: Shapes) -> Explorer | None:
@@ -134,6 +152,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
         selections=_selections(report),
+        attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
     )
 
 
@@ -217,6 +236,20 @@ def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:
     parts = [(clean(name), *named) for name, named in zip(names, plots.named_parts(names), strict=True)]
     open_ = any(shapes.info(name).identified == "nowhere" for name in names)
     return ExploredWhole(title_of(whole) + " (not identified)" * open_, group_of(shapes.info(names[0])), parts)
+
+
+def _rows(found: AttentionRows) -> ExploredRows:
+    sentence = found.sentence
+    count = 1 + max((place for places in found.keys for place in places), default=0)
+    keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]
+    own = sentence.queries if sentence else [str(place) for place in range(len(found.keys))]
+    return ExploredRows(
+        queries=keys if own is None else [clean(token) for token in own],
+        keys=keys,
+        places=found.keys,
+        weights=[[round(1000 * weight) for weight in row] for row in found.weights],
+        rest=[round(1000 * weight) for weight in found.rest],
+    )
 
 
 def _selections(report: Report) -> dict[str, Section]:
