@@ -2,7 +2,7 @@
 
 python benchmarks/page.py [--quick] [--runs N]
 
-Reports of random numbers, 12 × 12 and 80 × 64 heads with 20 measures and two curves of 128 steps. Interactive is
+Reports of random numbers, 12 × 12 and 80 × 64 heads with 20 measures and two curves of 128 steps; one head with 512 tokens. Interactive is
 domContentLoadedEventEnd of the navigation, at which the script has run; drawn is the time from a choice to the next
 frame after it. Chromium is headless, the file is local. Without Chromium and Selenium the sizes alone are measured.
 """
@@ -22,6 +22,7 @@ import numpy as np
 
 from attnlens import export
 from attnlens.records import (
+    AttentionRows,
     Coverage,
     Environment,
     Head,
@@ -29,13 +30,14 @@ from attnlens.records import (
     ModelInfo,
     Null,
     Report,
+    Sentence,
     Settings,
     Tool,
 )
 
 SHAPES = {(12, 12): 2_000_000, (80, 64): 8_000_000}
 """Layers and heads, and the bytes that the page may have."""
-MEASURES, STEPS = 20, 128
+MEASURES, STEPS, TOKENS = 20, 128, 512
 INTERACTIVE = "return performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
 CHOICES = {
     "another measure": "change({measure: data.measures[7].name})",
@@ -43,6 +45,8 @@ CHOICES = {
     "sorted": "change({sort: '-' + data.measures[3].name})",
     "filtered": "change({filter: 'head < 4'})",
     "scrolled": "element('rows').scrollTop = 4000",
+    "512 tokens drawn": "change({head: '0.0'})",
+    "a token looked at": "document.querySelector('.queries button[data-place=\"300\"]').focus()",
 }
 DRAWN = """
 const done = arguments[0], start = performance.now();
@@ -82,6 +86,19 @@ def made(layers: int, heads: int) -> Report:
         environment=Environment(python="", torch="", transformers="", platform=""),
         coverage=Coverage(sites=layers, heads=layers * heads, analysed=layers * heads),
         heads=[_head(random, layer, head) for layer in range(layers) for head in range(heads)],
+        attention=[_rows(random)],
+    )
+
+
+def _rows(random: np.random.Generator) -> AttentionRows:
+    """The first head's eight largest weights of each of 512 tokens."""
+    keys = [sorted(random.choice(query + 1, min(8, query + 1), replace=False).tolist()) for query in range(TOKENS)]
+    return AttentionRows(
+        **{"site": "layers.0", "layer": 0, "head": 0, "kv_head": 0, "part": "decoder", "sequence": 0},
+        keys=keys,
+        weights=[random.dirichlet(np.ones(len(row))).tolist() for row in keys],
+        rest=[0.0] * TOKENS,
+        sentence=Sentence(sequence=0, keys=[f"token{place}" for place in range(TOKENS)]),
     )
 
 

@@ -10,7 +10,7 @@ import views
 from reports import CROSS, synthetic_report
 from views import Tags
 
-from attnlens.records import Extreme, File, Report, Skipped, Text, TextSummary
+from attnlens.records import AttentionRows, Extreme, File, Report, Sentence, Skipped, Text, TextSummary
 
 HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -40,9 +40,18 @@ def hostile() -> Report:
             "tool": report.tool.model_copy(update={"name": HOSTILE, "version": HOSTILE}),
             "coverage": report.coverage.model_copy(update={"skipped": skipped, "analysed": 3}),
             "summary": report.summary.model_copy(update={"extremes": extremes, "texts": texts}),
+            "attention": [attended()],
             "heads": [head.model_copy(update={"site": HOSTILE, "measures": measures(head)}) for head in report],
         }
     )
+
+
+def attended() -> AttentionRows:
+    """The rows of a head on three hostile tokens."""
+    place = {"site": HOSTILE, "layer": 0, "head": 0, "kv_head": 0, "part": "decoder"}
+    sentence = Sentence(sequence=0, keys=[HOSTILE, "=cmd|' /C calc'!A0", "</script><!--"])
+    rows = {"keys": [[0], [1, 0], [2, 1]], "weights": [[1], [0.6, 0.4], [0.5, 0.3]], "rest": [0, 0, 0.2]}
+    return AttentionRows(**place, sequence=0, **rows, sentence=sentence)
 
 
 def measures(head):

@@ -186,11 +186,30 @@ def test_hostile_names_are_text_and_run_nothing(browser: Chrome, tmp_path: Path)
     (tmp_path / "page.html").write_text(views.page(hostile()))
     chromium.opened(browser, tmp_path / "page.html")
     assert chromium.logged(browser) == []
+    browser.execute_script("change({head: '0.0'})")
     everything = str(browser.execute_script("return document.body.innerText"))
+    assert "=cmd|' /C calc'!A0" in everything
+    assert "</script><!--" in everything
     assert "<script>alert(1)</script>" in everything
     assert not {"\x1b", "\u202e", "\x9b"} & set(everything)
     assert {"\x1b", "\u202e", "\x9b"} <= set(HOSTILE), "the control"
     assert len(browser.find_elements(By.TAG_NAME, "script")) == 2
+
+
+def test_a_token_tells_what_it_attends_to_and_what_attends_to_it(browser: Chrome, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(views.page(hostile()))
+    chromium.opened(browser, tmp_path / "page.html", "head=0.0")
+    browser.execute_script("document.querySelector('.queries button').focus()")
+    browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    assert text(browser, "attends").endswith(
+        "attends to “</script><!--” 0.50, “=cmd|' /C calc'!A0” 0.30; to all others 0.20."
+    )
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".keys .lit")) == 2
+    browser.execute_script("document.querySelector('.keys button').focus()")
+    assert "is attended to by" in text(browser, "attends")
+    assert chromium.faults(browser) == []
+    browser.execute_script("change({head: '1.0'})")
+    assert browser.find_elements(By.CSS_SELECTOR, ".attended") == [], "other heads' rows were not asked for"
 
 
 def test_the_policy_refuses_what_is_not_the_page_s_own(browser: Chrome, page: Path) -> None:

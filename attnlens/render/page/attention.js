@@ -76,8 +76,11 @@ function sentence(rows, side, place, found) {
   const most = [...found].sort((one, other) => other[2] - one[2]).slice(0, 6);
   if (side === "queries") {
     const told = most.map(([, key, weight]) => `“${rows.keys[key]}” ${weight.toFixed(2)}`);
-    return `Token ${place}, “${rows.queries[place]}”, attends to ${told.join(", ")}; to all others ${((rows.rest[place] + found.reduce((sum, one) => sum + 1000 * one[2], 0) - most.reduce((sum, one) => sum + 1000 * one[2], 0)) / 1000).toFixed(2)}.`;
+    const others = found.reduce((sum, one) => sum + one[2], rows.rest[place] / 1000) - most.reduce((sum, one) => sum + one[2], 0);
+    return `Token ${place}, “${rows.queries[place]}”, attends to ${told.join(", ")}; to all others ${others.toFixed(2)}.`;
   }
   const told = most.map(([query, , weight]) => `“${rows.queries[query]}” (${query}) ${weight.toFixed(2)}`);
-  return told.length ? `Token ${place}, “${rows.keys[place]}”, is attended to by ${told.join(", ")}${found.length > most.length ? ` and ${found.length - most.length} more` : ""}.` : `No token attends to token ${place}, “${rows.keys[place]}”, with one of its largest weights.`;
+  if (!told.length) return `No token attends to token ${place}, “${rows.keys[place]}”, with one of its largest weights.`;
+  const more = found.length > most.length ? ` and ${found.length - most.length} more` : "";
+  return `Token ${place}, “${rows.keys[place]}”, is attended to by ${told.join(", ")}${more}.`;
 }
