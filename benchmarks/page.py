@@ -2,9 +2,10 @@
 
 python benchmarks/page.py [--quick] [--runs N]
 
-Reports of random numbers, 12 × 12 and 80 × 64 heads with 20 measures and two curves of 128 steps; one head with 512 tokens. Interactive is
-domContentLoadedEventEnd of the navigation, at which the script has run; drawn is the time from a choice to the next
-frame after it. Chromium is headless, the file is local. Without Chromium and Selenium the sizes alone are measured.
+Reports of random numbers, 12 × 12 and 80 × 64 heads with 20 measures and two curves of 128 steps, and the attention of
+one head on 512 tokens. Interactive is domContentLoadedEventEnd of the navigation, at which the script has run; below it
+stands the time from a choice to the next frame after it. Chromium is headless, the file is local. Without Chromium and
+Selenium the sizes alone are measured.
 """
 
 from __future__ import annotations

@@ -2,39 +2,27 @@
 "use strict";
 
 const PLOT = { wide: 250, high: 150, left: 34, right: 8, top: 6, bottom: 29 };
-const contexts = new Map();
 
-// Quartiles at each step over these heads; a step that fewer than half of them reach has none.
-function quartiles(curve, heads) {
-  const lines = heads.map((head) => curve.lines[head]).filter((line) => line.length);
-  return curve.steps.map((_, at) => {
-    const values = Float64Array.from(lines.filter((line) => line.length > at).map((line) => line[at])).sort();
-    return values.length * 2 >= lines.length && values.length ? [0.25, 0.5, 0.75].map((share) => quantile(values, share)) : null;
-  }).filter(Boolean);
-}
-
-function contextOf(curve, kind, number) {
-  const key = `${curve.name} ${kind} ${number}`;
-  if (!contexts.has(key)) {
-    const among = data.places.map((_, head) => head).filter((head) => (kind === "layer" ? data.places[head][0] === number : data.parts[data.places[head][0]] === number));
-    contexts.set(key, quartiles(curve, among));
-  }
-  return contexts.get(key);
+// The median over a layer's heads at each step that half of them reach.
+function layerMedian(curve, row) {
+  const lines = map.grid[row].filter((head) => head >= 0).map((head) => curve.lines[head]).filter((line) => line.length);
+  const values = curve.steps.map((_, at) => Float64Array.from(lines.filter((line) => line.length > at).map((line) => line[at])).sort());
+  return values.filter((found) => found.length && found.length * 2 >= lines.length).map((found) => quantile(found, 0.5));
 }
 
 function curvePicture(curve, head) {
   const line = curve.lines[head];
   if (!line.length) return make("p", { class: "quiet" }, `${curve.title}: this head has no such curve.`);
   const row = data.places[head][0];
-  const model = contextOf(curve, "part", data.parts[row]), layer = contextOf(curve, "layer", row);
-  const { x, y, marks } = axes(curve, [...line, ...model.flat(), ...layer.map((step) => step[1])]);
+  const [lower, model, upper] = curve.quartiles[data.parts[row]], layer = layerMedian(curve, row);
+  const { x, y, marks } = axes(curve, [...line, ...lower, ...model, ...upper, ...layer]);
   const path = (values) => values.map((value, at) => `${at ? "L" : "M"}${x(curve.steps[at]).toFixed(1)},${y(value).toFixed(1)}`).join("");
-  const back = model.map((step) => step[0]).reverse().map((value, at) => `L${x(curve.steps[model.length - 1 - at]).toFixed(1)},${y(value).toFixed(1)}`).join("");
-  const says = `${curve.title} of ${nameOf(head)}, over ${curve.axis}: from ${short(line[0])} to ${short(line[line.length - 1])}; median of its layer from ${short(layer[0]?.[1] ?? null)} to ${short(layer[layer.length - 1]?.[1] ?? null)}`;
+  const back = lower.map((value, at) => `L${x(curve.steps[at]).toFixed(1)},${y(value).toFixed(1)}`).reverse().join("");
+  const says = `${curve.title} of ${nameOf(head)}, over ${curve.axis}: from ${short(line[0])} to ${short(line[line.length - 1])}; median of its layer from ${short(layer[0] ?? null)} to ${short(layer[layer.length - 1] ?? null)}`;
   const picture = draw("svg", { viewBox: `0 0 ${PLOT.wide} ${PLOT.high}`, role: "img", "aria-label": says, class: "curve" },
-    draw("path", { class: "band", d: `${path(model.map((step) => step[2]))}${back}Z` }), ...marks,
-    draw("path", { class: "model", d: path(model.map((step) => step[1])) }),
-    draw("path", { class: "layer", d: path(layer.map((step) => step[1])) }),
+    draw("path", { class: "band", d: `${path(upper)}${back}Z` }), ...marks,
+    draw("path", { class: "model", d: path(model) }),
+    draw("path", { class: "layer", d: path(layer) }),
     draw("path", { class: "own", d: path(line) }));
   const kept = curve.steps.length < curve.length ? `; ${curve.steps.length} of ${curve.length} steps are drawn` : "";
   return make("figure", {}, make("figcaption", {}, make("strong", {}, curve.title), make("span", { class: "quiet" }, ` ${curve.formula || curve.meaning}${kept}`)), picture);

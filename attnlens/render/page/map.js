@@ -2,7 +2,7 @@
 "use strict";
 
 const CELL = { widest: 76, highest: 32, tallest: 660, numbers: 40 };
-const map = { left: 34, top: 4, bottom: 18, wide: 0, high: 0, at: 0, grid: [] };
+const map = { left: 34, top: 4, bottom: 18, width: 0, wide: 0, high: 0, at: 0, grid: [] };
 
 function startMap() {
   map.canvas = element("map");
@@ -28,6 +28,7 @@ function startMap() {
     drawMap();
   });
   new ResizeObserver(() => {
+    if (element("frame").clientWidth === map.width) return;
     sayMeasure();
     drawMap();
   }).observe(element("frame"));
@@ -110,6 +111,7 @@ function drawMap() {
   const [rows, columns] = [data.layers.length, data.columns.length];
   const width = element("frame").clientWidth;
   if (!width) return;
+  map.width = width;
   map.wide = Math.min(CELL.widest, (width - map.left - 4) / columns);
   map.high = Math.max(3, Math.min(CELL.highest, Math.max(map.wide, 12), CELL.tallest / rows));
   const height = map.top + rows * map.high + map.bottom;

@@ -79,6 +79,8 @@ class ExploredCurve:
     """How many there are."""
     logarithmic: bool
     """Whether it falls so far that its axis is."""
+    quartiles: dict[str, list[Numbers]]
+    """For each part of the model the lower quartile, median and upper quartile over its heads at these steps."""
     lines: list[Numbers]
     """For each head its values at these steps, fewer where it is shorter; none where it has no curve."""
 
@@ -197,7 +199,8 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     info, found = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in found)
     kept = _kept(length, MOST_STEPS // (len(found) * len(shapes.curves)))
-    medians = [band.quartiles[1] for band in bands(shapes, name)]
+    found_bands = bands(shapes, name)
+    medians = [band.quartiles[1] for band in found_bands]
     return ExploredCurve(
         name=clean(name),
         title=title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
@@ -208,6 +211,7 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
         steps=[int(step) + first_step(info) for step in kept],
         length=length,
         logarithmic=plots.falls_far(np.concatenate([curve for _, curve in found]), medians),
+        quartiles={band.part: [_line(line, kept) for line in band.quartiles.tolist()] for band in found_bands},
         lines=[_line(head.curves.get(name, []), kept) for head in shapes.report.heads],
     )
 
