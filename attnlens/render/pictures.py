@@ -39,8 +39,9 @@ def embedded_picture(picture: Picture) -> tuple[str, bytes]:
     """The picture for a page, and its media type: as vectors where these are small, else as pixels for a screen."""
     with house_style():
         drawn = picture.draw()
-        vectors = encoded(drawn, ".svg", DPI)
-        if len(vectors) <= LARGEST_VECTOR:
+        crowded = any(artist.get_rasterized() for artist in drawn.findobj())
+        vectors = b"" if crowded else encoded(drawn, ".svg")
+        if 0 < len(vectors) <= LARGEST_VECTOR:
             return "image/svg+xml", vectors
         return "image/png", encoded(drawn, ".png", DPI)
 

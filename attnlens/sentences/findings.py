@@ -30,8 +30,9 @@ def finding(reading: MeasureMap, shapes: Shapes) -> str:
     decimals = decimals_with_error(reading.present.tolist(), error)
     low, median, high = (written(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
     sure = f" ± {spread(error, decimals)}" if error is not None else ""
-    said = f"median {median}{sure} over {counted(reading.present.size, 'head')}, from {low} to {high}{_chance(reading)}"
-    return said.replace("-", "−")
+    number = counted(reading.present.size, "head")
+    over = f" over {number}, from {low} to {high}" if reading.present.size > 1 else ""
+    return f"{'median ' * bool(over)}{median}{sure}{over}{_chance(reading)}".replace("-", "−")
 
 
 def _chance(reading: MeasureMap) -> str:

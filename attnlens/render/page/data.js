@@ -107,6 +107,7 @@ function percentile(measure, head) {
   const value = measure.values[head];
   if (value === null) return null;
   const sorted = ascending(measure);
+  if (sorted.length < 2 || sorted[0] === sorted[sorted.length - 1]) return null;
   let below = 0, same = 0;
   for (const other of sorted) if (other < value) below += 1; else if (other === value) same += 1;
   return (100 * (below + same / 2)) / sorted.length;

@@ -101,7 +101,7 @@ function numberRow(measure, head) {
   choose.addEventListener("click", () => change({ measure: measure.name }));
   const text = valueText(measure, head), place = percentile(measure, head);
   const value = text === NO_VALUE ? make("td", { class: "why", colspan: 4 }, reasonOf(measure, head)) : make("td", {}, text);
-  const more = text === NO_VALUE ? [] : [make("td", {}, nullText(measure, head)), make("td", {}, zText(measure, head)), make("td", {}, Object.keys(measure.labels).length ? "" : String(Math.round(place)))];
+  const more = text === NO_VALUE ? [] : [make("td", {}, nullText(measure, head)), make("td", {}, zText(measure, head)), make("td", {}, place === null || Object.keys(measure.labels).length ? "" : String(Math.round(place)))];
   return make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, choose), value, ...more);
 }
 
