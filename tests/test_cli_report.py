@@ -11,7 +11,7 @@ from program import attnlens, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report
 
-from attnlens.records import Report, read_report
+from attnlens.records import Report, SiteCheck, Summary, read_report
 
 FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--png", "r.png")
 
@@ -45,6 +45,18 @@ def test_pictures_go_into_a_folder(tmp_path: Path) -> None:
     path = saved(tmp_path, synthetic_report(2, 2, source="weights"))
     assert attnlens("report", path, "-q", "--png", "all", cwd=tmp_path).returncode == 0
     assert (tmp_path / "all" / "weights.symmetry.png").exists()
+
+
+def test_a_report_of_doctor_has_a_page_of_its_sites(tmp_path: Path) -> None:
+    check = SiteCheck(
+        **{"site": "h.0.attn", "part": "decoder", "heads": 8, "route": "interface", "weights_error": 2e-7},
+        **{"tokens_error": 1e-7, "passed": True, "verdict": "agrees"},
+    )
+    told = {"command": "doctor", "heads": [], "doctor": [check], "summary": Summary(verdict="agrees")}
+    path = saved(tmp_path, synthetic_report(1, 8).model_copy(update=told))
+    result = without_torch("report", path, "-q", "--html", "doctor.html", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "h.0.attn" in (tmp_path / "doctor.html").read_text()
 
 
 def edited(folder: Path, **fields: object) -> Path:

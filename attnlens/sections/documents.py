@@ -37,9 +37,9 @@ def page(report: Report) -> Document:
     """The report on one page of any length. Raises UsageError where it has nothing to draw."""
     kind, shapes = kind_of(report), Shapes(report)
     measures = glossary(map(shapes.info, kind.measured(shapes)))
-    picture = Section("At a glance", picture=kind.overview(shapes))
+    picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
     opening = (*found_sections(shapes), *_missing(shapes))
-    told = (picture, *kind.page(shapes), *measures, provenance(report))
+    told = (*picture, *kind.page(shapes), *measures, provenance(report))
     return Document(_head(report, whole=True), told, opening, explorer(shapes))
 
 

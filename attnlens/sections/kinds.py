@@ -59,7 +59,9 @@ class Kind:
     more: Callable[[Report], Iterable[Section]] = lambda _report: ()
     """What else --verbose shows."""
     headed: bool = True
-    """Whether the model and its coverage stand above."""
+    """Whether the model and its coverage stand above a summary."""
+    pictured: bool = True
+    """Whether a page shows its overview."""
 
     def overview(self, shapes: Shapes) -> Picture:
         """The picture that stands for the report. Raises UsageError where there is nothing to draw."""
@@ -230,4 +232,10 @@ EXPERIMENTS = Kind(
     standing=outcome,
     more=series_sections,
 )
-CHECKS = replace(HEADS, summary=lambda shapes, _whole: site_checks(shapes.report), headed=False)
+CHECKS = replace(
+    HEADS,
+    summary=lambda shapes, _whole: site_checks(shapes.report),
+    page=lambda shapes: site_checks(shapes.report),
+    headed=False,
+    pictured=False,
+)
