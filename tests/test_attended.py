@@ -8,7 +8,7 @@ from program import attnlens, refused, without_torch
 import attnlens as library
 from attnlens import models
 from attnlens.errors import UsageError
-from attnlens.records import Report, read_report
+from attnlens.records import AttentionRows, Report, read_report
 from attnlens.run.inspect import attended
 
 
@@ -42,6 +42,24 @@ def test_the_tokens_stand_beside_the_rows(report: Report, demo: models.Loaded) -
     assert report.attention[0].sentence is not None
     assert report.attention[0].sentence.queries is None
     assert library.inspect(demo, heads=[1], layers=[0], sequences=1, tokens=16).attention == [], "only where asked"
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "said"),
+    [
+        ("rest", [0.0], "different numbers of queries"),
+        ("weights", [[1.0], [0.5]], "another number of keys than of weights"),
+        ("keys", [[0], [9, 0]], "not those of its rows"),
+        ("sentence", {"sequence": 0, "keys": ["a"]}, "not those of its rows"),
+    ],
+)
+def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str) -> None:
+    rows = {"keys": [[0], [1, 0]], "weights": [[1.0], [0.6, 0.4]], "rest": [0.0, 0.0]}
+    place = {"site": "s", "layer": 0, "head": 0, "kv_head": 0, "part": "decoder", "sequence": 0}
+    good = {**place, **rows, "sentence": {"sequence": 0, "keys": ["a", "b"]}}
+    assert AttentionRows.model_validate(good).rest == [0.0, 0.0], "the control"
+    with pytest.raises(ValueError, match=said):
+        AttentionRows.model_validate(good | {field: wrong})
 
 
 def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, demo: models.Loaded) -> None:

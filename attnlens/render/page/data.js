@@ -14,14 +14,19 @@ function draw(tag, traits = {}, ...children) {
 }
 
 function filled(made, traits, children) {
-  for (const [name, value] of Object.entries(traits)) if (value !== null && value !== false) made.setAttribute(name, value);
+  for (const [name, value] of Object.entries(traits))
+    if (value !== null && value !== false) made.setAttribute(name, value);
   made.append(...children.filter((child) => child !== null && child !== ""));
   return made;
 }
 
 function written(number, decimals) {
   if (number === null || number === undefined) return NO_VALUE;
-  if (decimals < 0) return number.toExponential(1).replace(/e([+-])(\d)$/, "e$10$2").replaceAll("-", "−");
+  if (decimals < 0)
+    return number
+      .toExponential(1)
+      .replace(/e([+-])(\d)$/, "e$10$2")
+      .replaceAll("-", "−");
   const text = number.toFixed(decimals);
   return (/^-0\.?0*$/.test(text) ? text.slice(1) : text).replace("-", "−");
 }
@@ -35,7 +40,9 @@ function spread(number, decimals) {
 function short(number) {
   if (number === null) return NO_VALUE;
   const size = Math.abs(number);
-  return (size !== 0 && (size < 1e-3 || size >= 1e5) ? number.toExponential(1) : String(Number(number.toPrecision(3)))).replace("-", "−");
+  return (
+    size !== 0 && (size < 1e-3 || size >= 1e5) ? number.toExponential(1) : String(Number(number.toPrecision(3)))
+  ).replace("-", "−");
 }
 
 const measureOf = (name) => (data ? data.measures.find((measure) => measure.name === name) : undefined);
@@ -50,14 +57,17 @@ function valueText(measure, head) {
   return written(value, measure.decimals) + (error === null ? "" : ` ± ${spread(error, measure.decimals)}`);
 }
 
-const reasonOf = (measure, head) => (measure.why.length && measure.why[head] >= 0 ? measure.reasons[measure.why[head]] : "");
+const reasonOf = (measure, head) =>
+  measure.why.length && measure.why[head] >= 0 ? measure.reasons[measure.why[head]] : "";
 
 function nullText(measure, head) {
   const mean = measure.null_means[head] ?? null;
   if (mean === null) return "";
   const sd = measure.null_sds[head] ?? 0;
   const decimals = sd > 0 ? 1 - Math.floor(Math.log10(sd)) : 9;
-  return decimals >= 0 && decimals < 6 ? `${written(mean, decimals)} ± ${written(sd, decimals)}` : `${short(mean)} ± ${short(sd)}`;
+  return decimals >= 0 && decimals < 6
+    ? `${written(mean, decimals)} ± ${written(sd, decimals)}`
+    : `${short(mean)} ± ${short(sd)}`;
 }
 
 function zOf(measure, head) {
@@ -91,7 +101,8 @@ function told(measure, head) {
 
 const sortedValues = new Map();
 function ascending(measure) {
-  if (!sortedValues.has(measure)) sortedValues.set(measure, Float64Array.from(measure.values.filter((value) => value !== null)).sort());
+  if (!sortedValues.has(measure))
+    sortedValues.set(measure, Float64Array.from(measure.values.filter((value) => value !== null)).sort());
   return sortedValues.get(measure);
 }
 
@@ -108,8 +119,11 @@ function percentile(measure, head) {
   if (value === null) return null;
   const sorted = ascending(measure);
   if (sorted.length < 2 || sorted[0] === sorted[sorted.length - 1]) return null;
-  let below = 0, same = 0;
-  for (const other of sorted) if (other < value) below += 1; else if (other === value) same += 1;
+  let below = 0,
+    same = 0;
+  for (const other of sorted)
+    if (other < value) below += 1;
+    else if (other === value) same += 1;
   return (100 * (below + same / 2)) / sorted.length;
 }
 

@@ -10,7 +10,9 @@ function startMap() {
   map.tip = element("tip");
   map.left = new Set(data.parts).size > 1 ? 48 : 34;
   map.grid = data.layers.map(() => new Array(data.columns.length).fill(-1));
-  data.places.forEach(([row, column], head) => { map.grid[row][column] = head; });
+  data.places.forEach(([row, column], head) => {
+    map.grid[row][column] = head;
+  });
   fillMenu();
   map.canvas.addEventListener("pointermove", (event) => hover(headUnder(event)));
   map.canvas.addEventListener("pointerleave", () => hover(-1));
@@ -38,7 +40,13 @@ function fillMenu() {
   const menu = element("measure");
   for (const group of new Set(data.measures.map((measure) => measure.group))) {
     const own = data.measures.filter((measure) => measure.group === group);
-    menu.append(make("optgroup", { label: group || "other" }, ...own.map((measure) => make("option", { value: measure.name }, measure.title))));
+    menu.append(
+      make(
+        "optgroup",
+        { label: group || "other" },
+        ...own.map((measure) => make("option", { value: measure.name }, measure.title)),
+      ),
+    );
   }
   menu.addEventListener("change", () => change({ measure: menu.value }));
 }
@@ -47,8 +55,15 @@ function sayMeasure() {
   const measure = measureOf(state.measure);
   element("measure").value = measure.name;
   const formula = measure.formula ? make("span", { class: "formula" }, measure.formula) : "";
-  element("meaning").replaceChildren(measure.meaning, measure.meaning && formula ? ": " : "", formula, measure.caution ? ` ${measure.caution}` : "");
-  element("scale").replaceChildren(...(Object.keys(measure.labels).length ? categories(measure) : [histogram(measure)]));
+  element("meaning").replaceChildren(
+    measure.meaning,
+    measure.meaning && formula ? ": " : "",
+    formula,
+    measure.caution ? ` ${measure.caution}` : "",
+  );
+  element("scale").replaceChildren(
+    ...(Object.keys(measure.labels).length ? categories(measure) : [histogram(measure)]),
+  );
 }
 
 function headUnder(event) {
@@ -69,7 +84,11 @@ function hover(head) {
   tip.hidden = head < 0;
   map.canvas.style.cursor = head < 0 ? "default" : "pointer";
   if (head < 0) return;
-  tip.replaceChildren(...told(measureOf(state.measure), head).split(" · ").map((line, first) => make(first ? "span" : "strong", {}, line)));
+  tip.replaceChildren(
+    ...told(measureOf(state.measure), head)
+      .split(" · ")
+      .map((line, first) => make(first ? "span" : "strong", {}, line)),
+  );
   const [x, y] = corner(head);
   const most = element("frame").clientWidth - tip.offsetWidth;
   tip.style.left = `${Math.max(0, Math.min(most, x + map.wide / 2 - tip.offsetWidth / 2))}px`;
@@ -78,7 +97,16 @@ function hover(head) {
 }
 
 function moveCursor(event) {
-  const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -Infinity], End: [0, Infinity], PageUp: [-Infinity, 0], PageDown: [Infinity, 0] };
+  const steps = {
+    ArrowLeft: [0, -1],
+    ArrowRight: [0, 1],
+    ArrowUp: [-1, 0],
+    ArrowDown: [1, 0],
+    Home: [0, -Infinity],
+    End: [0, Infinity],
+    PageUp: [-Infinity, 0],
+    PageDown: [Infinity, 0],
+  };
   const step = steps[event.key];
   if (!step) return;
   event.preventDefault();
@@ -90,7 +118,8 @@ function moveCursor(event) {
 }
 
 function next(row, column, [down, right]) {
-  for (let r = row + down, c = column + right; map.grid[r]?.[c] !== undefined; r += down, c += right) if (map.grid[r][c] >= 0) return map.grid[r][c];
+  for (let r = row + down, c = column + right; map.grid[r]?.[c] !== undefined; r += down, c += right)
+    if (map.grid[r][c] >= 0) return map.grid[r][c];
   return -1;
 }
 
@@ -149,7 +178,10 @@ function drawCells(pen, measure, ink) {
   });
   pen.globalAlpha = 1;
   const [x, y] = corner(chosenHead());
-  for (const [colour, line] of [["#fff", 4], ["#000", 2]]) {
+  for (const [colour, line] of [
+    ["#fff", 4],
+    ["#000", 2],
+  ]) {
     Object.assign(pen, { strokeStyle: colour, lineWidth: line });
     pen.strokeRect(x - gap / 2, y - gap / 2, map.wide, map.high);
   }
@@ -179,16 +211,22 @@ function ticks(count, room) {
 function drawNames(pen, ink) {
   const [rows, columns] = [data.layers.length, data.columns.length];
   Object.assign(pen, { fillStyle: ink, globalAlpha: 0.75, textAlign: "right" });
-  for (const row of ticks(rows, Math.max(2, (rows * map.high) / 14))) pen.fillText(data.layers[row], map.left - 6, map.top + (row + 0.5) * map.high);
+  for (const row of ticks(rows, Math.max(2, (rows * map.high) / 14)))
+    pen.fillText(data.layers[row], map.left - 6, map.top + (row + 0.5) * map.high);
   pen.textAlign = "center";
   const foot = map.top + rows * map.high + 10;
-  for (const column of ticks(columns, Math.max(2, (columns * map.wide) / 22))) pen.fillText(data.columns[column], map.left + (column + 0.5) * map.wide, foot);
+  for (const column of ticks(columns, Math.max(2, (columns * map.wide) / 22)))
+    pen.fillText(data.columns[column], map.left + (column + 0.5) * map.wide, foot);
   drawParts(pen, ink);
   pen.globalAlpha = 1;
 }
 
 function drawParts(pen, ink) {
-  const groups = [...new Set(data.parts)].map((part) => [part, data.parts.indexOf(part), data.parts.lastIndexOf(part) + 1]);
+  const groups = [...new Set(data.parts)].map((part) => [
+    part,
+    data.parts.indexOf(part),
+    data.parts.lastIndexOf(part) + 1,
+  ]);
   if (groups.length < 2) return;
   for (const [part, first, end] of groups) {
     pen.save();
@@ -196,6 +234,8 @@ function drawParts(pen, ink) {
     pen.rotate(-Math.PI / 2);
     pen.fillText(part, 0, 0, (end - first) * map.high);
     pen.restore();
-    if (first) Object.assign(pen, { fillStyle: ink }), pen.fillRect(map.left - 20, map.top + first * map.high - 1, data.columns.length * map.wide + 20, 1.5);
+    if (first)
+      (Object.assign(pen, { fillStyle: ink }),
+        pen.fillRect(map.left - 20, map.top + first * map.high - 1, data.columns.length * map.wide + 20, 1.5));
   }
 }

@@ -1,14 +1,24 @@
 // The table of all heads: sorted by a column, filtered by words and comparisons, drawn where one looks.
 "use strict";
 
-const ROW = 26, AROUND = 8;
+const ROW = 26,
+  AROUND = 8;
 const table = { order: [], columns: [], first: -1, last: -1 };
 let shownHeads = new Set(data ? data.places.keys() : []);
 
 function startTable() {
   const groups = [...new Set(data.measures.map((measure) => measure.group))];
   table.columns = groups.flatMap((group) => data.measures.filter((measure) => measure.group === group));
-  element("groups").append(make("td", {}), ...groups.map((group) => make("th", { scope: "colgroup", colspan: table.columns.filter((measure) => measure.group === group).length }, group)));
+  element("groups").append(
+    make("td", {}),
+    ...groups.map((group) =>
+      make(
+        "th",
+        { scope: "colgroup", colspan: table.columns.filter((measure) => measure.group === group).length },
+        group,
+      ),
+    ),
+  );
   element("columns").append(...[null, ...table.columns].map(columnHead));
   element("filter").addEventListener("input", (event) => change({ filter: event.target.value }));
   element("rows").addEventListener("scroll", () => requestAnimationFrame(() => drawRows()), { passive: true });
@@ -25,7 +35,11 @@ function startTable() {
 
 function columnHead(measure) {
   const name = measure ? measure.name : "";
-  const button = make("button", { type: "button", title: measure ? measure.meaning || false : false }, measure ? measure.title : "layer · head");
+  const button = make(
+    "button",
+    { type: "button", title: measure ? measure.meaning || false : false },
+    measure ? measure.title : "layer · head",
+  );
   button.addEventListener("click", () => {
     const [falling, rising] = [`-${name}`, name];
     change({ sort: name === "" ? (state.sort === "-" ? "" : "-") : state.sort === falling ? rising : falling });
@@ -46,11 +60,14 @@ function arrange() {
 }
 
 function sortRows() {
-  const falling = state.sort.startsWith("-"), measure = measureOf(state.sort.replace(/^-/, ""));
+  const falling = state.sort.startsWith("-"),
+    measure = measureOf(state.sort.replace(/^-/, ""));
   if (measure) {
     const gone = falling ? -Infinity : Infinity;
     const value = (head) => measure.values[head] ?? gone;
-    table.order.sort((one, other) => (value(one) === value(other) ? one - other : (value(one) < value(other)) === falling ? 1 : -1));
+    table.order.sort((one, other) =>
+      value(one) === value(other) ? one - other : value(one) < value(other) === falling ? 1 : -1,
+    );
   } else if (falling) table.order.reverse();
   for (const head of element("columns").children) {
     const own = head.dataset.sort === state.sort.replace(/^-/, "");
@@ -61,7 +78,10 @@ function sortRows() {
 // `3.7`, `layer 3`, a word, or `entropy < 0.3`, `z of symmetry > 5`; commas between them mean and.
 function terms(text) {
   const found = { tests: [], problem: "" };
-  for (const term of text.split(",").map((one) => one.trim().toLowerCase()).filter(Boolean)) {
+  for (const term of text
+    .split(",")
+    .map((one) => one.trim().toLowerCase())
+    .filter(Boolean)) {
     const compared = /^(z of )?(.+?)\s*(<=|>=|<|>|=)\s*(-?[\d.]+(?:e[+-]?\d+)?)$/.exec(term.replaceAll("−", "-"));
     const test = compared ? comparison(compared) : containing(term);
     if (test) found.tests.push(test);
@@ -70,7 +90,13 @@ function terms(text) {
   return found;
 }
 
-const COMPARED = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b };
+const COMPARED = {
+  "<": (a, b) => a < b,
+  ">": (a, b) => a > b,
+  "<=": (a, b) => a <= b,
+  ">=": (a, b) => a >= b,
+  "=": (a, b) => a === b,
+};
 
 function comparison([, ofZ, words, sign, number]) {
   const holds = (value) => value !== null && value !== undefined && COMPARED[sign](value, Number(number));
@@ -78,7 +104,9 @@ function comparison([, ofZ, words, sign, number]) {
   if (words === "head") return (head) => holds(data.columns[data.places[head][1]]);
   const plain = (text) => text.toLowerCase().replaceAll("_", " ");
   const wanted = plain(words);
-  const measure = data.measures.find((one) => [plain(one.name), plain(one.title)].includes(wanted)) ?? data.measures.find((one) => plain(one.name).includes(wanted));
+  const measure =
+    data.measures.find((one) => [plain(one.name), plain(one.title)].includes(wanted)) ??
+    data.measures.find((one) => plain(one.name).includes(wanted));
   if (!measure) return null;
   return ofZ ? (head) => holds(zOf(measure, head)) : (head) => holds(measure.values[head]);
 }
@@ -88,20 +116,32 @@ function containing(term) {
   if (place) return (head) => keyOf(head) === `${place[1]}.${place[2]}`;
   const numbered = /^(layer|head) (\d+)$/.exec(term);
   if (numbered) return comparison([null, "", numbered[1], "=", numbered[2]]);
-  return (head) => `${nameOf(head)} ${data.sites[data.places[head][0]]} ${data.measures.map((measure) => (Object.keys(measure.labels).length ? valueText(measure, head) : "")).join(" ")}`.toLowerCase().includes(term);
+  const labelled = data.measures.filter((measure) => Object.keys(measure.labels).length);
+  const words = (head) => [
+    nameOf(head),
+    data.sites[data.places[head][0]],
+    ...labelled.map((measure) => valueText(measure, head)),
+  ];
+  return (head) => words(head).join(" ").toLowerCase().includes(term);
 }
 
 // Draws the rows in view and a few around them; spacers hold the place of the others.
 function drawRows(again = false) {
-  const box = element("rows"), count = table.order.length;
+  const box = element("rows"),
+    count = table.order.length;
   const first = Math.max(0, Math.floor(box.scrollTop / ROW) - AROUND);
   const last = Math.min(count, Math.ceil((box.scrollTop + box.clientHeight) / ROW) + AROUND);
   if (!again && first === table.first && last === table.last) return;
   Object.assign(table, { first, last });
   const focused = document.activeElement?.closest?.("#body tr")?.dataset.head;
-  element("body").replaceChildren(spacer(first), ...table.order.slice(first, last).map((head, at) => headRow(head, first + at)), spacer(count - last));
+  element("body").replaceChildren(
+    spacer(first),
+    ...table.order.slice(first, last).map((head, at) => headRow(head, first + at)),
+    spacer(count - last),
+  );
   element("all").setAttribute("aria-rowcount", count + 2);
-  if (focused !== undefined) element("body").querySelector(`tr[data-head="${focused}"] button`)?.focus({ preventScroll: true });
+  if (focused !== undefined)
+    element("body").querySelector(`tr[data-head="${focused}"] button`)?.focus({ preventScroll: true });
 }
 
 function spacer(rows) {
@@ -113,8 +153,28 @@ function spacer(rows) {
 function headRow(head, at) {
   const [row, column] = data.places[head];
   const part = new Set(data.parts).size > 1 ? `${data.parts[row]} ` : "";
-  const name = make("th", { scope: "row" }, make("button", { type: "button" }, `${part}${data.layers[row]} · ${data.columns[column]}`));
-  const cells = table.columns.map((measure) => make("td", { class: measure.name === state.measure ? "current" : false, title: reasonOf(measure, head) || false }, valueText(measure, head)));
+  const name = make(
+    "th",
+    { scope: "row" },
+    make("button", { type: "button" }, `${part}${data.layers[row]} · ${data.columns[column]}`),
+  );
+  const cells = table.columns.map((measure) =>
+    make(
+      "td",
+      { class: measure.name === state.measure ? "current" : false, title: reasonOf(measure, head) || false },
+      valueText(measure, head),
+    ),
+  );
   const chosen = chosenHead() === head;
-  return make("tr", { "data-head": head, "aria-rowindex": at + 3, class: chosen ? "chosen" : false, "aria-current": chosen ? "true" : false }, name, ...cells);
+  return make(
+    "tr",
+    {
+      "data-head": head,
+      "aria-rowindex": at + 3,
+      class: chosen ? "chosen" : false,
+      "aria-current": chosen ? "true" : false,
+    },
+    name,
+    ...cells,
+  );
 }

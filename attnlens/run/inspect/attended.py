@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import AttentionRows, QueryKey, Sentence
 from attnlens.run.inspect.chunks import sequences
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
 
 MOST_TOKENS, MOST_ROWS = 512, 40_000
 """Tokens of the sequence, and rows of all heads together, that a report keeps."""
@@ -38,6 +41,7 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
     """The rows of every head in the first sequence of the batch, without its padding."""
     _, first = next(sequences(query_key))
     attention = first.attention[0].double().cpu()
+    sentence = sentence if sentence is not None and _fits(sentence, attention) else None
     weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))
     counts = (weights >= LEAST).sum(-1).clamp(min=1)
     shown = weights.round(decimals=4)
@@ -59,6 +63,12 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
             )
         )
     return found
+
+
+def _fits(sentence: Sentence, attention: Float[Tensor, "heads queries keys"]) -> bool:
+    """Whether rows and columns are its tokens: modules that attend within windows, or to images too, have others."""
+    queries = sentence.keys if sentence.queries is None else sentence.queries
+    return attention.shape[1:] == (len(queries), len(sentence.keys))
 
 
 def _rest(row: Tensor, kept: Tensor) -> float:
