@@ -202,7 +202,7 @@ def test_a_token_tells_what_it_attends_to_and_what_attends_to_it(browser: Chrome
     browser.execute_script("document.querySelector('.queries button').focus()")
     browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
     assert text(browser, "attends").endswith(
-        "attends to “</script><!--” 0.50, “=cmd|' /C calc'!A0” 0.30; to all others 0.20."
+        "attends to “</script><!--” 0.50, “=cmd|' /C calc'!A0” 0.30; to the rest 0.20."
     )
     assert len(browser.find_elements(By.CSS_SELECTOR, ".keys .lit")) == 2
     browser.execute_script("document.querySelector('.keys button').focus()")

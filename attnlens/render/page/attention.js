@@ -108,7 +108,7 @@ function sentence(rows, side, place, found) {
     const told = most.map(([, key, weight]) => `“${rows.keys[key]}” ${weight.toFixed(2)}`);
     const others =
       found.reduce((sum, one) => sum + one[2], rows.rest[place] / 1000) - most.reduce((sum, one) => sum + one[2], 0);
-    return `Token ${place}, “${rows.queries[place]}”, attends to ${told.join(", ")}; to all others ${others.toFixed(2)}.`;
+    return `Token ${place}, “${rows.queries[place]}”, attends to ${told.join(", ")}; to the rest ${others.toFixed(2)}.`;
   }
   const told = most.map(([query, , weight]) => `“${rows.queries[query]}” (${query}) ${weight.toFixed(2)}`);
   if (!told.length)

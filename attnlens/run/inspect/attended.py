@@ -38,8 +38,10 @@ def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) ->
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """The rows of every head in the first sequence of the batch, without its padding."""
-    _, first = next(sequences(query_key))
+    """The rows of every head in the first sequence of the batch, without its padding; none where it holds nothing."""
+    first = next((one for row, one in sequences(query_key) if row == 0), None)
+    if first is None:
+        return []
     attention = first.attention[0].double().cpu()
     sentence = sentence if sentence is not None and _fits(sentence, attention) else None
     weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))
