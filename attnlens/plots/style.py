@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import matplotlib.style
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter
 
@@ -90,6 +91,11 @@ def encoded(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figur
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
+
+
+def crowded(figure: Figure) -> bool:
+    """Whether it holds lines as pixels, being too many."""
+    return any(lines.get_rasterized() for lines in figure.findobj(LineCollection))
 
 
 def tick_positions(count: int, most: int) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens.errors import OutputError
-from attnlens.plots.style import DPI, FORMATS, encoded, house_style
+from attnlens.plots.style import DPI, FORMATS, crowded, encoded, house_style
 from attnlens.sections.section import Picture
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def embedded_picture(picture: Picture) -> tuple[str, bytes]:
     """The picture for a page, and its media type: as vectors where these are small, else as pixels for a screen."""
     with house_style():
         drawn = picture.draw()
-        crowded = any(artist.get_rasterized() for artist in drawn.findobj())
-        vectors = b"" if crowded else encoded(drawn, ".svg")
+        vectors = b"" if crowded(drawn) else encoded(drawn, ".svg")
         if 0 < len(vectors) <= LARGEST_VECTOR:
             return "image/svg+xml", vectors
         return "image/png", encoded(drawn, ".png", DPI)
