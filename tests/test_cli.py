@@ -10,6 +10,7 @@ import time
 import families
 import forkserver
 import pytest
+import views
 from program import DEMO, SMALL, attnlens, refused, without_torch
 from safetensors.torch import load_file, save_file
 
@@ -51,8 +52,8 @@ def test_html_and_markdown_are_written(tmp_path):
     result = attnlens("inspect", "demo", "--html", "page.html", "--markdown", "page.md", *SMALL, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "page.html").read_text()
-    assert "data:image/png;base64," in page
-    assert "<script" not in page
+    assert "data:image/svg+xml;base64," in page
+    assert views.runs_its_own_script_alone(page)
     assert "COMPLETE" in (tmp_path / "page.md").read_text()
 
 

@@ -30,7 +30,7 @@ def test_the_flag_alone_follows_the_demo_through_its_own_checkpoints(tmp_path):
     assert report.experiments[0].curves["weights.symmetry"].steps == [0, 30, 100, 300, 1000, 3000, 6000]
     assert (tmp_path / "pictures" / "overview.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "pictures" / "weights.symmetry.png").exists()
-    assert "data:image/png;base64," in (tmp_path / "r.html").read_text()
+    assert "data:image/" in (tmp_path / "r.html").read_text()
     assert "weights.symmetry" in (tmp_path / "r.md").read_text()
     rows = (tmp_path / "r.csv").read_text().splitlines()
     assert rows[0] == "layer,head,measure,training step,value,se"

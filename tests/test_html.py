@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 import views
 from reports import CROSS, synthetic_report
+from views import Tags
 
-from attnlens.records import Extreme, File, Report, Skipped, Text, TextSummary
+from attnlens.records import AttentionRows, Extreme, File, Report, Sentence, Skipped, Text, TextSummary
 
 HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-class Tags(HTMLParser):
-    """Every tag with its attributes, and all text between them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def hostile() -> Report:
@@ -56,9 +40,18 @@ def hostile() -> Report:
             "tool": report.tool.model_copy(update={"name": HOSTILE, "version": HOSTILE}),
             "coverage": report.coverage.model_copy(update={"skipped": skipped, "analysed": 3}),
             "summary": report.summary.model_copy(update={"extremes": extremes, "texts": texts}),
+            "attention": [attended()],
             "heads": [head.model_copy(update={"site": HOSTILE, "measures": measures(head)}) for head in report],
         }
     )
+
+
+def attended() -> AttentionRows:
+    """The rows of a head on three hostile tokens."""
+    place = {"site": HOSTILE, "layer": 0, "head": 0, "kv_head": 0, "part": "decoder"}
+    sentence = Sentence(sequence=0, keys=[HOSTILE, "=cmd|' /C calc'!A0", "</script><!--"])
+    rows = {"keys": [[0], [1, 0], [2, 1]], "weights": [[1], [0.6, 0.4], [0.5, 0.3]], "rest": [0, 0, 0.2]}
+    return AttentionRows(**place, sequence=0, **rows, sentence=sentence)
 
 
 def measures(head):
@@ -75,11 +68,26 @@ def test_strings_from_strangers_are_text_without_control_characters() -> None:
     assert not STEERING.search(page)
     assert STEERING.search(HOSTILE)  # the control
     found = Tags(page)
-    assert {tag for tag, _ in found.tags}.isdisjoint({"script", "iframe", "a", "link", "object", "svg"})
+    assert {tag for tag, _ in found.tags}.isdisjoint({"iframe", "a", "link", "object", "svg"})
+    assert views.runs_its_own_script_alone(page)
+    assert not views.runs_its_own_script_alone(page.replace("<main>", "<main><script>alert(1)</script>"))
     allowed = {"class", "title", "colspan", "src", "alt", "charset", "http-equiv", "content", "lang", "name"}
-    assert {name for _, attributes in found.tags for name in attributes} <= allowed
+    allowed |= {"id", "type", "hidden", "tabindex", "scope", "role", "placeholder", "autocomplete", "spellcheck"}
+    named = {name for _, attributes in found.tags for name in attributes}
+    assert {name for name in named if not name.startswith("aria-")} <= allowed
     assert found.text.count("<script>alert(1)</script>") > 10  # shown as what it is
-    assert [attributes["src"][:22] for tag, attributes in found.tags if tag == "img"] == ["data:image/png;base64,"]
+    assert [attributes["src"][:11] for tag, attributes in found.tags if tag == "img"] == ["data:image/"]
+    data = next(text for attributes, text in found.scripts if attributes.get("id") == "data")
+    assert not {"<", ">", "&"} & set(data)
+    assert not STEERING.search("".join(strings(json.loads(data))))
+
+
+def strings(value):
+    """Every string in what JSON holds."""
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(part)
 
 
 def test_an_ordinary_page_keeps_its_letters() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
+from html.parser import HTMLParser
 from pathlib import Path
 
 from rich.console import Console
@@ -52,6 +55,41 @@ def csv(report: Report) -> str:
 
 def page(report: Report) -> str:
     return export.WRITERS["html"](report)
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes, the text between tags, and what its scripts hold."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts.append((self.tags[-1][1], data))
+        else:
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self.tags.append(("/script", {}))
+
+
+def runs_its_own_script_alone(page: str) -> bool:
+    """Whether the page holds no script but data and the one that its policy names by hash."""
+    found = Tags(page)
+    policy = next(given["content"] or "" for _, given in found.tags if given.get("http-equiv"))
+    own = "script-src 'sha256-{}';"
+    running = [text for given, text in found.scripts if given.get("type") != "application/json"]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in running]
+    tags = [tag for tag, _ in found.tags if tag == "script"]
+    return len(tags) == len(found.scripts) <= 2 and [own.format(one) in policy for one in hashes] == [True]
 
 
 def save_pictures(report: Report, target: Path) -> list[Path]:

@@ -50,6 +50,11 @@ class Inputs:
             found._add_model(name, given)
         return found
 
+    @classmethod
+    def of_report(cls, path: str) -> Inputs:
+        """That of a command which reads one report."""
+        return cls({identity(Path(path)): "the report"})
+
     def holding(self, output: Path) -> str:
         """What `output` is an input as, in words; empty where it is none, as a file that is not there."""
         if not os.path.exists(output):  # noqa: PTH110  # never raises: what can't be looked at is told by who writes it

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attnlens import requests
+from attnlens.choices import SHOWN as SELECTION
 from attnlens.errors import TextError, UsageError
 from attnlens.requests import OUTPUT
 from attnlens.requests.fields import CallOnly
@@ -214,7 +215,7 @@ def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UsageError for a head beside other layers or heads, and for something to show without a head.
     """
-    if given["head"] is None and given["show"] is not None:
+    if given["head"] is None and given["show"] == SELECTION:
         raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
     return requests.one_head(given["head"], given["layers"], given["heads"])
 

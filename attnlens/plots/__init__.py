@@ -2,11 +2,12 @@
 
 from attnlens.plots.comparison import comparison_overview, comparison_panels
 from attnlens.plots.experiments import experiment_overview, experiment_panels
-from attnlens.plots.fans import fan_figure
-from attnlens.plots.maps import map_figure
+from attnlens.plots.fans import falls_far, fan_figure
+from attnlens.plots.maps import map_figure, palette
 from attnlens.plots.overview import overview_figure
 from attnlens.plots.panel_pages import panel_figure
 from attnlens.plots.selection import margins_figure
+from attnlens.plots.shares import named_parts
 from attnlens.plots.swaps import swap_overview, swap_panels
 
 __all__ = [
@@ -14,10 +15,13 @@ __all__ = [
     "comparison_panels",
     "experiment_overview",
     "experiment_panels",
+    "falls_far",
     "fan_figure",
     "map_figure",
     "margins_figure",
+    "named_parts",
     "overview_figure",
+    "palette",
     "panel_figure",
     "swap_overview",
     "swap_panels",

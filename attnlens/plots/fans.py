@@ -156,8 +156,7 @@ def limit_values(
 ) -> None:
     """Room for all curves; a logarithmic axis where the medians fall far."""
     values = np.concatenate(curves)
-    falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
-    if falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians):
+    if falls_far(values, medians):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -167,6 +166,12 @@ def limit_values(
         room = 0.04 * (values.max() - values.min()) or 0.5
         axes.set_ylim(values.min() - room, values.max() + room)
         axes.yaxis.set_major_formatter(PlainNumbers())
+
+
+def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
+    """Whether the curves of these values, with these medians, want a logarithmic axis."""
+    falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
+    return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
 
 def show_depths(axes: Axes, shapes: Shapes, norm: Normalize) -> None:

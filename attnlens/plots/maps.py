@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.colors import BoundaryNorm, CenteredNorm, Colormap, ListedColormap, Normalize
+from matplotlib.colors import BoundaryNorm, CenteredNorm, Colormap, ListedColormap, Normalize, to_hex
 from matplotlib.patches import Patch
 
 from attnlens.plots.captions import full_caption, heading, typeset
@@ -31,6 +32,25 @@ CELL = 0.42
 
 SAME = 1e-6
 """Relative spread up to which all heads have one colour."""
+
+STEPS = 64
+"""Colours by which a page that draws its own maps is told a colour map."""
+
+
+@dataclass(frozen=True)
+class Palette:
+    """The colours of a map, for what draws it without matplotlib."""
+
+    name: str
+    """The colour map's."""
+    colours: tuple[str, ...]
+    """From its low end to its high end, evenly spaced; of categories, each one's."""
+    low: float
+    """What its low end stands for."""
+    high: float
+    """What its high end stands for."""
+    cut: str
+    """Which ends stand for all that is beyond, too: neither, min, max, both."""
 
 
 def map_figure(shapes: Shapes, name: str) -> Figure:
@@ -91,6 +111,14 @@ def scale(reading: MeasureMap) -> tuple[Colormap, Normalize, str]:
     if high - low <= SAME * abs(high):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     return colormaps["viridis"], Normalize(low, high), extend
+
+
+def palette(reading: MeasureMap) -> Palette:
+    """The same as colours and limits."""
+    colours, norm, extend = scale(reading)
+    steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
+    samples = tuple(to_hex(colour) for colour in colours(np.linspace(0, 1, steps)))
+    return Palette(colours.name, samples, float(norm.vmin or 0), float(norm.vmax or 0), extend)
 
 
 def null_mark(reading: MeasureMap) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,13 +25,10 @@ CROWDED = 24
 def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
     """A line a head, of its parts, which sum to 1; a layer's heads by their first part. Without a value: hatched."""
     names = shapes.shares[whole]
-    shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
     ends, parts, empty = _stacked(shapes, names, height)
     left = np.zeros(len(ends))
-    for number, (name, part) in enumerate(zip(names, parts, strict=True)):
-        label = title_of(name)[shared.rfind(" ") + 1 :]
-        colour = PART_COLOURS.get(label, CATEGORIES[number % len(CATEGORIES)])
+    for (label, colour), part in zip(named_parts(names), parts, strict=True):
         axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
         left = left + part
     for row in empty:
@@ -42,6 +40,13 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -
     axes.spines[["top", "right"]].set_visible(False)
     label_layers(axes, shapes.layers, shapes.parts, named=named)
     legend_above(axes, min(4, len(names)))
+
+
+def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
+    """What each part of a whole is called, without the words that all begin with, and its colour."""
+    shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
+    labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
+    return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
 
 
 def _stacked(

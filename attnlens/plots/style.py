@@ -6,11 +6,12 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib.style
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter
 
@@ -85,11 +86,16 @@ def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
     return figure
 
 
-def encoded(figure: Figure, suffix: str) -> bytes:
-    """The figure as the bytes of a .png, .svg or .pdf file, without dates."""
+def encoded(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figure") -> bytes:
+    """The figure as the bytes of a .png, .svg or .pdf file, without dates; pixels as the figure says, or so many."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix])
+    figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
+
+
+def crowded(figure: Figure) -> bool:
+    """Whether it holds lines as pixels, being too many."""
+    return any(lines.get_rasterized() for lines in figure.findobj(LineCollection))
 
 
 def tick_positions(count: int, most: int) -> list[int]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         read_report,
     )
     from attnlens.records.rotation import Rotation
-    from attnlens.records.selections import Pick, Selection, Sentence
+    from attnlens.records.selections import AttentionRows, Pick, Selection, Sentence
     from attnlens.records.swaps import (
         PARTS,
         Change,
@@ -58,7 +58,7 @@ _NAMES = {
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "rotation": "Rotation",
-    "selections": "Pick Selection Sentence",
+    "selections": "AttentionRows Pick Selection Sentence",
     "swaps": "PARTS Change Effect Healing HealingStep Outcome Pair SiteSwap Stage Swap Task TextChange TextCosine",
     "tensors": "QueryKey Site Source",
     "windows": "Windows",
@@ -69,6 +69,7 @@ _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for
 __all__ = [
     "PARTS",
     "AdapterInfo",
+    "AttentionRows",
     "Baseline",
     "BaselineMeasure",
     "BlockChange",

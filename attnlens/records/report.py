@@ -20,7 +20,7 @@ from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
-from attnlens.records.selections import Selection
+from attnlens.records.selections import AttentionRows, Selection
 from attnlens.records.swaps import Swap
 from attnlens.records.windows import Windows
 from attnlens.wording import clean
@@ -178,6 +178,9 @@ class Report(Record):
     """What experiments found (`converge`, `verify`)."""
     selections: list[Selection] = []
     """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
+    attention: list[AttentionRows] = []
+    """What the tokens of one sequence attend to, head by head, where that was to be shown (`inspect --show attention`).
+    """
     windows_file: File | None = None
     """The file of --windows-csv that was written with it, and lies beside it."""
     timings: dict[str, Number] = {}

@@ -1,6 +1,8 @@
-"""Selections as text: the posed queries, their selected tokens and support vectors."""
+"""What heads do on tokens: the posed queries with their selected tokens and support vectors, and attention rows."""
 
 from __future__ import annotations
+
+from pydantic import model_validator
 
 from attnlens.choices import Space
 from attnlens.records.measures import Count, HeadId, Number, Record
@@ -47,3 +49,31 @@ class Selection(HeadId):
     """Each null head's margins over its own best, ascending."""
     sentences: list[Sentence] = []
     """The sequences of the picks."""
+
+
+class AttentionRows(HeadId):
+    """What each query of one sequence attends to: its largest weights."""
+
+    sequence: Count
+    """The sequence's number among those fed."""
+    keys: list[list[Count]]
+    """For each query the places of the keys with the largest weights, the largest first."""
+    weights: list[list[Number]]
+    """Their weights."""
+    rest: list[Number]
+    """For each query the sum of its other weights."""
+    sentence: Sentence | None = None
+    """The tokens; None where the model reads no text, or its rows are not its tokens."""
+
+    @model_validator(mode="after")
+    def _of_one_size(self) -> AttentionRows:
+        if not len(self.keys) == len(self.weights) == len(self.rest):
+            raise ValueError("keys, weights and rest are of different numbers of queries")
+        if any(len(places) != len(row) for places, row in zip(self.keys, self.weights, strict=True)):
+            raise ValueError("a query has another number of keys than of weights")
+        if self.sentence is not None:
+            queries = self.sentence.keys if self.sentence.queries is None else self.sentence.queries
+            beyond = any(place >= len(self.sentence.keys) for places in self.keys for place in places)
+            if beyond or len(queries) != len(self.keys):
+                raise ValueError("its tokens are not those of its rows")
+        return self

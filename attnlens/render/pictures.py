@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens.errors import OutputError
-from attnlens.plots.style import FORMATS, encoded, house_style
+from attnlens.plots.style import DPI, FORMATS, crowded, encoded, house_style
 from attnlens.sections.section import Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "Drawing", "encoded_picture", "figure", "file_names", "files_of", "is_file"]
+__all__ = ["FORMATS", "Drawing", "embedded_picture", "encoded_picture", "figure", "file_names", "files_of", "is_file"]
 
+LARGEST_VECTOR = 400_000
+"""Bytes of a picture in vectors beyond which a page holds it as pixels."""
 Drawing = Callable[[], bytes]
 """Draws one picture; the bytes of its file."""
 
@@ -31,6 +33,16 @@ def encoded_picture(picture: Picture, suffix: str = ".png") -> bytes:
     """Draw it; the bytes of a file of that kind. The same picture gives the same bytes."""
     with house_style():
         return encoded(picture.draw(), suffix)
+
+
+def embedded_picture(picture: Picture) -> tuple[str, bytes]:
+    """The picture for a page, and its media type: as vectors where these are small, else as pixels for a screen."""
+    with house_style():
+        drawn = picture.draw()
+        vectors = b"" if crowded(drawn) else encoded(drawn, ".svg")
+        if 0 < len(vectors) <= LARGEST_VECTOR:
+            return "image/svg+xml", vectors
+        return "image/png", encoded(drawn, ".png", DPI)
 
 
 def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:

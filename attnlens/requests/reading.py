@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnlens import registry
-from attnlens.choices import SHOWN
+from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UsageError
 from attnlens.records import Settings
 from attnlens.registry import Analyzer, Gathering
@@ -29,7 +29,10 @@ def chosen(
     Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
     ignored, and where nothing can be shown.
     """
-    found = registry.analyzers(named or [SHOWN] * (show is not None), asked.source)
+    posed = show == SHOWN
+    if show == ATTENTION and asked.source == "weights":
+        raise UsageError("source weights reads no text to attend to.", "Leave out --source, or --show attention.")
+    found = registry.analyzers(named or [SHOWN] * posed, asked.source)
     if not found:
         raise UsageError(
             f"{', '.join(named) or show} reads nothing from {asked.source}.",
@@ -39,8 +42,8 @@ def chosen(
     found = list({id(analyzer): analyzer for analyzer in found}.values())
     names = list(dict.fromkeys(analyzer.name for analyzer in found))
     looked = SHOWN in names
-    if not looked and (select != "argmax" or show is not None):
-        word = f"--select {select}" if show is None else f"--show {show}"
+    if not looked and (select != "argmax" or posed):
+        word = f"--show {show}" if posed else f"--select {select}"
         raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
     return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
 

@@ -172,10 +172,11 @@ class InspectRequest(SeriesRequest, total=False):
     """What `inspect` can be asked for."""
 
     show: Annotated[
-        Literal["selection"] | None,
+        Literal["selection", "attention"] | None,
         Option(
             "With --head: the tokens that the head selects and those that hold its SVM up (`selection`), posed on the "
-            "module's inputs where M lives on them, else on queries and keys.",
+            "module's inputs where M lives on them, else on queries and keys. Of all heads: what each token of the "
+            "first window attends to (`attention`), which the page draws.",
             metavar="WHAT",
         ),
     ]

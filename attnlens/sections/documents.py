@@ -10,6 +10,8 @@ from attnlens.sections import checked
 from attnlens.sections.details import details, glossary, provenance
 from attnlens.sections.every_head import head_tables
 from attnlens.sections.kinds import kind_of
+from attnlens.sections.page.explorer import explorer
+from attnlens.sections.page.found import found_sections
 from attnlens.sections.section import Document, Heading, Picture, Section, Sheet, sheet
 from attnlens.sections.selections import selections
 from attnlens.sentences import reports
@@ -36,9 +38,10 @@ def page(report: Report) -> Document:
     """The report on one page of any length. Raises UsageError where it has nothing to draw."""
     kind, shapes = kind_of(report), Shapes(report)
     measures = glossary(map(shapes.info, kind.measured(shapes)))
-    first = Section(picture=kind.overview(shapes))
-    told = (first, *checked.sections(report), *kind.page(shapes), *_missing(shapes), *measures, provenance(report))
-    return Document(_head(report, whole=True), told)
+    picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
+    opening = (*found_sections(shapes), *_missing(shapes))
+    told = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
+    return Document(_head(report, whole=True), told, opening, explorer(shapes))
 
 
 def pictures(report: Report) -> list[Picture]:

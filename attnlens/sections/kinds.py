@@ -18,6 +18,7 @@ from attnlens.sections.doctor import site_checks
 from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
 from attnlens.sections.layers import layer_sections
+from attnlens.sections.page.found import extreme_heads, layer_tables
 from attnlens.sections.section import Cell, Picture, Row, Section
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.sentences import reports
@@ -29,6 +30,11 @@ from attnlens.wording import clean
 if TYPE_CHECKING:
     from attnlens.plots.page import Panel
 
+MOST_CELLS = 16_000
+"""Heads times measures up to which a page has a table of them for readers without scripts."""
+TOO_MANY = Section(
+    "Every head", lines=("There are too many heads for a table without scripts: --csv writes them all.",), instead=True
+)
 FURTHEST = 1e300
 """The largest number, either side of 0, that an axis reaches: float64 ends at 1.8e308, and differences are drawn."""
 
@@ -56,7 +62,9 @@ class Kind:
     title: Callable[[Report], str] = reports.title
     """Of what the report is."""
     headed: bool = True
-    """Whether the model and its coverage stand above."""
+    """Whether the model and its coverage stand above a summary."""
+    pictured: bool = True
+    """Whether a page shows its overview."""
 
     def overview(self, shapes: Shapes) -> Picture:
         """The picture that stands for the report. Raises UsageError where there is nothing to draw."""
@@ -78,20 +86,19 @@ def kind_of(report: Report) -> Kind:
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     yield from layer_sections(shapes, whole=whole)
     yield from adapter_sections(shapes.report)
-    yield from _extremes(shapes.report)
+    yield from extreme_heads(shapes.report)
 
 
 def _head_page(shapes: Shapes) -> Iterator[Section]:
     yield from adapter_sections(shapes.report)
-    yield from _extremes(shapes.report)
     if shapes.report.heads:
-        yield head_table(shapes)
+        yield replace(head_table(shapes), instead=True) if _tabled(shapes) else TOO_MANY
+        yield from layer_tables(shapes)
 
 
-def _extremes(report: Report) -> Iterator[Section]:
-    found = tuple(map(reports.extreme, report.summary.extremes))
-    if found:
-        yield Section("Most extreme heads (ranks, not tests)", items=found)
+def _tabled(shapes: Shapes) -> bool:
+    """Whether a table of all heads is small enough to stand on a page beside the numbers that its script draws."""
+    return len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
 
 
 def _head_rows(report: Report) -> list[Row]:
@@ -245,4 +252,10 @@ EXPERIMENTS = Kind(
     standing=outcome,
     more=series_sections,
 )
-CHECKS = replace(HEADS, summary=lambda shapes, _whole: site_checks(shapes.report), headed=False)
+CHECKS = replace(
+    HEADS,
+    summary=lambda shapes, _whole: site_checks(shapes.report),
+    page=lambda shapes: site_checks(shapes.report),
+    headed=False,
+    pictured=False,
+)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from attnlens.sections.page.explorer import Explorer
+
 Cell = str | int | float | bool | None
 """What stands in a sheet; None: nothing."""
 Row = Mapping[str, Cell]
@@ -85,6 +87,8 @@ class Section:
     """What one must know to read the table."""
     passages: tuple[Passage, ...] = ()
     """Texts with marked tokens, which a terminal alone draws."""
+    instead: bool = False
+    """Whether a page shows it only where no script can, which draws the same from `Document.explorer`."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,10 @@ class Document:
     head: Heading | None
     """None where the sections say it all."""
     sections: tuple[Section, ...]
+    opening: tuple[Section, ...] = ()
+    """What a page says first: what was found, how sure that is, what is missing."""
+    explorer: Explorer | None = None
+    """What a page lets its reader explore between the opening and the sections."""
 
 
 @dataclass(frozen=True)

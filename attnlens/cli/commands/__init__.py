@@ -14,6 +14,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
+from attnlens.cli.commands.report import report
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
@@ -132,6 +133,7 @@ def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict =
 
 
 app.command()(verify)
+app.command()(report)
 
 
 @app.command(name="list")

@@ -62,5 +62,5 @@ def prepared(
     feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *told, shown=given["show"] is not None)
+    inspection = Inspection(loaded, settings, chosen, *told, show=given["show"])
     return inspection, contents, feeding.cut_of(settings, given)

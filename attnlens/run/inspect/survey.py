@@ -10,20 +10,22 @@ from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
 from attnlens.arguments import selection_share
+from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.hooks.padding import hiding_padding
-from attnlens.records import Call, Conventions, Null, QueryKey, Report, Settings, Site
+from attnlens.records import AttentionRows, Call, Conventions, Null, QueryKey, Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run import checks, feeding
 from attnlens.run.checks import conventions
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.adapted import with_base
+from attnlens.run.inspect.attended import attention_rows, refuse_many_rows
 from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import Collector, scaled_null
 from attnlens.run.inspect.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.summary import summarised, windows_of
-from attnlens.run.inspect.token_text import told
+from attnlens.run.inspect.token_text import sentence_of, told
 from attnlens.run.perplexity import Guesses
 from attnlens.run.progress import Interrupted, Progress, timed
 from attnlens.run.provenance import report_of
@@ -51,9 +53,10 @@ class Inspection:
     tokenless: str | None = None
     fed: texts.Batches | None = None
     finished: int = 0
-    shown: bool = False
     factors: dict[Site, weights.Factors | UnreadableError] | None = None
     """What was read of each site's weights, where somebody wants to keep it."""
+    show: str | None = None
+    rows: list[AttentionRows] = field(default_factory=list)
     gathered: Gathered = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class Inspection:
 
     def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
         return GatheringPlace(
-            site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.shown
+            site, form, self.settings.seed, selection_share(self.settings.select or "argmax"), self.show == SHOWN
         )
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
@@ -126,6 +129,8 @@ class Inspection:
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)
         self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
+        if self.show == ATTENTION:
+            refuse_many_rows(self.reached, self.settings.heads)
         for found in self.reached:
             heads = found.call.query.shape[1]
             self.collector.enter(found.site, [head // found.call.group for head in range(heads)])
@@ -230,6 +235,8 @@ class Inspection:
                     call = hiding_padding(call, batch.inputs)
                     self._analyse_tokens(site, call.query_key(site), analyzers, numbers)
                     gather(site, call, numbers)
+                    if self.show == ATTENTION and numbers[0] == 0:
+                        self._keep_rows(site, call.query_key(site), batches)
 
             try:
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
@@ -257,6 +264,12 @@ class Inspection:
             steps = self.settings.tokens if self.settings.pack is False else None
             self.collector.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
 
+    def _keep_rows(self, site: Site, query_key: QueryKey, batches: Sequence[texts.Batch]) -> None:
+        """The attention rows of the first sequence, for the heads that were asked for."""
+        heads = [head for head in finite_heads(query_key) if (site, head) in self.collector.drafts]
+        sentence = sentence_of(site.part, self.loaded, batches, 0)
+        self.rows += attention_rows(query_key.select(heads), sentence) if heads else []
+
     def _report(self) -> Report:
         info = self.loaded.info.model_copy(update={"conventions": self.conventions})
         return report_of(
@@ -267,6 +280,7 @@ class Inspection:
             heads=self.collector.heads(),
             summary=summarised(self.collector, self._names, self.identity_error, self.settings.seed),
             selections=self.gathered.shown,
+            attention=self.rows,
             timings=self.timings,
         ).with_windows(windows_of(self.collector, self.settings))
 

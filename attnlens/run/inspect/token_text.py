@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attnlens import models, texts
+from attnlens.choices import Part
 from attnlens.records import Selection, Sentence
 
 SIGNS = {"\n": "↵", "\t": "→"}
@@ -15,24 +16,25 @@ SIGNS = {"\n": "↵", "\t": "→"}
 
 def told(selection: Selection, loaded: models.Loaded, batches: Sequence[texts.Batch]) -> Selection:
     """The selection with the texts of its sequences; unchanged where the model reads no text."""
-    unread = selection.part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq")
-    if unread or loaded.tokenizer is None:
-        return selection
     numbers = sorted({pick.sequence for pick in selection.picks})
+    found = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
+    return selection.model_copy(update={"sentences": [sentence for sentence in found if sentence is not None]})
+
+
+def sentence_of(part: Part, loaded: models.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
+    """The tokens that this part of the model reads of a sequence; None where it reads no text."""
+    unread = part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq")
+    if unread or loaded.tokenizer is None:
+        return None
     starts = [sum(batch.size for batch in batches[:index]) for index in range(len(batches))]
-    sentences = []
-    for number in numbers:
-        index = max(place for place, start in enumerate(starts) if start <= number)
-        sentences.append(_sentence(selection, loaded, batches[index].inputs, number, number - starts[index]))
-    return selection.model_copy(update={"sentences": sentences})
+    index = max(place for place, start in enumerate(starts) if start <= number)
+    return _sentence(part, loaded, batches[index].inputs, number, number - starts[index])
 
 
-def _sentence(
-    selection: Selection, loaded: models.Loaded, inputs: dict[str, Tensor], number: int, row: int
-) -> Sentence:
-    decoder = "decoder_" if selection.part in ("decoder", "cross") and "decoder_input_ids" in inputs else ""
+def _sentence(part: Part, loaded: models.Loaded, inputs: dict[str, Tensor], number: int, row: int) -> Sentence:
+    decoder = "decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else ""
     queries = _words(loaded, inputs, decoder, row)
-    if selection.part != "cross":
+    if part != "cross":
         return Sentence(sequence=number, keys=queries)
     return Sentence(sequence=number, keys=_words(loaded, inputs, "", row), queries=queries)
 

@@ -1,0 +1,118 @@
+// A sequence's tokens twice, with lines from each token to those that it attends to; one looks at a token at a time.
+"use strict";
+
+const LINE = { high: 19, wide: 150, steps: 8, least: 0.06 };
+
+function attended(rows) {
+  if (!rows) return [];
+  const count = Math.max(rows.queries.length, rows.keys.length),
+    high = count * LINE.high;
+  const says = make("p", { id: "attends", role: "status" }, "Hover or focus a token.");
+  const lines = draw("svg", {
+    class: "lines",
+    viewBox: `0 0 ${LINE.wide} ${high}`,
+    width: LINE.wide,
+    height: high,
+    "aria-hidden": "true",
+  });
+  const pictured = { rows, says, lines, over: draw("g", { class: "over" }), columns: {} };
+  lines.append(...faint(rows), pictured.over);
+  for (const side of ["queries", "keys"]) pictured.columns[side] = column(pictured, side);
+  const { queries, keys } = pictured.columns;
+  const box = make(
+    "div",
+    { class: "attended", role: "group", "aria-label": "Tokens and what they attend to: arrow keys move" },
+    queries,
+    lines,
+    keys,
+  );
+  box.addEventListener("pointerleave", () => look(pictured, "", -1));
+  return [make("h4", {}, "Attention on the first sequence"), says, box];
+}
+
+const middle = (place) => (place + 0.5) * LINE.high;
+const curve = (query, key) =>
+  `M0,${middle(query)}C${LINE.wide / 2},${middle(query)} ${LINE.wide / 2},${middle(key)} ${LINE.wide},${middle(key)}`;
+
+// All lines, as one path for each step of weight.
+function faint(rows) {
+  const paths = Array.from({ length: LINE.steps }, () => []);
+  rows.places.forEach((keys, query) =>
+    keys.forEach((key, at) => {
+      const step = Math.min(LINE.steps - 1, Math.floor((rows.weights[query][at] / 1000) * LINE.steps));
+      paths[step].push(curve(query, key));
+    }),
+  );
+  return paths.map((lines, step) =>
+    draw("path", { d: lines.join(""), opacity: LINE.least + (0.6 * (step + 0.5)) / LINE.steps }),
+  );
+}
+
+function column(pictured, side) {
+  const made = make("ol", { class: side });
+  made.append(
+    ...pictured.rows[side].map((token, place) =>
+      make("li", {}, make("button", { type: "button", tabindex: place ? -1 : 0, "data-place": place }, token)),
+    ),
+  );
+  const placeOf = (event) => Number(event.target.dataset?.place ?? -1);
+  made.addEventListener("pointerover", (event) => placeOf(event) >= 0 && look(pictured, side, placeOf(event)));
+  made.addEventListener("focusin", (event) => look(pictured, side, placeOf(event)));
+  made.addEventListener("keydown", (event) => {
+    const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    const other = step && made.children[placeOf(event) + step]?.firstChild;
+    if (!other) return;
+    event.preventDefault();
+    event.target.tabIndex = -1;
+    other.tabIndex = 0;
+    other.focus();
+  });
+  return made;
+}
+
+// Marks one token and those on the other side that it attends to, or that attend to it; none for place −1.
+function look(pictured, side, place) {
+  const { rows, says, over, lines, columns } = pictured;
+  for (const token of lines.parentNode.querySelectorAll(".lit")) {
+    token.classList.remove("lit");
+    token.style.removeProperty("--weight");
+  }
+  lines.classList.toggle("looking", place >= 0);
+  const found = place < 0 ? [] : side === "queries" ? outgoing(rows, place) : incoming(rows, place);
+  over.replaceChildren(
+    ...found.map(([query, key, weight]) =>
+      draw("path", { d: curve(query, key), "stroke-width": 0.8 + 5 * weight, opacity: 0.35 + 0.65 * weight }),
+    ),
+  );
+  if (place < 0) return;
+  const light = (which, at, weight) => {
+    const token = columns[which].children[at].firstChild;
+    token.classList.add("lit");
+    token.style.setProperty("--weight", `${Math.round(15 + 75 * weight)}%`);
+  };
+  light(side, place, 1);
+  for (const [query, key, weight] of found)
+    light(side === "queries" ? "keys" : "queries", side === "queries" ? key : query, weight);
+  says.textContent = sentence(rows, side, place, found);
+}
+
+const outgoing = (rows, query) => rows.places[query].map((key, at) => [query, key, rows.weights[query][at] / 1000]);
+const incoming = (rows, key) =>
+  rows.places.flatMap((keys, query) =>
+    keys.includes(key) ? [[query, key, rows.weights[query][keys.indexOf(key)] / 1000]] : [],
+  );
+
+function sentence(rows, side, place, found) {
+  const most = [...found].sort((one, other) => other[2] - one[2]).slice(0, 6);
+  if (side === "queries") {
+    const told = most.map(([, key, weight]) => `“${rows.keys[key]}” ${weight.toFixed(2)}`);
+    const others =
+      found.reduce((sum, one) => sum + one[2], rows.rest[place] / 1000) - most.reduce((sum, one) => sum + one[2], 0);
+    return `Token ${place}, “${rows.queries[place]}”, attends to ${told.join(", ")}; to the rest ${others.toFixed(2)}.`;
+  }
+  const told = most.map(([query, , weight]) => `“${rows.queries[query]}” (${query}) ${weight.toFixed(2)}`);
+  if (!told.length)
+    return `No token attends to token ${place}, “${rows.keys[place]}”, with one of its largest weights.`;
+  const more = found.length > most.length ? ` and ${found.length - most.length} more` : "";
+  return `Token ${place}, “${rows.keys[place]}”, is attended to by ${told.join(", ")}${more}.`;
+}

@@ -1,0 +1,28 @@
+// Starts the page: the theme's switch everywhere, and the explorer where the report has heads.
+"use strict";
+
+function linkHeads() {
+  for (const name of document.querySelectorAll("li > b")) {
+    const found = /^layer (\d+) head (\d+)$/.exec(name.textContent);
+    const key = found ? `${found[1]}.${found[2]}` : "";
+    if (!headOf.has(key)) continue;
+    const link = make("button", { type: "button", class: "link" }, name.textContent);
+    link.addEventListener("click", () => {
+      change({ head: key });
+      element("panel").scrollIntoView({ block: "nearest" });
+    });
+    name.replaceChildren(link);
+  }
+}
+
+startTheme();
+if (data) {
+  element("explorer").hidden = false;
+  startTable();
+  startMap();
+  startHead();
+  linkHeads();
+}
+addEventListener("hashchange", restore);
+restore();
+document.documentElement.dataset.ready = "yes";

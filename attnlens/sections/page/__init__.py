@@ -1,0 +1,1 @@
+"""What a page says first, and what it lets its reader explore."""

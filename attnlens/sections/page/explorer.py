@@ -1,0 +1,262 @@
+"""What a page lets its reader explore head by head: measures, curves, parts of wholes, selections, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnlens.records import AttentionRows, Measure, Report
+from attnlens.sections.section import Section
+from attnlens.sections.selections import selections
+from attnlens.shapes import MeasureMap, Shapes, group_of
+from attnlens.wording import clean, decimals_with_error, source_of, title_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from attnlens.plots.maps import Palette
+
+MOST_STEPS = 400_000
+"""Numbers of curves that a page holds; where there are more, every head keeps the same evenly spaced steps."""
+FEWEST_STEPS = 24
+"""Steps of a curve that are always kept."""
+VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
+"""Significant digits on the page; the report's own numbers have nine."""
+Numbers = list[float | None]
+
+
+@dataclass(frozen=True)
+class ExploredMeasure:
+    """One measure of every head, in the order of `Explorer.places`."""
+
+    name: str
+    """Qualified by source."""
+    title: str
+    """In words."""
+    group: str
+    """What it stands under."""
+    meaning: str
+    """One line; empty where the registry does not know it."""
+    formula: str
+    caution: str
+    """What to know where the attention does not fix it."""
+    decimals: int
+    """As the tables write it; −1: as 1.2e-05."""
+    values: Numbers
+    """None where there is none."""
+    errors: Numbers
+    """Standard errors; empty where no head has one."""
+    null_means: Numbers
+    """What chance reads; empty where no head has a null."""
+    null_sds: Numbers
+    reasons: list[str]
+    """The different reasons why there is no value."""
+    why: list[int]
+    """For each head the place of its reason, −1 where it has a value; empty where all have one."""
+    labels: dict[int, str]
+    """Category → its name."""
+    palette: Palette
+    """Its colours, as the pictures have them."""
+
+
+@dataclass(frozen=True)
+class ExploredCurve:
+    """One curve of every head."""
+
+    name: str
+    title: str
+    group: str
+    meaning: str
+    formula: str
+    axis: str
+    """What its steps count."""
+    steps: list[int]
+    """The steps that are kept."""
+    length: int
+    """How many there are."""
+    logarithmic: bool
+    """Whether it falls so far that its axis is."""
+    quartiles: dict[str, list[Numbers]]
+    """For each part of the model the lower quartile, median and upper quartile over its heads at these steps."""
+    lines: list[Numbers]
+    """For each head its values at these steps, fewer where it is shorter; none where it has no curve."""
+
+
+@dataclass(frozen=True)
+class ExploredWhole:
+    """Measures that sum to 1."""
+
+    title: str
+    group: str
+    parts: list[tuple[str, str, str]]
+    """Of each part its measure, its name and its colour."""
+
+
+@dataclass(frozen=True)
+class ExploredRows:
+    """What each token of one sequence attends to."""
+
+    queries: list[str]
+    """The tokens that attend; their places where the model reads no text."""
+    keys: list[str]
+    """The tokens that are attended to."""
+    places: list[list[int]]
+    """For each query the keys of its largest weights."""
+    weights: list[list[int]]
+    """These weights in thousandths."""
+    rest: list[int]
+    """The sum of the others."""
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """The heads of a report, and all that is known of each."""
+
+    layers: list[int]
+    """The map's rows."""
+    parts: list[str]
+    """For each row encoder, decoder or cross."""
+    columns: list[int]
+    """The heads' numbers: the map's columns."""
+    places: list[tuple[int, int]]
+    """Row and column of each head."""
+    key_heads: list[int]
+    """The number of the key head that each uses."""
+    sites: dict[int, str]
+    """Row → the site's name."""
+    measures: list[ExploredMeasure]
+    """The most telling first."""
+    curves: list[ExploredCurve]
+    wholes: list[ExploredWhole]
+    selections: dict[str, Section]
+    """Layer.head → what it selects, where that was to be shown."""
+    attention: dict[str, ExploredRows]
+    """Layer.head → its attention rows, where these were to be shown."""
+
+
+def explorer(shapes: Shapes) -> Explorer | None:
+    """What can be explored of a report; None where no head has a number."""
+    report = shapes.report
+    if not shapes.readings:
+        return None
+    places = [shapes.cell(head.layer, head.head) for head in report.heads]
+    return Explorer(
+        layers=list(shapes.layers),
+        parts=list(shapes.parts),
+        columns=list(shapes.heads),
+        places=places,
+        key_heads=[head.kv_head for head in report.heads],
+        sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
+        measures=[_measure(shapes, reading) for reading in shapes.readings.values()],
+        curves=[_curve(shapes, name) for name in shapes.curves],
+        wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
+        selections=_selections(report),
+        attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
+    )
+
+
+def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
+    from attnlens import plots  # late here and below: it loads matplotlib
+
+    info, cells = reading.info, tuple(np.array([shapes.cell(h.layer, h.head) for h in shapes.report.heads]).T)
+    found = [head.measures.get(reading.name) for head in shapes.report.heads]
+    reasons = list(dict.fromkeys(filter(None, map(_reason, found))))
+    return ExploredMeasure(
+        name=clean(reading.name),
+        title=title_of(reading.name),
+        group=group_of(info),
+        meaning=clean(info.meaning),
+        formula=clean(info.formula),
+        caution=clean(info.caution),
+        decimals=decimals_with_error(reading.present.tolist(), reading.error),
+        values=rounded(reading.values[cells], VALUE_DIGITS),
+        errors=_unless_empty(rounded(reading.errors[cells], ERROR_DIGITS)),
+        null_means=_unless_empty(rounded(reading.null_means[cells], VALUE_DIGITS)),
+        null_sds=_unless_empty(rounded(reading.null_sds[cells], ERROR_DIGITS)),
+        reasons=[clean(reason) for reason in reasons],
+        why=[reasons.index(_reason(one)) if _reason(one) else -1 for one in found] if reasons else [],
+        labels={number: clean(label) for number, label in reading.labels.items()},
+        palette=plots.palette(reading),
+    )
+
+
+def _reason(found: Measure | None) -> str:
+    """Why there is no value; empty where there is one."""
+    return "not measured" if found is None else found.reason or ""
+
+
+def _unless_empty(numbers: Numbers) -> Numbers:
+    return numbers if any(number is not None for number in numbers) else []
+
+
+def _curve(shapes: Shapes, name: str) -> ExploredCurve:
+    from attnlens import plots
+    from attnlens.plots.bands import bands, first_step
+
+    info, found = shapes.info(name), shapes.curves[name]
+    length = max(len(curve) for _, curve in found)
+    kept = _kept(length, MOST_STEPS // (len(found) * len(shapes.curves)))
+    found_bands = bands(shapes, name)
+    medians = [band.quartiles[1] for band in found_bands]
+    return ExploredCurve(
+        name=clean(name),
+        title=title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
+        group=source_of(name),
+        meaning=clean(info.meaning),
+        formula=clean(info.formula),
+        axis="index k" if info.steps == "index" else clean(info.steps),
+        steps=[int(step) + first_step(info) for step in kept],
+        length=length,
+        logarithmic=plots.falls_far(np.concatenate([curve for _, curve in found]), medians),
+        quartiles={band.part: [_line(line, kept) for line in band.quartiles.tolist()] for band in found_bands},
+        lines=[_line(head.curves.get(name, []), kept) for head in shapes.report.heads],
+    )
+
+
+def _kept(length: int, most: int) -> Sequence[int]:
+    """All of 0 … length−1, or about `most` of them, evenly spaced from the first to the last."""
+    return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(FEWEST_STEPS, most))).tolist()})
+
+
+def _line(curve: list[float], kept: Iterable[int]) -> Numbers:
+    return rounded([curve[step] for step in kept if step < len(curve)], CURVE_DIGITS)
+
+
+def rounded(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
+    """The numbers with so many significant digits, None for NaN; whole ones as integers, which are shorter."""
+    return [None if number != number else _short(float(f"{number:.{digits}g}")) for number in numbers]
+
+
+def _short(number: float) -> float:
+    return int(number) if number.is_integer() and abs(number) < 1e9 else number
+
+
+def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:
+    from attnlens import plots
+
+    parts = [(clean(name), *named) for name, named in zip(names, plots.named_parts(names), strict=True)]
+    open_ = any(shapes.info(name).identified == "nowhere" for name in names)
+    return ExploredWhole(title_of(whole) + " (not identified)" * open_, group_of(shapes.info(names[0])), parts)
+
+
+def _rows(found: AttentionRows) -> ExploredRows:
+    sentence = found.sentence
+    count = 1 + max((place for places in found.keys for place in places), default=0)
+    keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]
+    own = sentence.queries if sentence else [str(place) for place in range(len(found.keys))]
+    return ExploredRows(
+        queries=keys if own is None else [clean(token) for token in own],
+        keys=keys,
+        places=found.keys,
+        weights=[[round(1000 * weight) for weight in row] for row in found.weights],
+        rest=[round(1000 * weight) for weight in found.rest],
+    )
+
+
+def _selections(report: Report) -> dict[str, Section]:
+    """What each head selects that was to be shown, by layer and head."""
+    told = zip(report.selections, selections(report), strict=True)
+    return {f"{found.layer}.{found.head}": section for found, section in told}

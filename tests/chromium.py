@@ -1,0 +1,58 @@
+"""Headless Chromium for tests of pages: one browser a process, and what a page logged, asked for and holds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import axe_core_python
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+BROWSER, DRIVER = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
+needed = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver on this machine")
+AXE = Path(axe_core_python.__file__).parent / "axe.min.js"
+FAULTS = """
+const [options, done] = arguments;
+const told = ({impact, id, nodes}) => [impact, id, nodes[0].html];
+axe.run(document, options).then((found) => done(found.violations.map(told)));
+"""
+SERIOUS = ("serious", "critical")
+
+
+def started() -> webdriver.Chrome:
+    """A new browser that keeps what pages log."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER or ""
+    # no sandbox: CI runs as root in a container, and the pages are ours
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=Service(DRIVER))
+
+
+def sized(browser: webdriver.Chrome, width: int, height: int = 1000) -> None:
+    """Give the page that many pixels."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def opened(browser: webdriver.Chrome, path: Path, fragment: str = "") -> None:
+    """Load the page anew."""
+    browser.get("about:blank")
+    browser.get(f"{path.as_uri()}#{fragment}")
+    assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
+
+
+def logged(browser: webdriver.Chrome) -> list[str]:
+    """What the pages logged since it was asked last: errors, and what their policy refused."""
+    return [str(entry["message"]) for entry in browser.get_log("browser")]
+
+
+def faults(browser: webdriver.Chrome) -> list[Any]:
+    """The serious faults of accessibility that axe finds in the page as it is shown."""
+    browser.execute_script(AXE.read_text())
+    found = browser.execute_async_script(FAULTS, {"resultTypes": ["violations"]})
+    return [fault for fault in found if fault[0] in SERIOUS]
