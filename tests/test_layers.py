@@ -267,6 +267,7 @@ def test_a_planted_question_about_the_kind_is_found():
 OTHER_MEANINGS = {
     "plots/experiments/steps.py": {"linear"},  # axes
     "records/windows.py": {"window"},  # of text, as below
+    "run/compare/saved.py": {"window"},
     "sections/documents.py": {"window"},
     "sections/swaps/summary.py": {"window"},
     "sentences/population.py": {"window"},

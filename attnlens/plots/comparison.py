@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from attnlens.plots.heatmap import heat_map
 from attnlens.plots.page import Panel
 from attnlens.plots.panel_pages import panels_overview
-from attnlens.plots.style import CATEGORIES, INK, MUTED, legend_above, size_in_points
+from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, Powers, legend_above, size_in_points
 from attnlens.records import PARTS
 from attnlens.sentences.comparisons import LOCAL, effect_sizes, worth
 from attnlens.wording import clean, source_of
@@ -45,14 +45,13 @@ def comparison_panels(report: Report) -> list[Panel]:
     panels = []
     for name in worth(found)[:1]:
         title = f"where heads differ: {LOCAL[name]}"
-        note = "dots: named; grey: no change"
+        note = "dots: named; hatched: no change at all"
         caption = "Logarithmic colours; of a KL each head's mean over queries and windows, in nats."
         rows = len({row.layer for row in found.rows})
         draw = partial(_draw_map, found=found, name=name)
         panels.append(Panel("differences", title, note, caption, draw, rows, bar=True))
-    note = f"dashed: named above it (false-discovery rate {found.fdr:g})"
     caption = "One dot a head and measure; size in interquartile ranges of the measure over the first model's heads."
-    panels.append(Panel("volcano", "size against certainty", note, caption, partial(_draw_volcano, found=found)))
+    panels.append(Panel("volcano", "size against certainty", "", caption, partial(_draw_volcano, found=found)))
     return panels
 
 
@@ -76,7 +75,10 @@ def _draw_map(axes: Axes, found: Comparison, name: str) -> None:
     most = float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
     least = max(float(np.nanmin(values)) if np.isfinite(values).any() else 0.0, most / WHOLE_RANGE)
     scale = (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min")
-    heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=True)
+    bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=True)
+    bar.formatter = Powers()
+    bar.minorticks_off()
+    bar.update_ticks()
     wide, high = size_in_points(axes)
     size = min(wide / len(heads), high / len(layers)) / 3
     if marked:
@@ -86,7 +88,8 @@ def _draw_map(axes: Axes, found: Comparison, name: str) -> None:
 
 def _draw_volcano(axes: Axes, found: Comparison) -> None:
     sizes = effect_sizes(found)
-    for source, colour in zip(("weights", "tokens", "selection"), CATEGORIES, strict=False):
+    sources = dict.fromkeys(source_of(name) for name in sizes)
+    for source, colour in zip(sources, (CATEGORIES[0], CATEGORIES[2], *CATEGORIES[4:]), strict=False):
         rows = [row for row in found.rows if source_of(row.measure) == source and row.measure in sizes]
         points = [
             (row.delta / sizes[row.measure], row.q) for row in rows if row.delta is not None and row.q is not None
@@ -95,11 +98,12 @@ def _draw_volcano(axes: Axes, found: Comparison) -> None:
             x, q = np.array(points, dtype=float).T
             sure = -np.log10(np.clip(q, LEAST_Q, None))
             axes.scatter(x, sure, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
-    axes.axhline(-np.log10(found.fdr), color=MUTED, linewidth=0.6, linestyle="--")
+    level = f"named above q = {found.fdr:g}"
+    axes.axhline(-np.log10(found.fdr), color=MUTED, linewidth=0.6, linestyle="--", label=level)
     axes.axvline(0, color=MUTED, linewidth=0.4)
     axes.set_xscale("symlog", linthresh=0.1)
+    axes.xaxis.set_major_formatter(PlainNumbers())
     axes.set_xlabel("second − first, in interquartile ranges over heads", labelpad=1.5)
     axes.set_ylabel("−log₁₀ q")
     axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
-    if axes.get_legend_handles_labels()[0]:
-        legend_above(axes, 3)
+    legend_above(axes, 4)

@@ -64,6 +64,8 @@ PART_COLOURS = {
 DPI = 200
 """Dots per inch of a map or fan; the overview, which goes on paper, has 300."""
 
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+"""Digits as exponents."""
 CROWD = 400
 """Lines beyond which a vector picture holds them as pixels, to stay of a size that a page can carry."""
 
@@ -120,6 +122,14 @@ class PlainNumbers(Formatter):
         near = (n for n in range(8) if np.all(np.abs(np.round(ticks, n) - ticks) <= 1e-3 * apart))
         decimals = SCIENTIFIC if extreme else next(near, 8)
         return [written(float(tick), decimals).replace("-", "−") for tick in ticks]
+
+
+class Powers(Formatter):
+    """Ticks of a logarithmic axis, `10⁻³`."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """One tick by itself."""
+        return f"10{str(round(np.log10(x))).translate(RAISED)}" if x > 0 else "0"
 
 
 def legend_above(axes: Axes, columns: int, handlelength: float = 0.8) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnlens.choices import Sources
+from attnlens.registry.distances import CHANGE, DISTANCES
 from attnlens.registry.measure_info import MeasureInfo
 from attnlens.registry.names import checked_name
 
@@ -173,8 +174,12 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def info_of(name: str) -> MeasureInfo:
-    """What is known of a measure or curve; empty texts where it is of no analyzer."""
-    return measure_infos().get(name) or MeasureInfo(name, meaning="", formula="")
+    """What is known of a measure or curve, a distance or a change; empty texts where it is of no analyzer."""
+    if name.startswith(CHANGE):
+        of = info_of(name.removeprefix(CHANGE))
+        return MeasureInfo(name, meaning=f"second − first: {of.meaning}" if of.meaning else "", formula=of.formula)
+    known = measure_infos() | {info.name: info for info in DISTANCES}
+    return known.get(name) or MeasureInfo(name, meaning="", formula="")
 
 
 def measure_sources() -> dict[str, Source]:

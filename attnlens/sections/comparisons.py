@@ -6,11 +6,26 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from attnlens.records import Comparison, HeadChange, MeasureChange, Outcome, Report, Shift, Spread
+from attnlens.records import (
+    Comparison,
+    Head,
+    HeadChange,
+    HeadId,
+    Measure,
+    MeasureChange,
+    Outcome,
+    Report,
+    Shift,
+    Spread,
+)
+from attnlens.registry.distances import CHANGE
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
-from attnlens.wording import NO_VALUE, clean, counted, short
+from attnlens.shapes import Shapes
+from attnlens.wording import NO_VALUE, clean, counted, short, source_of
 
+LEADING = 3
+"""Distances that stand before the other columns."""
 SHOWN_HEADS = 16
 """Heads that a page of a terminal has room for."""
 
@@ -38,22 +53,55 @@ def compared_models(report: Report) -> str:
     return report.model.title if found is None else f"{found.base.title} → {report.model.title}"
 
 
-def comparison_sections(report: Report, *, all_heads: bool) -> Iterator[Section]:
-    """How the models differ as wholes, how many heads changed, and those that did, worst first."""
+def comparison_opening(shapes: Shapes) -> Iterator[Section]:
+    """How the models differ as wholes, and how many heads changed."""
+    found = shapes.report.comparison
+    assert found is not None  # noqa: S101
+    yield Section("What changed", items=tuple(map(clean, (*_of_heads(found), *found.notes))))
+
+
+def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
+    """How the models differ as wholes, unless that is said already; the heads that changed, worst first."""
     found = report.comparison
     assert found is not None  # noqa: S101
-    yield Section(lines=tuple(clean(note) for note in found.notes))
+    if not opened:
+        yield Section(lines=tuple(map(clean, (*found.notes, *_of_heads(found)))))
     if found.shifts:
         yield _shift_section(found.shifts)
         return
-    yield Section(lines=(*discoveries(found), *_predictions(found.outcome)))
-    ranked = worst_first(found)
-    changed = ranked if all_heads else [one for one in ranked if one.named][:SHOWN_HEADS]
+    ranked = [one for one in worst_first(found) if one.named]
+    changed = ranked if all_heads else ranked[:SHOWN_HEADS]
     if changed:
-        yield _head_section(changed, found, len([one for one in ranked if one.named]))
+        yield _head_section(changed, found, len(ranked))
     least = least_changes(found)
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=tuple(least))
+
+
+def _of_heads(found: Comparison) -> list[str]:
+    return [] if found.shifts else [*discoveries(found), *_predictions(found.outcome)]
+
+
+def changed_heads(report: Report) -> Report:
+    """The report's heads with their changes, `compare.own_kl` and `change.tokens.entropy`, before what they read."""
+    found = report.comparison
+    if found is None or found.shifts:
+        return report
+    changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
+    for row in found.rows:
+        name = row.measure if source_of(row.measure) == "compare" else f"{CHANGE}{row.measure}"
+        reason = None if row.delta is not None else row.reason or "neither model has a value"
+        changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
+    own = {(head.layer, head.head): head for head in report.heads}
+    heads = [
+        Head(
+            **head.model_dump(include=set(HeadId.model_fields)),
+            measures=changes[head.layer, head.head] | own[head.layer, head.partner].measures,
+            curves=own[head.layer, head.partner].curves,
+        )
+        for head in found.heads
+    ]
+    return report.model_copy(update={"heads": heads})
 
 
 def worst_first(found: Comparison) -> list[Compared]:
@@ -71,16 +119,13 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
         Column("", "layer", tuple(str(one.head.layer) for one in changed)),
         Column("", "head", tuple(_place(one.head) for one in changed), words=True),
     )
-    columns = [
-        Column("", "form M", tuple(one.head.relation or NO_VALUE for one in changed), words=True),
-        *(
-            _distance_column(changed, name, title)
-            for name, title in LOCAL.items()
-            if any(name in one.rows for one in changed)
-        ),
+    distances = {name: title for name, title in LOCAL.items() if any(name in one.rows for one in changed)}
+    columns = [_distance_column(changed, name, title) for name, title in distances.items()]
+    columns[LEADING:LEADING] = [
         Column("", "named", tuple(str(len(one.named)) for one in changed)),
         Column("", "largest change of a measure", tuple(_largest(one, sizes) for one in changed), words=True),
     ]
+    columns.insert(0, Column("", "form M", tuple(one.head.relation or NO_VALUE for one in changed), words=True))
     more = total - len(changed)
     notes = (
         "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of "
@@ -103,7 +148,9 @@ def _distance(one: Compared, name: str) -> str:
     row = one.rows.get(name)
     if row is None or row.delta is None:
         return NO_VALUE
-    return f"{short(row.delta)}{'*' * row.named}"
+    if row.named or row.delta > (row.rounding or 0.0):
+        return f"{short(row.delta)}{'*' * row.named}"
+    return "0" if row.delta == 0 else "rounding"
 
 
 def _hint(one: Compared, name: str) -> str:

@@ -11,7 +11,6 @@ from attnlens.sections.details import details, glossary, provenance
 from attnlens.sections.every_head import head_tables
 from attnlens.sections.kinds import kind_of
 from attnlens.sections.page.explorer import explorer
-from attnlens.sections.page.found import found_sections
 from attnlens.sections.section import Document, Heading, Picture, Section, Sheet, sheet
 from attnlens.sections.selections import selections
 from attnlens.sentences import reports
@@ -39,9 +38,12 @@ def page(report: Report) -> Document:
     kind, shapes = kind_of(report), Shapes(report)
     measures = glossary(map(shapes.info, kind.measured(shapes)))
     picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
-    opening = (*found_sections(shapes), *_missing(shapes))
+    opening = (*kind.opening(shapes), *_missing(shapes))
+    explored = kind.explored(report)
     told = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
-    return Document(_head(report, whole=True), told, opening, explorer(shapes))
+    return Document(
+        _head(report, whole=True), told, opening, explorer(shapes if explored is report else Shapes(explored))
+    )
 
 
 def pictures(report: Report) -> list[Picture]:

@@ -13,12 +13,18 @@ from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
 from attnlens.sections.adapters import adapter_sections
 from attnlens.sections.checkpoints import series_sections, step_cells
-from attnlens.sections.comparisons import compared_models, comparison_rows, comparison_sections
+from attnlens.sections.comparisons import (
+    changed_heads,
+    compared_models,
+    comparison_opening,
+    comparison_rows,
+    comparison_sections,
+)
 from attnlens.sections.doctor import site_checks
 from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
 from attnlens.sections.layers import layer_sections
-from attnlens.sections.page.found import extreme_heads, layer_tables
+from attnlens.sections.page.found import extreme_heads, found_sections, layer_tables
 from attnlens.sections.section import Cell, Picture, Row, Section
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.sentences import reports
@@ -61,6 +67,10 @@ class Kind:
     """What else --verbose shows."""
     title: Callable[[Report], str] = reports.title
     """Of what the report is."""
+    opening: Callable[[Shapes], Iterable[Section]] = found_sections
+    """What a page says first."""
+    explored: Callable[[Report], Report] = lambda report: report
+    """The report whose heads a page lets its reader explore."""
     headed: bool = True
     """Whether the model and its coverage stand above a summary."""
     pictured: bool = True
@@ -238,10 +248,12 @@ SWAP = Kind(
 )
 COMPARISON = Kind(
     summary=lambda shapes, whole: comparison_sections(shapes.report, all_heads=whole),
-    page=lambda shapes: comparison_sections(shapes.report, all_heads=True),
+    page=lambda shapes: comparison_sections(shapes.report, all_heads=True, opened=True),
     rows=comparison_rows,
     pictures=_comparison_pictures,
     title=compared_models,
+    opening=comparison_opening,
+    explored=changed_heads,
 )
 EXPERIMENTS = Kind(
     summary=_experiment_summary,

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from attnlens.records import Comparison
+from attnlens.registry.distances import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.wording import counted, listed, short, source_of
 
-OWN_ROWS, ROWS, FORMS = "compare.own_kl", "compare.row_kl", "compare.form_change"
 LOCAL = {
     OWN_ROWS: "own KL",
     ROWS: "KL as run",
     FORMS: "‖ΔM‖/‖M‖",
-    "compare.query_angle": "angle W_Q°",
-    "compare.key_angle": "angle W_K°",
+    QUERY_ANGLE: "angle W_Q°",
+    KEY_ANGLE: "angle W_K°",
 }
 """Distances between corresponding heads, and how a column of them is headed."""
 ENOUGH_HEADS = 4
@@ -40,9 +40,9 @@ def discoveries(found: Comparison) -> Iterator[str]:
     if blocks:
         largest = max(blocks, key=lambda block: block.change or 0.0)
         yield (
-            f"Of {counted(len(found.blocks), 'block')} {len(blocks)} make other states of the same ones: "
-            f"{listed([block.path for block in blocks])}. {largest.path} moves them most, by "
-            f"{largest.change or 0.0:.2g} of their size."
+            f"{len(blocks)} of {counted(len(found.blocks), 'block')} make something else of the same hidden states: "
+            f"{listed([block.path for block in blocks])}, at most by {largest.change or 0.0:.2g} of their size"
+            f"{f' ({largest.path})' if len(blocks) > 1 else ''}."
         )
     named = {name: _named(found, name) for name in (OWN_ROWS, FORMS, ROWS)}
     if named[FORMS]:
@@ -55,7 +55,7 @@ def discoveries(found: Comparison) -> Iterator[str]:
         )
     inherited = named[ROWS] - named[OWN_ROWS] - named[FORMS]
     if inherited and any(row.measure == OWN_ROWS for row in found.rows):
-        yield f"{counted(len(inherited), 'head')} attend otherwise because of what changed before them alone."
+        yield f"{counted(len(inherited), 'head')} attend otherwise only because of what changed before them."
 
 
 def _named(found: Comparison, measure: str) -> set[tuple[int, int]]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnlens.records import BlockChange, Comparison, Head, ModelInfo
+from attnlens.registry.distances import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.run.compare import draws, significance
-from attnlens.run.compare.draws import BLOCKS, OWN_ROWS, ROWS, enter_distances, entered, of_blocks
-from attnlens.run.compare.forms import DISTANCES, distances
+from attnlens.run.compare.draws import BLOCKS, enter_distances, entered, of_blocks
+from attnlens.run.compare.forms import distances
 from attnlens.run.compare.outcomes import outcome
 from attnlens.run.compare.passes import beside, record
 from attnlens.run.compare.relations import relations, told
@@ -38,7 +39,7 @@ class Changes:
         rounding, apart = self._rounding(), self._distances()
         judged = self._judged(rounding, apart)
         rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
-        heads = relations(self.pairing, judged.get(DISTANCES[0]))
+        heads = relations(self.pairing, judged.get(FORMS))
         predicted, why = outcome(self.pairing, self.design)
         return Comparison(
             base=base,
@@ -94,7 +95,7 @@ class Changes:
     def _judged(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
         """The changes of every measure; None for categories."""
         found: dict[str, Judged | None] = {}
-        for name in DISTANCES:
+        for name in (FORMS, QUERY_ANGLE, KEY_ANGLE):
             if name in apart:
                 found[name] = significance.measured(apart[name], rounding[name])
         windows = [side.report.windows for side in (self.pairing.first, self.pairing.second)]

@@ -12,6 +12,7 @@ from attnlens import texts, weights
 from attnlens.hooks.padding import hiding_padding
 from attnlens.records import Call, Site
 from attnlens.registry import Analyzer
+from attnlens.registry.distances import OWN_ROWS, ROWS
 from attnlens.run import feeding
 from attnlens.run.compare.forms import distances
 from attnlens.run.compare.passes import Recorded, beside, record
@@ -31,8 +32,6 @@ FEW = 2
 """Windows on which it is seen what that does to tokens.*."""
 BLOCKS = "compare.block_change"
 """‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
-ROWS, OWN_ROWS = "compare.row_kl", "compare.own_kl"
-"""KL between rows as both models run, and where each block of the second takes the states of the first one's."""
 Drawn = dict[str, list[Tensor]]
 """Each draw's change at each head, by measure."""
 
@@ -79,7 +78,7 @@ def of_tokens(
     """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
     few = texts.batches(side.loaded, contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
-    reader = _Reader(side, design)
+    reader = _FewWindows(side, design)
     own = [record(side, batch.inputs, blocks) for batch in few]
     before = reader.read(few, [one.calls for one in own])
     found: Drawn = defaultdict(list)
@@ -93,7 +92,9 @@ def of_tokens(
     return found
 
 
-def _nudged(reader: _Reader, few: texts.Batches, own: Sequence[Recorded], blocks: Sequence[Block]) -> dict[str, Tensor]:
+def _nudged(
+    reader: _FewWindows, few: texts.Batches, own: Sequence[Recorded], blocks: Sequence[Block]
+) -> dict[str, Tensor]:
     """Every measure of every window and head of the model as it is now, and KL from what it was."""
     side, same = reader.side, {site: site for site in reader.side.sites}
     order = {found.site: range(found.call.query.shape[1]) for found in side.inspection.reached}
@@ -120,7 +121,7 @@ def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts
     return torch.stack(each, 1)
 
 
-class _Reader:
+class _FewWindows:
     """Reads tokens.* of a few windows, in the order of the report's heads."""
 
     def __init__(self, side: Side, design: Design) -> None:

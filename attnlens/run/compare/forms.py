@@ -11,13 +11,12 @@ from scipy.optimize import linear_sum_assignment
 
 from attnlens import linalg
 from attnlens.records import QueryKey
+from attnlens.registry.distances import FORMS, KEY_ANGLE, QUERY_ANGLE
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-DISTANCES = ("compare.form_change", "compare.query_angle", "compare.key_angle")
-"""‖M' − M‖_F/‖M‖_F, and the largest angles between the spaces that W_Q and W_Q', W_K and W_K' read, in degrees."""
 ALIKE = 0.5
 """Heads are taken for reordered where each form moved by less than this share of what it differs in its own place."""
 
@@ -68,14 +67,14 @@ def _inner(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
 
 
 def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """The DISTANCES of corresponding heads; NaN where M is 0."""
+    """The distances of corresponding heads' forms; NaN where M is 0."""
     moved = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
     change, _ = linalg.change(moved, first)
     angles = (
         linalg.largest_angle(one, other)
         for one, other in ((first.query, second.query), (first.paired_key, second.paired_key))
     )
-    return dict(zip(DISTANCES, (change, *angles), strict=True))
+    return dict(zip((FORMS, QUERY_ANGLE, KEY_ANGLE), (change, *angles), strict=True))
 
 
 def in_order(second: QueryKey, placed: Placed) -> QueryKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,8 @@ FEWEST_STEPS = 24
 VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
 """Significant digits on the page; the report's own numbers have nine."""
 Numbers = list[float | None]
+COMPARED = ("compare", "change")
+"""Sources of what a comparison measured, which stands before what its model reads."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         places=places,
         key_heads=[head.kv_head for head in report.heads],
         sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
-        measures=[_measure(shapes, reading) for reading in shapes.readings.values()],
+        measures=sorted(map(partial(_measure, shapes), shapes.readings.values()), key=_behind),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
         selections=_selections(report),
@@ -181,6 +184,10 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         labels={number: clean(label) for number, label in reading.labels.items()},
         palette=plots.palette(reading),
     )
+
+
+def _behind(found: ExploredMeasure) -> bool:
+    return found.name.partition(".")[0] not in COMPARED
 
 
 def _reason(found: Measure | None) -> str:
