@@ -81,7 +81,7 @@ def test_the_least_change_is_named_about_four_times_in_five():
 
 
 def test_small_p_values_are_as_rare_as_they_say():
-    """Beyond the draws p is of Student's tail, stretched to meet them: too small half as often, of skewed differences."""
+    """Beyond the draws p is of Student's tail, stretched to meet them: too small half as often if skewed."""
     generator = torch.Generator().manual_seed(1)
     skewed = torch.distributions.Gamma(1.0, 1.0)
     with torch.random.fork_rng():

@@ -11,12 +11,13 @@ from torch import nn
 from attnlens import hooks, texts, weights
 from attnlens.errors import UnreadableError
 from attnlens.models import Loaded
-from attnlens.records import QueryKey, Report, Site
-from attnlens.registry import Analyzer
+from attnlens.records import Measure, QueryKey, Report, Site, Windows
+from attnlens.registry import Analyzer, measure_sources
 from attnlens.run.compare.forms import Placed, in_order, place
 from attnlens.run.in_memory import at_rest
 from attnlens.run.inspect.survey import Inspection
 
+OTHER_KERNEL = "its attention is of another kernel, and the measure is of the exponential one"
 Block = tuple[str, nn.Module]
 """A block of the model and its path."""
 
@@ -31,13 +32,18 @@ class Side:
     """The texts."""
     cut: texts.Cut
     """How they were cut."""
+    swaps: hooks.Swaps = field(default_factory=dict)
+    """The other kernel of a model that was saved with one, by its sites."""
 
     @classmethod
-    def of(cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut) -> Side:
-        """Inspect a model, and keep what is read of its weights."""
+    def of(
+        cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut, swaps: hooks.Swaps | None = None
+    ) -> Side:
+        """Inspect a model, and keep what is read of its weights; with `swaps` what a text reads has no value."""
         inspection.factors = {}
         with at_rest(inspection.loaded.model):
-            return cls(inspection, inspection.run(contents, cut), contents, cut)
+            report = inspection.run(contents, cut)
+        return cls(inspection, _of_weights(report) if swaps else report, contents, cut, swaps or {})
 
     @property
     def loaded(self) -> Loaded:
@@ -66,6 +72,23 @@ class Side:
     def blocks(self) -> list[Block]:
         """The model's blocks, each of which runs once; none without a text."""
         return hooks.blocks(self.loaded.model, self.batches[0].inputs) if self.batches else []
+
+
+def _of_weights(report: Report) -> Report:
+    """The report with the measures of the weights alone."""
+    nothing = Measure(value=None, reason=OTHER_KERNEL)
+    known = measure_sources()
+    heads = [
+        head.model_copy(
+            update={
+                "measures": {
+                    name: nothing if known.get(name) == "tokens" else measure for name, measure in head.measures.items()
+                }
+            }
+        )
+        for head in report.heads
+    ]
+    return report.model_copy(update={"heads": heads}).with_windows(Windows([], [], {}))
 
 
 @dataclass(frozen=True)

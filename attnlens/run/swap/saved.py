@@ -96,6 +96,20 @@ class Swapped:
         self.replacing.close()
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a folder of `--save` holds: a model, and the kernel that belongs to it and is not yet in its place."""
+
+    loaded: Loaded
+    """The model with its weights, under its own kernel."""
+    sites: tuple[Site, ...]
+    """Every site of the model."""
+    swaps: hooks.Swaps
+    """The kernel at each swapped site."""
+    kernel: str
+    """Its spelling."""
+
+
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
 
@@ -180,7 +194,15 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     Raises ModelError where the folder holds no such model, or one of its files is not the one that was written with
     the others.
     """
-    place = Path(arguments.path("folder", folder))
+    found = restored(Path(arguments.path("folder", folder)), **loading)
+    replacing = ExitStack()
+    # A tool may use the encoder alone, or nothing at all before it closes.
+    replacing.enter_context(hooks.replace(found.loaded.model, found.sites, found.swaps, every_site=False))
+    return Swapped(found.loaded.model, found.loaded.tokenizer, found.kernel, replacing)
+
+
+def restored(place: Path, **loading: Any) -> Restored:
+    """The model of such a folder with its kernel beside it; raises what `load_swapped` raises."""
     checked(Loading, loading)
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
@@ -189,10 +211,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
     sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
     swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
     _try(loaded, inputs, sites, swaps, place)
-    replacing = ExitStack()
-    # A tool may use the encoder alone, or nothing at all before it closes.
-    replacing.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
-    return Swapped(loaded.model, loaded.tokenizer, facts.kernel, replacing)
+    return Restored(loaded, sites, swaps, facts.kernel)
 
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
