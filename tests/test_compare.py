@@ -259,3 +259,15 @@ def test_models_stay_as_they_are():
     before = {name: weight.clone() for name, weight in own.model.state_dict().items()}
     compared.__wrapped__("demo", "gain doubled")
     assert all(torch.equal(before[name], weight) for name, weight in own.model.state_dict().items())
+
+
+def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
+    options = {"sequences": 6, "tokens": 32}
+    swapped = attnlens.swap_kernel("demo", kernels="rbf", heads=[0, 3], save=tmp_path / "swapped", **options).swap
+    found = attnlens.compare("demo", tmp_path / "swapped", analyzers="symmetry", **options).comparison
+    assert found.outcome.loss.after == pytest.approx(swapped.loss.after, rel=1e-5)
+    assert found.outcome.kl == pytest.approx(swapped.kl, rel=1e-4)
+    assert {head for _, head in named(found, "compare.own_kl")} == {0, 3}
+    assert {head.relation for head in found.heads} == {"identical"}
+    other = [row for row in found.rows if row.measure == "tokens.share_key"]
+    assert all(row.delta is None and "another kernel" in row.reason for row in other)
