@@ -8,7 +8,7 @@ from attnlens import hooks, texts
 from attnlens.errors import AttnlensError
 from attnlens.records import Outcome, Task
 from attnlens.run import checks
-from attnlens.run.compare.sides import Pairing, Side
+from attnlens.run.compare.sides import ComparedModel, Pairing
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.outcomes.differences import Differences
 from attnlens.run.outcomes.outputs import PassOutputs, run, tokens_in
@@ -46,7 +46,7 @@ def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]
     return Outcome(**found.outcome(pairing.first.inspection.settings.seed, names)), []
 
 
-def _run(side: Side, fed: Fed, task: Task) -> PassOutputs:
+def _run(side: ComparedModel, fed: Fed, task: Task) -> PassOutputs:
     """One pass of a side's model, with the kernel that it was saved with."""
     model = side.loaded.model
     with hooks.replace(model, side.inspection.sites, side.swaps) if side.swaps else nullcontext():

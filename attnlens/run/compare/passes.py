@@ -15,7 +15,7 @@ from attnlens import attention, hooks
 from attnlens.hooks.padding import hiding_padding, real_parts
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
-from attnlens.run.compare.sides import Block, Side
+from attnlens.run.compare.sides import Block, ComparedModel
 from attnlens.run.inspect.chunks import PIECE_BYTES
 
 FLOOR = 1e-12
@@ -28,7 +28,7 @@ STATES = ("hidden_states", "encoder_hidden_states")
 class Recorded:
     """One pass of the first model."""
 
-    side: Side
+    side: ComparedModel
     calls: dict[Site, Call] = field(default_factory=dict)
     """What each site was asked for."""
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Passed:
     """‖o' − o‖/‖o‖ of each sequence, o what a block gives of the states that the first model's took."""
 
 
-def record(side: Side, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
+def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
     """Run the first model, and keep what the second one is compared with."""
     found = Recorded(side)
     chosen = set(side.sites)
@@ -77,7 +77,7 @@ def record(side: Side, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) ->
 
 def beside(
     recorded: Recorded,
-    side: Side,
+    side: ComparedModel,
     sites: Mapping[Site, Site],
     inputs: Mapping[str, Tensor],
     order: Mapping[Site, Sequence[int]],
@@ -121,7 +121,7 @@ def _apart(own: Tensor, other: Tensor) -> Tensor:
     return moved.cpu()
 
 
-def _pass(side: Side, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
+def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
     """One forward pass of a side's model, its attention watched."""
     model, sites = side.loaded.model, side.inspection.sites
     seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
@@ -163,7 +163,7 @@ Rows = Callable[[Call], Tensor]
 """The attention weights of a call."""
 
 
-def _rows(side: Side, site: Site) -> Rows:
+def _rows(side: ComparedModel, site: Site) -> Rows:
     """How a side's site weighs its keys: by the exponential kernel, or by that of a saved swap."""
     swap = side.swaps.get(site)
     if swap is None:

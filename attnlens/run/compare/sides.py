@@ -23,7 +23,7 @@ Block = tuple[str, nn.Module]
 
 
 @dataclass
-class Side:
+class ComparedModel:
     """One model, inspected."""
 
     inspection: Inspection
@@ -38,7 +38,7 @@ class Side:
     @classmethod
     def of(
         cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut, swaps: hooks.Swaps | None = None
-    ) -> Side:
+    ) -> ComparedModel:
         """Inspect a model, and keep what is read of its weights; with `swaps` what a text reads has no value."""
         inspection.factors = {}
         with at_rest(inspection.loaded.model):
@@ -95,15 +95,15 @@ def _of_weights(report: Report) -> Report:
 class Pairing:
     """Which site and head of the second model each of the first one is compared with."""
 
-    first: Side
-    second: Side
+    first: ComparedModel
+    second: ComparedModel
     sites: dict[Site, Site]
     """The second model's site for each of the first one's."""
     placed: dict[Site, Placed] = field(default_factory=dict)
     """The order of its heads."""
 
     @classmethod
-    def of(cls, first: Side, second: Side) -> Pairing:
+    def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Sites in their order; heads by their forms where these can be read and all heads are looked at."""
         sites = dict(zip(first.sites, second.sites, strict=True))
         found = cls(first, second, sites)
@@ -141,17 +141,17 @@ class Pairing:
         return torch.tensor([places[head.layer, layers[head.layer][head.head]] for head in self.first.report.heads])
 
 
-def correspond(first: Side, second: Side) -> bool:
+def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
     return _shape(first) == _shape(second)
 
 
-def _shape(side: Side) -> list[tuple[object, ...]]:
+def _shape(side: ComparedModel) -> list[tuple[object, ...]]:
     found = [(one.site, one.call) for one in side.inspection.reached]
     return [(site.path, site.ordinal, call.query.shape[1], call.group) for site, call in found]
 
 
-def same_input(first: Side, second: Side) -> bool:
+def same_input(first: ComparedModel, second: ComparedModel) -> bool:
     """Whether both models were fed with the same numbers, window by window."""
     pairs = zip(first.batches, second.batches, strict=False)
     return len(first.batches) == len(second.batches) and all(
