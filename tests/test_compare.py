@@ -20,12 +20,12 @@ from attnlens.errors import UsageError
 from attnlens.records import Comparison
 
 SMALL: dict[str, Any] = {"sequences": 12, "tokens": 32, "analyzers": ("symmetry", "spectrum")}
-KEPT = 6
+KEPT = 5
 """Layers of SmolLM2 that the tests need."""
 DAMAGED = {
     "demo": [{"W_K shuffled": 0, "3 bits": 2}, {"head zeroed": 0, "gain doubled": 1, "mask leaks": 3}],
     "minilm": [{"W_K shuffled": 0, "head zeroed": 1, "gain doubled": 2, "3 bits": 4}],
-    "smollm2": [{"W_K shuffled": 0, "head zeroed": 1, "gain doubled": 2, "3 bits": 3, "mask leaks": 5}],
+    "smollm2": [{"W_K shuffled": 0, "head zeroed": 1, "gain doubled": 2, "3 bits": 3, "mask leaks": 4}],
 }
 """Which damage is planted at which layer, comparison by comparison."""
 CASES = [(name, number) for name, each in DAMAGED.items() for number in range(len(each))]
@@ -48,7 +48,9 @@ def compared(name: str, *changes: tuple[str, int]) -> Comparison:
     """What there is between a trained model and itself with planted changes."""
     own = model(name)
     second = models.Loaded(damage.plant(copy.deepcopy(own.model), dict(changes)), own.tokenizer, "", own.info, own.kind)
-    found = attnlens.compare(own, second, **SMALL).comparison
+    # under RoPE measures of the weights take longest, and the other two models have them
+    source = "tokens" if name == "smollm2" else "both"
+    found = attnlens.compare(own, second, source=source, **SMALL).comparison
     assert found is not None
     return found
 

@@ -61,13 +61,22 @@ def _unread(pairing: Pairing, site: Site, other: Site) -> str:
 def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation:
     first, second = pair
     sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
-    if first.scale == second.scale and all(torch.equal(*side) for side in sides):
+    same = first.scale == second.scale and all(torch.equal(*side) for side in sides)
+    if same or (not pairing.placed[first.site].moved and _same_modules(pairing, first.site)):
         return "identical"
     if p < SURE:
         return "changed"
     spacing = max(torch.finfo(stored_type(side.loaded.model)).eps for side in (pairing.first, pairing.second))
     close = all(_apart(*side) <= ROUNDED * spacing for side in sides)
     return "rounding" if close and first.scale == second.scale else "same form"
+
+
+def _same_modules(pairing: Pairing, site: Site) -> bool:
+    """Whether the modules that hold a site have the same weights: what is read of them may differ by rounding."""
+    first, second = (
+        dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
+    )
+    return bool(first) and first.keys() == second.keys() and all(_equal(first[name], second[name]) for name in first)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
