@@ -68,7 +68,8 @@ def test_the_part_behind_the_source_is_enough_where_no_other_has_it():
     assert explanation("definite") == explanation("tokens.definite")
     with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
         explanation("rank90")
-    assert "weights.rank90, tokens.rank90, ksvd.rank90" in refusal.value.remedy
+    for name in ("weights.rank90", "tokens.rank90", "ksvd.rank90"):
+        assert name in refusal.value.remedy
 
 
 def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkeypatch):
@@ -97,7 +98,9 @@ def test_a_docstring_is_question_and_definitions(monkeypatch):
     assert facts["error"].startswith("posed once")
 
 
-@pytest.mark.parametrize("name", ["", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "‮evil", "a" * 5000, "."])
+@pytest.mark.parametrize(
+    "name", ["", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."]
+)
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
         explanation(name)
