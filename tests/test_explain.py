@@ -114,7 +114,7 @@ def test_the_program_explains_and_refuses():
         assert word in shown.stdout
     written = without_torch("explain", "tokens.share_skew", "--markdown").stdout
     assert written.startswith("### tokens.share_skew\n")
-    assert "- formula: " in written
+    assert "- formula&#58; " in written
     several = attnlens("explain", "effective_rank")
     refused(
         several, "'effective_rank' is the name of several measures", "weights.effective_rank, tokens.effective_rank"

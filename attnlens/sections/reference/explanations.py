@@ -121,7 +121,7 @@ def _kernel(info: KernelInfo) -> Section:
         "log k(q, k)": info.formula,
         "parameters": "; ".join(told_parameters(info.parameters)),
         "k ≥ 0": "yes" if info.positive else "no: rows of attention leave the simplex",
-        "symmetric": "yes, where queries and keys are projected alike" if info.symmetric else "no",
+        "k(x, y) = k(y, x)": "yes, where queries and keys are projected alike" if info.symmetric else "no",
         "features": kinds[info.features],
         "fit": fitted(info),
         "keys of one length": info.equal_lengths,
