@@ -31,7 +31,8 @@ IDENTIFIED = {
 
 def measure_pages() -> dict[str, Section]:
     """The page of every measure and curve, and of every distance between two models, by name."""
-    pages = {info.name: _measured(info, found) for found in every_analyzer() for info in found.measures}
+    found = sorted(every_analyzer(), key=lambda each: not each.by_default)
+    pages = {info.name: _measured(info, each) for each in found for info in each.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
     return pages | {info.name: _distance(info, source) for source, infos in compared.items() for info in infos}
 
