@@ -1,11 +1,13 @@
 """`attnlens explain` has a page for every measure and kernel, and refuses other names."""
 
+import re
+
 import pytest
 from program import attnlens, refused, without_torch
 
 from attnlens import registry
 from attnlens.errors import UsageError
-from attnlens.kernels import FILTERS, TIES, kernels
+from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.registry import GatheringPlace, MeasureInfo
 from attnlens.registry.distances import DISTANCES
 from attnlens.sections.reference.explanations import explanation, kernel_pages, measure_pages
@@ -24,6 +26,15 @@ def test_every_measure_has_its_page():
         assert [word for word in SAID if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
         assert ("--analyzer" in facts.get("analyzer", "")) == (name.startswith(("ksvd", "selec", "ext", "adapter")))
+
+
+def test_what_to_do_can_be_typed():
+    advised = [word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)]
+    assert len(set(advised)) > 5
+    for word in set(advised) - {"rank"}:  # whose rank a budget chooses
+        assert parsed(word)
+    named = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
+    assert named <= set(INFOS)
 
 
 def test_every_kernel_has_its_page():

@@ -39,7 +39,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
-        use="A first guess at a rank; what cutting there costs, swap-kernel --kernel rank measures.",
+        use="A first guess at a rank; what cutting at 8 costs, swap-kernel --kernel rank:8 measures.",
     ),
     MeasureInfo(
         "weights.decay",

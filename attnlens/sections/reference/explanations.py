@@ -118,6 +118,7 @@ def _partners(info: MeasureInfo, found: Analyzer | Gathering) -> Iterator[str]:
 
 def _kernel(info: KernelInfo) -> Section:
     kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
+    needed = ",".join(f"{each.name}=…" for each in info.parameters if each.default is None)
     facts = {
         "log k(q, k)": info.formula,
         "parameters": "; ".join(told_parameters(info.parameters)),
@@ -127,7 +128,7 @@ def _kernel(info: KernelInfo) -> Section:
         "fit": fitted(info),
         "keys of one length": info.equal_lengths,
         "computed by": info.fused,
-        "command": f"swap-kernel --kernel {info.name}",
+        "command": f"swap-kernel --kernel {info.name}{needed and f':{needed}'}",
         "source": info.source,
     }
     return _page(info.name, info.meaning, facts)
