@@ -25,7 +25,7 @@ def test_every_measure_has_its_page():
         assert page.lines == (INFOS[name].meaning,)
         assert [word for word in SAID if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
-        assert ("--analyzer" in facts.get("analyzer", "")) == (name.startswith(("ksvd", "selec", "ext", "adapter")))
+        assert ("--analyzer" in facts["runs"]) == (name.startswith(("ksvd", "selec", "ext", "adapter")))
 
 
 def test_what_to_do_can_be_typed():
@@ -67,6 +67,7 @@ def test_no_kernel_and_no_measure_have_one_name():
         ("tokens.share_distance", "sums to 1", "with tokens.share_key, tokens.share_interaction"),
         ("compare.query_angle", "read from", "the weights alone"),
         ("compare.row_kl", "read from", "queries and keys"),
+        ("adapter.change", "runs", "where the model has an adapter, or with --analyzer adaptation"),
         ("rbf", "parameters", "gamma: the inverse width γ (> 0)"),
         ("window", "keys kept", "|i − j| < w"),
     ],

@@ -24,13 +24,17 @@ def module():
 
 
 PAGES = module()
-REFERENCE = PAGES.reference()
 NAMED = {
     line
     for tree in re.findall(r"```{toctree}\n(.*?)```", (SITE / "navigation.md").read_text(), re.DOTALL)
     for line in tree.splitlines()
     if line and not line.startswith(":")
 }
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return PAGES.reference()
 
 
 def test_the_navigation_names_every_page_once():
@@ -40,11 +44,11 @@ def test_the_navigation_names_every_page_once():
     assert all(lines.count(page) == 1 for page in NAMED)
 
 
-def test_what_the_navigation_names_is_there():
+def test_what_the_navigation_names_is_there(reference):
     there = {str(path.relative_to(ROOT).with_suffix("")) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
     assert NAMED - there == {page for page in NAMED if page.startswith("reference/")}
     assert {f"{page.removeprefix('reference/')}.md" for page in NAMED if page.startswith("reference/")} <= set(
-        REFERENCE
+        reference
     )
 
 
@@ -56,29 +60,29 @@ def test_what_the_navigation_names_is_there():
         ("commands", set(PAGES.commands()) | COMMANDS),
     ],
 )
-def test_each_has_its_page(shelf, names):
-    written = {name.removeprefix(f"{shelf}/").removesuffix(".md") for name in REFERENCE if name.startswith(shelf)}
+def test_each_has_its_page(reference, shelf, names):
+    written = {name.removeprefix(f"{shelf}/").removesuffix(".md") for name in reference if name.startswith(shelf)}
     assert written == {*names, "index"}
     for name in names:
-        page = REFERENCE[f"{shelf}/{name}.md"]
+        page = reference[f"{shelf}/{name}.md"]
         assert page.startswith(f"# {name}\n\n")
         assert len(page) > 100
-        assert f"({name}.md)" in REFERENCE[f"{shelf}/index.md"]
-        assert f"\n{name}\n" in REFERENCE[f"{shelf}/index.md"]
+        assert f"({name}.md)" in reference[f"{shelf}/index.md"]
+        assert f"\n{name}\n" in reference[f"{shelf}/index.md"]
 
 
-def test_a_commands_page_has_all_its_options():
+def test_a_commands_page_has_all_its_options(reference):
     for name, command in PAGES.commands().items():
         for option in command.params:
             for word in option.opts if option.param_type_name == "option" else ():
-                assert f"`{word}`" in REFERENCE[f"commands/{name}.md"], (name, word)
-    assert "attnlens explain MEASURE" in REFERENCE["commands/explain.md"]
+                assert f"`{word}`" in reference[f"commands/{name}.md"], (name, word)
+    assert "attnlens explain MEASURE" in reference["commands/explain.md"]
 
 
-def test_the_api_has_every_public_function_and_class():
+def test_the_api_has_every_public_function_and_class(reference):
     for name in attnlens.__all__:
         if callable(getattr(attnlens, name)):
-            assert f":: attnlens.{name}\n" in REFERENCE["api.md"]
+            assert f":: attnlens.{name}\n" in reference["api.md"]
 
 
 def test_text_is_no_markup_but_for_code():
@@ -86,18 +90,18 @@ def test_text_is_no_markup_but_for_code():
     assert written == r"a &#60;b&#62; &#124; &#42;c&#42; `d\|e` `f`, &#96;g"
 
 
-def test_measures_lead_to_each_other():
-    assert "[tokens.share_key](tokens.share_key.md)" in REFERENCE["measures/tokens.share_skew.md"]
-    for name, text in REFERENCE.items():
+def test_measures_lead_to_each_other(reference):
+    assert "[tokens.share_key](tokens.share_key.md)" in reference["measures/tokens.share_skew.md"]
+    for name, text in reference.items():
         for target in re.findall(r"\]\(([^)]+\.md)\)", text) if name.startswith("measures/") else ():
-            assert f"measures/{target}" in REFERENCE
+            assert f"measures/{target}" in reference
 
 
-def test_the_sources_are_the_repositorys_own(tmp_path):
+def test_the_sources_are_the_repositorys_own(reference, tmp_path):
     PAGES.write(tmp_path)
     for path in (ROOT / "docs").glob("*.[mp]*"):
         assert (tmp_path / "docs" / path.name).read_bytes() == path.read_bytes()
     index = (tmp_path / "index.md").read_text()
     assert index.startswith((ROOT / "README.md").read_text())
     written = {str(path.relative_to(tmp_path / "reference")) for path in (tmp_path / "reference").rglob("*.md")}
-    assert written == set(REFERENCE)
+    assert written == set(reference)

@@ -59,8 +59,6 @@ def explanation(name: str) -> Section:
 
 
 def _measured(info: MeasureInfo, found: Analyzer | Gathering) -> Section:
-    asked = f"{found.name}: {found.question}"
-    only = "" if found.by_default else f" Runs only where it is named: --analyzer {found.name}."
     if found.source == "weights":
         error = EXACT
     elif info.curve:
@@ -72,16 +70,24 @@ def _measured(info: MeasureInfo, found: Analyzer | Gathering) -> Section:
         "error": error,
         "null": _null(info, found.source),
         "sums to 1": "; ".join(_partners(info, found)),
-        "analyzer": asked + only,
+        "analyzer": f"{found.name}: {found.question}",
+        "runs": _occasion(found),
         "definitions": found.definitions,
     }
     return _page(info.name, info.meaning, facts | _ends(info))
 
 
+def _occasion(found: Analyzer | Gathering) -> str:
+    if found.by_default:
+        return "in a plain inspect"
+    needs_base = isinstance(found, Analyzer) and found.needs_base
+    return f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {found.name}"
+
+
 def _distance(info: MeasureInfo, source: str) -> Section:
     error = PAIRED if source == "tokens" else EXACT
     null = "0 between equal heads; p is against what rounding of the model's number type alone gives"
-    facts = {**_facts(info, source), "error": error, "null": null, "command": "compare"}
+    facts = {**_facts(info, source), "error": error, "null": null, "runs": "in compare"}
     return _page(info.name, info.meaning, facts | _ends(info))
 
 
