@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LAYER, HEAD = 2, 1
-"""Where."""
+HEAD = 1
+"""Which key head is damaged."""
 
 
 @dataclass
@@ -77,46 +77,46 @@ def _rows(model: Any, heads: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(head * size, (head + 1) * size) for head in heads])
 
 
-def _shuffled(model: Any) -> None:
-    key, rows = layers(model)[LAYER].key, _rows(model, [HEAD])
+def _shuffled(model: Any, layer: int) -> None:
+    key, rows = layers(model)[layer].key, _rows(model, [HEAD])
     key.weight[rows] = key.weight[rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]]
 
 
-def _zeroed(model: Any) -> None:
-    key, rows = layers(model)[LAYER].key, _rows(model, [HEAD])
+def _zeroed(model: Any, layer: int) -> None:
+    key, rows = layers(model)[layer].key, _rows(model, [HEAD])
     key.weight[rows] = 0
     if key.bias is not None:
         key.bias[rows] = 0
 
 
-def _three_bits(model: Any) -> None:
-    for weight in layers(model)[LAYER].block.parameters():
+def _three_bits(model: Any, layer: int) -> None:
+    for weight in layers(model)[layer].block.parameters():
         if weight.dim() > 1:
             step = weight.abs().max() / 4
             weight.copy_((weight / step).round() * step)
 
 
-def _gain(model: Any) -> None:
-    layers(model)[LAYER].norm.weight *= 2
+def _gain(model: Any, layer: int) -> None:
+    layers(model)[layer].norm.weight *= 2
 
 
-def _leaking(model: Any) -> None:
-    layers(model)[LAYER].attention.is_causal = False
+def _leaking(model: Any, layer: int) -> None:
+    layers(model)[layer].attention.is_causal = False
 
 
-def _other_base(model: Any) -> None:
+def _other_base(model: Any, _layer: int) -> None:
     rotary = model.model.rotary_emb
     rotary.inv_freq *= 0.5
 
 
-def _bf16(model: Any) -> None:
+def _bf16(model: Any, _layer: int) -> None:
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
 
 
-def _reordered(model: Any) -> None:
+def _reordered(model: Any, layer: int) -> None:
     """Key heads one place on, each with its query heads, values and output columns."""
-    config, one = model.config, layers(model)[LAYER]
+    config, one = model.config, layers(model)[layer]
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     group = config.num_attention_heads // kv_heads
     order = torch.arange(kv_heads).roll(1).tolist()
@@ -131,7 +131,7 @@ def _reordered(model: Any) -> None:
     one.output.weight.copy_(one.output.weight[:, queries].clone())
 
 
-def _gauge(model: Any) -> None:
+def _gauge(model: Any, _layer: int) -> None:
     """W_Q A and W_K A⁻ᵀ; under RoPE an A that turns each pair of coordinates and stretches it."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -162,7 +162,7 @@ def _apply(part: Linear, rows: Tensor, change: Tensor) -> None:
         part.bias[rows] = (change @ part.bias[rows].double()).to(part.bias.dtype)
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {
+CHANGES: dict[str, Callable[[Any, int], None]] = {
     "W_K shuffled": _shuffled,
     "head zeroed": _zeroed,
     "3 bits": _three_bits,
@@ -175,8 +175,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def plant(model: Any, what: str) -> Any:
-    """The model with that change."""
+def plant(model: Any, changes: Mapping[str, int]) -> Any:
+    """The model with these changes, each at its layer; RoPE's base, rounding and gauge are of all layers."""
     with torch.no_grad():
-        CHANGES[what](model)
+        for what, layer in changes.items():
+            CHANGES[what](model, layer)
     return model

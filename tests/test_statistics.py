@@ -9,6 +9,7 @@ import torch
 from heads import query_key, random, rotary
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from attnlens.registry import MeasureInfo, analyzers
 from attnlens.statistics import (
@@ -361,11 +362,16 @@ def test_the_error_of_one_head_s_median_is_the_standard_error_of_its_mean():
     assert error * (3 / 4) ** 0.5 < 0.9 * error, "the control: without √(n/(n − 1)) it would be 13 % too small"
 
 
-def test_no_p_value_is_smaller_than_its_draws_can_tell():
+def test_beyond_its_draws_a_p_value_is_of_students_tail_and_never_below_it():
     effects = 5 + 0.01 * random(2, 32, seed=4)
     p = p_values(effects, Design.plain(32), torch.ones(32))
-    assert (p > 0).all()
-    assert p.tolist() == pytest.approx([1 / (1 + DRAWS)] * 2)
+    student = torch.from_numpy(stats.ttest_1samp(effects.numpy(), 0, axis=1).pvalue)
+    assert (p >= student * (1 - 1e-9)).all()
+    assert (p < 1 / DRAWS).all(), "so that a head among many thousands can be named"
+    near = random(40, 32, seed=5) + 0.75
+    counted = p_values(near, Design.plain(32), torch.ones(32))
+    tail = torch.from_numpy(stats.ttest_1samp(near.numpy(), 0, axis=1).pvalue)
+    assert float((counted / tail).log().abs().median()) < 1, "where draws and tail meet they are alike"
 
 
 def test_an_interval_reaches_farther_where_the_tail_of_the_windows_is_long():

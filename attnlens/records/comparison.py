@@ -37,7 +37,7 @@ class MeasureChange(Record):
     q: Number | None = None
     """The smallest false-discovery rate at which it is named (Benjamini & Hochberg)."""
     least: Number | None = None
-    """The smallest change that this comparison would have named with a probability of 80 %."""
+    """The smallest change that this comparison would have named with a probability of about 80 %."""
     named: bool = False
     """Whether q is at most the rate asked for."""
     reason: str | None = None

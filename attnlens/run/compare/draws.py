@@ -17,7 +17,7 @@ from attnlens.run import feeding
 from attnlens.run.compare.forms import distances
 from attnlens.run.compare.passes import Recorded, beside, record
 from attnlens.run.compare.rounding import rounded, rounded_factors
-from attnlens.run.compare.sides import Block, Side
+from attnlens.run.compare.sides import Block, ComparedModel
 from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.summary import by_measure
@@ -32,14 +32,14 @@ FEW = 2
 """Windows on which it is seen what that does to tokens.*."""
 BLOCKS = "compare.block_change"
 """‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
-Drawn = dict[str, list[Tensor]]
+DrawnChanges = dict[str, list[Tensor]]
 """Each draw's change at each head, by measure."""
 
 
-def of_weights(side: Side, kind: torch.dtype, generator: torch.Generator) -> Drawn:
+def of_weights(side: ComparedModel, kind: torch.dtype, generator: torch.Generator) -> DrawnChanges:
     """What rounding does to the measures of the forms; of those that have none a NaN."""
     heads = [(head.layer, head.head) for head in side.report.heads]
-    found: Drawn = defaultdict(list)
+    found: DrawnChanges = defaultdict(list)
     for _ in range(DRAWS):
         read: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
         for site in side.sites:
@@ -67,21 +67,21 @@ def _of_site(
 
 
 def of_tokens(
-    side: Side,
+    side: ComparedModel,
     contents: Sequence[texts.Content],
     cut: texts.Cut,
     blocks: Sequence[Block],
     kind: torch.dtype,
     generator: torch.Generator,
     tell: Tell,
-) -> Drawn:
+) -> DrawnChanges:
     """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
     few = texts.batches(side.loaded, contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
     reader = _FewWindows(side, design)
     own = [record(side, batch.inputs, blocks) for batch in few]
     before = reader.read(few, [one.calls for one in own])
-    found: Drawn = defaultdict(list)
+    found: DrawnChanges = defaultdict(list)
     for _ in range(DRAWS):
         with rounded(side.loaded.model, kind, generator):
             after = _nudged(reader, few, own, blocks)
@@ -124,7 +124,7 @@ def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts
 class _FewWindows:
     """Reads tokens.* of a few windows, in the order of the report's heads."""
 
-    def __init__(self, side: Side, design: Design) -> None:
+    def __init__(self, side: ComparedModel, design: Design) -> None:
         self.side = side
         self.design = design
 
@@ -147,7 +147,7 @@ class _FewWindows:
         return by_measure(collector)
 
 
-def entered(side: Side, design: Design) -> Collector:
+def entered(side: ComparedModel, design: Design) -> Collector:
     """A collector of all the heads that the side's report has."""
     collector = Collector(side.inspection.collector.chosen_heads, design=design)
     for found in side.inspection.reached:

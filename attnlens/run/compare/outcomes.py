@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from attnlens import texts
+from contextlib import nullcontext
+
+from attnlens import hooks, texts
 from attnlens.errors import AttnlensError
-from attnlens.records import Outcome
+from attnlens.records import Outcome, Task
 from attnlens.run import checks
-from attnlens.run.compare.sides import Pairing
+from attnlens.run.compare.sides import ComparedModel, Pairing
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.outcomes.differences import Differences
-from attnlens.run.outcomes.outputs import run, tokens_in
+from attnlens.run.outcomes.outputs import PassOutputs, run, tokens_in
 from attnlens.statistics import Design
-from attnlens.texts.targets import feed
+from attnlens.texts.targets import Fed, feed
 
 OTHER_PREDICTIONS = "Predictions are not compared: the models predict other things"
 
@@ -34,7 +36,7 @@ def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]
         return None, [f"{OTHER_PREDICTIONS} ({tasks[0]}, {tasks[1]})."]
     found = Differences(tasks[0], fed.made_up, design)
     for one in batches:
-        own, new = passes = [run(side.loaded.model, one, tasks[0]) for side in sides]
+        own, new = passes = [_run(side, one, tasks[0]) for side in sides]
         classes = {None if made.logits is None else made.logits.shape[-1] for made in passes}
         states = {None if made.hidden is None else made.hidden.shape[-1] for made in passes}
         if len(classes) > 1 or len(states) > 1:
@@ -42,3 +44,10 @@ def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]
         found.add(own, new, one.targets, tokens_in(one))
     names = list(dict.fromkeys(fed.parts))
     return Outcome(**found.outcome(pairing.first.inspection.settings.seed, names)), []
+
+
+def _run(side: ComparedModel, fed: Fed, task: Task) -> PassOutputs:
+    """One pass of a side's model, with the kernel that it was saved with."""
+    model = side.loaded.model
+    with hooks.replace(model, side.inspection.sites, side.swaps) if side.swaps else nullcontext():
+        return run(model, fed, task)

@@ -15,7 +15,7 @@ from attnlens import attention, hooks
 from attnlens.hooks.padding import hiding_padding, real_parts
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
-from attnlens.run.compare.sides import Block, Side
+from attnlens.run.compare.sides import Block, ComparedModel
 from attnlens.run.inspect.chunks import PIECE_BYTES
 
 FLOOR = 1e-12
@@ -28,6 +28,7 @@ STATES = ("hidden_states", "encoder_hidden_states")
 class Recorded:
     """One pass of the first model."""
 
+    side: ComparedModel
     calls: dict[Site, Call] = field(default_factory=dict)
     """What each site was asked for."""
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -48,9 +49,9 @@ class Passed:
     """‖o' − o‖/‖o‖ of each sequence, o what a block gives of the states that the first model's took."""
 
 
-def record(side: Side, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
+def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
     """Run the first model, and keep what the second one is compared with."""
-    found = Recorded()
+    found = Recorded(side)
     chosen = set(side.sites)
 
     def visit(site: Site, call: Call) -> None:
@@ -76,7 +77,7 @@ def record(side: Side, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) ->
 
 def beside(
     recorded: Recorded,
-    side: Side,
+    side: ComparedModel,
     sites: Mapping[Site, Site],
     inputs: Mapping[str, Tensor],
     order: Mapping[Site, Sequence[int]],
@@ -90,11 +91,13 @@ def beside(
     found = Passed()
 
     def visit(site: Site, call: Call) -> None:
-        if site not in sites:
+        first = sites.get(site)
+        if first is None or first not in recorded.calls:  # which has its own kernel, beside others that have not
             return
-        first = sites[site]
         found.calls[site] = call
-        found.rows[first] = divergence(recorded.calls[first], call.select(order[first]), first, inputs)
+        own, other = _rows(recorded.side, first), _rows(side, site)
+        pair = (recorded.calls[first], own), (call, other)
+        found.rows[first] = divergence(*pair, order[first], first, inputs)
 
     with _given(blocks, recorded.states), hooks.recorded(blocks) as outputs:
         _pass(side, inputs, visit)
@@ -118,10 +121,12 @@ def _apart(own: Tensor, other: Tensor) -> Tensor:
     return moved.cpu()
 
 
-def _pass(side: Side, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
+def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
     """One forward pass of a side's model, its attention watched."""
-    with torch.no_grad(), hooks.watch(side.loaded.model, side.inspection.sites, visit):
-        hooks.forward(side.loaded.model, inputs)
+    model, sites = side.loaded.model, side.inspection.sites
+    seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
+    with torch.no_grad(), seen:
+        hooks.forward(model, inputs)
 
 
 @contextmanager
@@ -154,20 +159,48 @@ def _states(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> d
     return {name: named[name] for name in {*names[:1], *STATES} if isinstance(named.get(name), Tensor)}
 
 
-def divergence(first: Call, second: Call, site: Site, inputs: Mapping[str, Tensor]) -> Tensor:
-    """KL(P ‖ P') of each sequence and head, mean over its real queries, Σ_j p log(p/p'); (sequences, heads)."""
-    first, second = (hiding_padding(_exact(call), inputs) for call in (first, second))
-    found = first.query.new_full(first.query.shape[:2], torch.nan)
-    for batch, queries, keys in real_parts(first.allowed, len(found), site.part):
-        pair = [call.sequences(batch, queries, keys) for call in (first, second)]
-        size = 8 * found.shape[1] * pair[0].query.shape[2] * pair[0].key.shape[2]
+Rows = Callable[[Call], Tensor]
+"""The attention weights of a call."""
+
+
+def _rows(side: ComparedModel, site: Site) -> Rows:
+    """How a side's site weighs its keys: by the exponential kernel, or by that of a saved swap."""
+    swap = side.swaps.get(site)
+    if swap is None:
+        return lambda call: attention.weights(call, OWN)
+    return lambda call: _swapped_rows(call, swap)
+
+
+def _swapped_rows(call: Call, swap: hooks.Replacement) -> Tensor:
+    """The weights under another kernel in some heads; NaN where it has none, or they may be negative."""
+    total = call.query.shape[1]
+    heads = range(total) if swap.heads is None else swap.heads
+    weights = attention.weights(call, OWN)
+    if swap.kernel.info.form == "output" or not swap.kernel.info.positive:
+        weights[:, list(heads)] = torch.nan
+    else:
+        weights[:, list(heads)] = attention.weights(call.select(heads), swap.kernel).to(weights.dtype)
+    return weights
+
+
+def divergence(
+    first: tuple[Call, Rows], second: tuple[Call, Rows], order: Sequence[int], site: Site, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """KL(P ‖ P') of each sequence and head, mean over its real queries, Σ_j p log(p/p'); (sequences, heads).
+
+    `order` is the second's head for each head of the first.
+    """
+    sides = [(hiding_padding(_exact(call), inputs), rows) for call, rows in (first, second)]
+    call = sides[0][0]
+    found = call.query.new_full(call.query.shape[:2], torch.nan)
+    for batch, queries, keys in real_parts(call.allowed, len(found), site.part):
+        pair = [(call.sequences(batch, queries, keys), rows) for call, rows in sides]
+        size = 8 * found.shape[1] * pair[0][0].query.shape[2] * pair[0][0].key.shape[2]
         step = max(1, PIECE_BYTES // size)
         for start in range(0, len(batch), step):
             some = list(range(start, min(start + step, len(batch))))
-            one, other = (
-                _whole(attention.weights(call.sequences(some, slice(None), slice(None)), OWN)) for call in pair
-            )
-            terms = one * (one.clamp(min=FLOOR).log() - other.clamp(min=FLOOR).log())
+            one, other = (_whole(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
+            terms = one * (one.clamp(min=FLOOR).log() - other[:, list(order)].clamp(min=FLOOR).log())
             found[[batch[row] for row in some]] = terms.sum(-1).mean(-1).clamp(min=0)
     return found.cpu()
 

@@ -12,15 +12,16 @@ from attnlens import models, requests
 from attnlens.arguments import public
 from attnlens.errors import UsageError
 from attnlens.records import Comparison, Report, Settings
-from attnlens.requests import CompareRequest
+from attnlens.requests import CompareRequest, Loading
 from attnlens.run.compare.changes import Changes
 from attnlens.run.compare.saved import compared_reports, read
 from attnlens.run.compare.shifts import OTHER_HEADS, apart
-from attnlens.run.compare.sides import Pairing, Side, correspond, same_input
+from attnlens.run.compare.sides import ComparedModel, Pairing, correspond, same_input
 from attnlens.run.in_memory import held
 from attnlens.run.inspect.pipeline import inspect, prepared
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
+from attnlens.run.swap.restored import restored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,6 +77,11 @@ def _subject(given: Any) -> Any:
     return given
 
 
+def _is_swapped(given: Any) -> bool:
+    """Whether it is a folder that `swap-kernel --save` wrote."""
+    return isinstance(given, str | PathLike) and (Path(given).expanduser() / models.SWAPPED).is_file()
+
+
 def _same_path(first: Any, second: Any) -> bool:
     if not all(isinstance(side, str | PathLike) for side in (first, second)):
         return False
@@ -115,19 +121,26 @@ def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
 
 def _sides(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
-) -> tuple[Side, Side]:
+) -> tuple[ComparedModel, ComparedModel]:
     """Both models inspected on the first one's texts."""
-    sides: list[Side] = []
+    sides: list[ComparedModel] = []
     for number, subject in enumerate(subjects):
         own = None if isinstance(subject, str | PathLike | models.Loaded) else tokenizer
-        inspection, contents, cut = prepared(subject, own, progress, _loading(subject, options, number))
+        given = _loading(subject, options, number)
+        swaps = None
+        if _is_swapped(subject):
+            loading = {name: value for name, value in given.items() if name in Loading.__annotations__}
+            found = restored(Path(subject), **loading)
+            subject, swaps = found.loaded, found.swaps
+            given = {name: value for name, value in given.items() if name not in loading}
+        inspection, contents, cut = prepared(subject, own, progress, given)
         if sides:
             contents = sides[0].contents
-        sides.append(Side.of(inspection, contents, cut))
+        sides.append(ComparedModel.of(inspection, contents, cut, swaps))
     return sides[0], sides[1]
 
 
-def compared(first: Side, second: Side, fdr: float, progress: Progress) -> Comparison:
+def compared(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """What two inspected models have to do with each other."""
     problem = None if correspond(first, second) else OTHER_HEADS
     problem = problem or (None if same_input(first, second) else OTHER_INPUT)

@@ -11,18 +11,19 @@ from torch import nn
 from attnlens import hooks, texts, weights
 from attnlens.errors import UnreadableError
 from attnlens.models import Loaded
-from attnlens.records import QueryKey, Report, Site
-from attnlens.registry import Analyzer
+from attnlens.records import Measure, QueryKey, Report, Site, Windows
+from attnlens.registry import Analyzer, measure_sources
 from attnlens.run.compare.forms import Placed, in_order, place
 from attnlens.run.in_memory import at_rest
 from attnlens.run.inspect.survey import Inspection
 
+OTHER_KERNEL = "its attention is of another kernel, and the measure is of the exponential one"
 Block = tuple[str, nn.Module]
 """A block of the model and its path."""
 
 
 @dataclass
-class Side:
+class ComparedModel:
     """One model, inspected."""
 
     inspection: Inspection
@@ -31,13 +32,18 @@ class Side:
     """The texts."""
     cut: texts.Cut
     """How they were cut."""
+    swaps: hooks.Swaps = field(default_factory=dict)
+    """The other kernel of a model that was saved with one, by its sites."""
 
     @classmethod
-    def of(cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut) -> Side:
-        """Inspect a model, and keep what is read of its weights."""
+    def of(
+        cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut, swaps: hooks.Swaps | None = None
+    ) -> ComparedModel:
+        """Inspect a model, and keep what is read of its weights; with `swaps` what a text reads has no value."""
         inspection.factors = {}
         with at_rest(inspection.loaded.model):
-            return cls(inspection, inspection.run(contents, cut), contents, cut)
+            report = inspection.run(contents, cut)
+        return cls(inspection, _of_weights(report) if swaps else report, contents, cut, swaps or {})
 
     @property
     def loaded(self) -> Loaded:
@@ -68,19 +74,36 @@ class Side:
         return hooks.blocks(self.loaded.model, self.batches[0].inputs) if self.batches else []
 
 
+def _of_weights(report: Report) -> Report:
+    """The report with the measures of the weights alone."""
+    nothing = Measure(value=None, reason=OTHER_KERNEL)
+    known = measure_sources()
+    heads = [
+        head.model_copy(
+            update={
+                "measures": {
+                    name: nothing if known.get(name) == "tokens" else measure for name, measure in head.measures.items()
+                }
+            }
+        )
+        for head in report.heads
+    ]
+    return report.model_copy(update={"heads": heads}).with_windows(Windows([], [], {}))
+
+
 @dataclass(frozen=True)
 class Pairing:
     """Which site and head of the second model each of the first one is compared with."""
 
-    first: Side
-    second: Side
+    first: ComparedModel
+    second: ComparedModel
     sites: dict[Site, Site]
     """The second model's site for each of the first one's."""
     placed: dict[Site, Placed] = field(default_factory=dict)
     """The order of its heads."""
 
     @classmethod
-    def of(cls, first: Side, second: Side) -> Pairing:
+    def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Sites in their order; heads by their forms where these can be read and all heads are looked at."""
         sites = dict(zip(first.sites, second.sites, strict=True))
         found = cls(first, second, sites)
@@ -118,17 +141,17 @@ class Pairing:
         return torch.tensor([places[head.layer, layers[head.layer][head.head]] for head in self.first.report.heads])
 
 
-def correspond(first: Side, second: Side) -> bool:
+def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
     return _shape(first) == _shape(second)
 
 
-def _shape(side: Side) -> list[tuple[object, ...]]:
+def _shape(side: ComparedModel) -> list[tuple[object, ...]]:
     found = [(one.site, one.call) for one in side.inspection.reached]
     return [(site.path, site.ordinal, call.query.shape[1], call.group) for site, call in found]
 
 
-def same_input(first: Side, second: Side) -> bool:
+def same_input(first: ComparedModel, second: ComparedModel) -> bool:
     """Whether both models were fed with the same numbers, window by window."""
     pairs = zip(first.batches, second.batches, strict=False)
     return len(first.batches) == len(second.batches) and all(

