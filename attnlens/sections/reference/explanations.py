@@ -86,7 +86,7 @@ def _occasion(found: Analyzer | Gathering) -> str:
 
 def _distance(info: MeasureInfo, source: str) -> Section:
     error = PAIRED if source == "tokens" else EXACT
-    null = "0 between equal heads; p is against what rounding of the model's number type alone gives"
+    null = "0 between equal heads; what counts is beyond what rounding to the stored number type does"
     facts = {**_facts(info, source), "error": error, "null": null, "runs": "in compare"}
     return _page(info.name, info.meaning, facts | _ends(info))
 
