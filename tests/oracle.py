@@ -45,6 +45,7 @@ COMMANDS = {
     "verify": "verify --quick --no-progress --json report.json",
     "list": "list",
     "list-schema": "list schema",
+    "explain": "explain tokens.share_skew",
     "help": "--help",
     **{f"help-{name}": f"{name} --help" for name in ("inspect", "swap-kernel", "converge", "doctor", "verify", "list")},
 }

@@ -116,7 +116,7 @@ def test_text_from_a_file_and_from_stdin_read_the_same(tmp_path):
     assert file["heads"] == stdin["heads"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["inspect", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["explain", "rbf"], ["inspect", "--help"]])
 def test_small_commands_load_no_torch(words):
     program = (
         "import sys\n"

@@ -17,6 +17,7 @@ MEASURES = (
         has_null=False,
         headline=True,
         ends="largest",
+        use="Largest first: these heads the fine-tuning worked on; near 0, the adapter could be left out there.",
     ),
     MeasureInfo(
         "adapter.change_rank",
@@ -26,13 +27,17 @@ MEASURES = (
         self_only=False,
         missing=NO_ADAPTER,
         has_null=False,
+        use="Below 2r, the adapter did not use the rank r that it was given.",
     ),
 )
 
 
 @analyzer("adaptation", source="weights", measures=MEASURES, by_default=False, needs_base=True)
 def of_weights(query_key: QueryKey) -> Readings:
-    """How far, and in how many directions, did an adapter move a head's bilinear form?"""
+    """How far, and in how many directions, did an adapter move a head's bilinear form?
+
+    M = s·W_Q W_Kᵀ of the base and M' with the adapter (LoRA of rank r) merged; σ are singular values.
+    """
     import torch
 
     from attnlens import linalg

@@ -20,6 +20,7 @@ def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
         has_null=False,
         identified="nowhere",
         wholes=("kernel_shares",),
+        use="It tells of these queries and keys, and not of what the model does: compare no models by it.",
     )
 
 
@@ -33,7 +34,11 @@ TOKENS = (
 
 @analyzer("extended", source="tokens", measures=TOKENS, by_default=False)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """Which kernel would a head's scores be, extended to pairs that the model never compares? Not identified."""
+    """Which kernel would a head's scores be, extended to pairs that the model never compares? Not identified.
+
+    L holds s⟨q_i, k_j⟩ of all pairs of a window's tokens, also those that the mask hides; J = I − 11ᵀ/n takes out row
+    means, and S and A are the symmetric and skew part of L.
+    """
     from attnlens import linalg
 
     if query_key.site.part == "cross":

@@ -34,6 +34,7 @@ def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) ->
 def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureInfo, ...]:
     """The cumulative singular values of a matrix, of the first power (with these settings) and squared."""
     settings: dict[str, Any] = {"low": 0, "high": 1, "curve": True, "self_only": False, "has_null": False}
+    settings["use"] = "The sooner it nears 1, the fewer components hold the matrix."
     if not symbol.startswith("P"):
         settings["identified"], words = "nowhere", f"{words} (not identified)"
     first = MeasureInfo(
@@ -51,17 +52,20 @@ def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureI
     return first, energy
 
 
+FIGURE = "Chen et al. 2023, Figure 1"
 COSINE = "the cosine kernel of all pairs, K_ij = cos(q_i, k_j)"
 TOKENS = (
     _scalar(
         "first_share",
-        "share of P's largest singular value (Chen et al. 2023, Figure 1, index 0)",
+        "share of P's largest singular value",
         "σ₁/Σσ of the attention matrix P",
         NO_ATTENTION,
         high=1,
         identified="everywhere",
         headline=True,
         ends="both",
+        use="Near 1 a head's attention is nearly of rank one, and Primal-Attention of few components can stand in.",
+        paper=f"{FIGURE}, index 0",
     ),
     _scalar(
         "rank90",
@@ -69,6 +73,7 @@ TOKENS = (
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
         NO_KERNEL,
         low=1,
+        use="A first guess at the s of a primal kernel: swap-kernel --kernel primal:8 measures what s = 8 costs.",
     ),
     _scalar(
         "centred_rank90",
@@ -76,6 +81,7 @@ TOKENS = (
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
         ONE_KEY,
         low=1,
+        use="Read this one where ksvd.rank90 is 1: then one near-constant direction hides all others.",
     ),
     _scalar(
         "value_alignment",
@@ -84,6 +90,8 @@ TOKENS = (
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): K is centred as V is, and not V alone",
         f"the values are not known, or all alike; {ONE_KEY}",
         high=1,
+        use="Above s/(n − 1), the values lie where the kernel's own directions do, which the paper takes for granted.",
+        paper="Chen et al. 2023, where values take the place of the right singular vectors",
     ),
     _scalar(
         "asymmetry",
@@ -92,20 +100,25 @@ TOKENS = (
         NO_KERNEL,
         high=1.5707963267948968,
         self_only=True,
+        use="At 0 a symmetric kernel SVD would do; the larger, the more the paper's asymmetric one is needed.",
     ),
     _scalar(
         "residual",
         "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong",
         "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
         NO_KERNEL,
+        use="A check: far above rounding, believe no other ksvd number of this head.",
+        paper="Chen et al. 2023, Theorem 3.2",
     ),
     _scalar(
         "objective",
         "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
         NO_KERNEL,
+        use="A check: far above rounding, the primal solution is none, and no other ksvd number is to be believed.",
+        paper="Chen et al. 2023, Eq. 6",
     ),
-    *_curves("attention", "the attention matrix P (Chen et al. 2023, Figure 1)", "P", headline=True, by_depth=True),
+    *_curves("attention", "the attention matrix P", "P", headline=True, by_depth=True, paper=FIGURE),
     *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),
     *_curves("cosine", COSINE, "K"),
     *_curves("centred_cosine", f"{COSINE}, without its row-sum mode", "K(I − 11ᵀ/n)"),
@@ -114,7 +127,12 @@ TOKENS = (
 
 @analyzer("ksvd", source="tokens", measures=TOKENS, by_default=False)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """How far is a head's attention a low-rank kernel SVD (Chen et al. 2023)?"""
+    """How far is a head's attention a low-rank kernel SVD (Chen et al. 2023)?
+
+    P holds the attention weights of a window, K the cosines of all its queries and keys, as in the paper: K is a model
+    of attention, and not what the head computes. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
+    multipliers, e_i and r_j the projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
+    """
     from attnlens import ksvd, linalg
 
     attention = linalg.attention_singular_values(query_key)

@@ -16,16 +16,21 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        use="Far below weights.effective_rank, a single direction is most of the head's size.",
+        paper="Rudelson & Vershynin 2007, numerical rank",
     ),
     MeasureInfo(
         "weights.effective_rank",
-        "how many directions M uses, by entropy (Roy & Vetterli 2007)",
+        "how many directions M uses, by entropy",
         "exp(−Σ p log p), p = σ/Σσ",
         low=1,
         self_only=False,
         missing=ZERO,
         ends="both",
         series=9,
+        use="Below its null, training has put the head into few directions; which rank the model needs, "
+        "swap-kernel --kernel rank --budget loss:1% measures.",
+        paper="Roy & Vetterli 2007",
     ),
     MeasureInfo(
         "weights.rank90",
@@ -34,6 +39,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        use="A first guess at a rank; what cutting at 8 costs, swap-kernel --kernel rank:8 measures.",
     ),
     MeasureInfo(
         "weights.decay",
@@ -42,6 +48,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         missing="fewer than two singular values are above rounding",
+        use="Read it beside its null: above it, the spectrum falls faster than chance.",
     ),
     MeasureInfo(
         "weights.singular_values",
@@ -51,10 +58,21 @@ WEIGHTS = (
         curve=True,
         self_only=False,
         matrix="M",
+        use="Look for a step: the directions behind it carry little of M.",
     ),
 )
 
-share_in_largest = partial(MeasureInfo, low=0, high=1, curve=True, self_only=False, has_null=False, matrix="P")
+share_in_largest = partial(
+    MeasureInfo,
+    low=0,
+    high=1,
+    curve=True,
+    self_only=False,
+    has_null=False,
+    matrix="P",
+    use="The sooner it nears 1, the lower the rank that does; ksvd.first_share is its first value.",
+    paper="Chen et al. 2023, Figure 1",
+)
 UNIFORM = "attention is even: nothing is left of it once centred"
 TOKENS = (
     MeasureInfo(
@@ -69,6 +87,8 @@ TOKENS = (
         headline=True,
         ends="both",
         series=10,
+        use="Near 0 a head picks single keys, near 1 it averages all of them; followed over checkpoints, a fall to 0 "
+        "in many heads at once is a warning.",
     ),
     MeasureInfo(
         "tokens.max_weight",
@@ -79,6 +99,7 @@ TOKENS = (
         self_only=False,
         missing="no query may see a key",
         has_null=False,
+        use="Where it is large, ask what is selected: inspect --analyzer selection.",
     ),
     MeasureInfo(
         "tokens.effective_rank",
@@ -91,6 +112,8 @@ TOKENS = (
         headline=True,
         ends="both",
         series=9,
+        use="Near 1 all queries attend alike; tokens.centred_effective_rank says what is left without even attention.",
+        paper="Roy & Vetterli 2007",
     ),
     MeasureInfo(
         "tokens.rank90",
@@ -100,6 +123,7 @@ TOKENS = (
         self_only=False,
         missing=ZERO,
         has_null=False,
+        use="Small beside the window's length, attention of low rank could stand in; it grows with --tokens.",
     ),
     MeasureInfo(
         "tokens.centred_effective_rank",
@@ -109,6 +133,7 @@ TOKENS = (
         self_only=False,
         missing=UNIFORM,
         has_null=False,
+        use="Compare it with tokens.effective_rank, which one even direction can hold near 1.",
     ),
     MeasureInfo(
         "tokens.logit_rank90",
@@ -118,21 +143,30 @@ TOKENS = (
         self_only=False,
         missing="the logits depend on the query alone, which softmax ignores",
         has_null=False,
+        use="Below head_dim, fewer dimensions of queries and keys would give nearly these scores.",
     ),
     share_in_largest(
         "tokens.singular_values",
-        "share of P's singular values in its k largest (Chen et al. 2023, Figure 1)",
+        "share of P's singular values in its k largest",
         "(σ₁ + … + σₖ)/Σσ",
     ),
     share_in_largest(
-        "tokens.singular_values_energy", "share of P's squared singular values in its k largest", "(σ₁² + … + σₖ²)/Σσ²"
+        "tokens.singular_values_energy",
+        "share of P's squared singular values in its k largest",
+        "(σ₁² + … + σₖ²)/Σσ²",
+        use="The step k at which it passes 0.9 is tokens.rank90.",
+        paper="",
     ),
 )
 
 
 @analyzer("spectrum", source="weights", measures=WEIGHTS)
 def of_weights(query_key: QueryKey) -> Readings:
-    """How fast do the singular values of a head's bilinear form fall?"""
+    """How fast do the singular values of a head's bilinear form fall?
+
+    σ are the singular values of M = s·W_Q W_Kᵀ, s the scale, biases left out; at most head_dim of them are not 0. Under
+    RoPE they are those of the joint kernel on content and position over the window.
+    """
     from attnlens import linalg
 
     values = linalg.Form(query_key).singular_values
@@ -147,7 +181,11 @@ def of_weights(query_key: QueryKey) -> Readings:
 
 @analyzer("spectrum", source="tokens", measures=TOKENS)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """How spread out is a head's attention, and which rank does it need?"""
+    """How spread out is a head's attention, and which rank does it need?
+
+    P holds the attention weights of a window, a query a row, and p_ij are its entries; padding is left out. The
+    window's length bounds every rank, so that ranks are compared at one length only.
+    """
     from attnlens import linalg
 
     values = linalg.attention_singular_values(query_key)

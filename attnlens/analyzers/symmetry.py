@@ -7,6 +7,9 @@ from typing import Any
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
+INERTIA = (
+    "It is head_dim in nearly every head, and then says nothing; fewer means directions that the head does not use."
+)
 WEIGHTS = (
     MeasureInfo(
         "weights.norm",
@@ -15,6 +18,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         grows_with_factors=True,
+        use="Compare heads of one model by it: cosines and shares, being relative, say nothing of size.",
     ),
     MeasureInfo(
         "weights.symmetry",
@@ -26,6 +30,9 @@ WEIGHTS = (
         headline=True,
         ends="both",
         series=8,
+        use="Read it beside its null. Well above it, a token attends to tokens that attend to it; what the rest is "
+        "worth to the model, swap-kernel --kernel symmetric measures.",
+        paper="Saponati et al. 2025, symmetry score",
     ),
     MeasureInfo(
         "weights.directionality",
@@ -33,6 +40,8 @@ WEIGHTS = (
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
         low=-1,
         high=1,
+        use="Call a head directed only beyond 2 sd of its null; the sign is the paper's, which its code turns round.",
+        paper="Saponati et al. 2025, directionality score",
     ),
     MeasureInfo(
         "weights.positivity",
@@ -42,6 +51,8 @@ WEIGHTS = (
         high=1,
         missing="every eigenvalue is zero",
         ends="both",
+        use="Beyond its null upwards, a token attends to tokens like itself; downwards, to tokens unlike it.",
+        paper="Elhage et al. 2021, copying heads, there of output-value circuits",
     ),
     MeasureInfo(
         "weights.definiteness",
@@ -52,12 +63,22 @@ WEIGHTS = (
         missing="the symmetric part is zero",
         headline=True,
         ends="both",
+        use="Near 1, a positive definite form could take the place of the symmetric part; two random factors read 0. "
+        "How much of it real text meets, tokens.share_positive says.",
     ),
     MeasureInfo(
-        "weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}", low=0
+        "weights.inertia_positive",
+        "positive eigenvalues of the symmetric part",
+        "#{μ > eps·size·max|μ|}",
+        low=0,
+        use=INERTIA,
     ),
     MeasureInfo(
-        "weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}", low=0
+        "weights.inertia_negative",
+        "negative eigenvalues of the symmetric part",
+        "#{μ < −eps·size·max|μ|}",
+        low=0,
+        use=INERTIA,
     ),
     MeasureInfo(
         "weights.symmetry_by_distance",
@@ -68,6 +89,7 @@ WEIGHTS = (
         curve=True,
         missing="M does not depend on a distance",
         steps="distance in tokens",
+        use="Look for distances at which it leaves its level: the head there looks back otherwise than ahead.",
     ),
 )
 
@@ -82,10 +104,10 @@ def _share(name: str, meaning: str, formula: str, **rest: Any) -> MeasureInfo:
     return MeasureInfo(f"tokens.share_{name}", meaning, formula, **settings | rest)
 
 
-def _kernel_share(name: str, meaning: str, formula: str) -> MeasureInfo:
+def _kernel_share(name: str, meaning: str, formula: str, use: str) -> MeasureInfo:
     """A share that only heads have that see all pairs."""
-    missing = f"{HIDDEN}, or {NOTHING_SEEN}"
-    return _share(name, meaning, formula, ends="largest", missing=missing, identified="all pairs", wholes=(KERNEL,))
+    rest = {"missing": f"{HIDDEN}, or {NOTHING_SEEN}", "identified": "all pairs", "wholes": (KERNEL,)}
+    return _share(name, meaning, formula, ends="largest", use=use, **rest)
 
 
 TOKENS = (
@@ -93,16 +115,20 @@ TOKENS = (
         "positive",
         "share of what softmax sees that is a positive definite kernel, where all pairs are seen",
         "Σμ₊²/‖LJ‖², μ the eigenvalues of JSJ",
+        "Near 1 the head is a Mercer kernel of its tokens up to gates, and methods made for these apply; "
+        "swap-kernel --kernel mercer measures what the rest is worth.",
     ),
     _kernel_share(
         "negative",
         "share that is symmetric but indefinite, where all pairs are seen",
         "Σμ₋²/‖LJ‖², μ the eigenvalues of JSJ",
+        "Its size does not say what it is worth to the model: swap-kernel --kernel negativeless does.",
     ),
     _kernel_share(
         "skew",
         "share that is asymmetric and that no query or key gate removes, where all pairs are seen",
         "‖JAJ‖²/‖LJ‖²",
+        "Its size does not say what it is worth to the model: swap-kernel --kernel skewless does.",
     ),
     MeasureInfo(
         "tokens.definite",
@@ -113,6 +139,8 @@ TOKENS = (
         missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border",
         has_null=False,
         identified="all pairs",
+        use="At 1 a positive definite kernel and gates give this attention, as it is, on all that was read; below, "
+        "tokens.share_negative and tokens.share_skew say what is in the way.",
     ),
     _share(
         "key",
@@ -121,6 +149,8 @@ TOKENS = (
         self_only=False,
         wholes=(KERNEL, SCORES),
         ends="largest",
+        use="Near 1 all queries look at the same keys: one weight a key would do for the head. In bidirectional heads "
+        "swap-kernel --kernel keyless measures what that part is worth.",
     ),
     _share(
         "distance",
@@ -129,6 +159,7 @@ TOKENS = (
         "(R_ab − R_abc)/R_a",
         wholes=(SCORES,),
         ends="largest",
+        use="Large in heads that look at a place; swap-kernel --kernel window:64 asks whether a window would do.",
     ),
     _share(
         "interaction",
@@ -137,6 +168,7 @@ TOKENS = (
         self_only=False,
         wholes=(SCORES,),
         ends="largest",
+        use="Small where key and place alone decide: content then chooses little, and a simpler head may do.",
     ),
     _share(
         "first",
@@ -146,6 +178,8 @@ TOKENS = (
         missing="no query may choose between keys",
         ends="largest",
         beside="tokens.first_if_even",
+        use="Far above what even attention reads, the head has a sink: keep the first tokens where keys are dropped "
+        "(swap-kernel --kernel sink-window:4,64).",
     ),
     MeasureInfo(
         "tokens.first_if_even",
@@ -156,13 +190,20 @@ TOKENS = (
         self_only=False,
         missing="no query may choose between keys",
         has_null=False,
+        use="Compare tokens.share_first with it; by itself it tells of the mask alone.",
     ),
 )
 
 
 @analyzer("symmetry", source="weights", measures=WEIGHTS)
 def of_weights(query_key: QueryKey) -> Readings:
-    """Is the bilinear form of a head symmetric and positive, and which way does it point?"""
+    """Is the bilinear form of a head symmetric and positive, and which way does it point?
+
+    M = s·W_Q W_Kᵀ = S + A with S symmetric and A skew, s the scale, C = W_Kᵀ W_Q, G_Q = W_Qᵀ W_Q, G_K = W_Kᵀ W_K;
+    biases are left out, and of grouped queries each has its group's keys. Under RoPE M(Δ) depends on the distance Δ,
+    and all but symmetry are those of the joint kernel on content and position over the window. Cross-attention, whose
+    queries and keys are of two domains, has its size alone.
+    """
     from attnlens import linalg
 
     form = linalg.Form(query_key)
@@ -185,7 +226,12 @@ def of_weights(query_key: QueryKey) -> Readings:
 
 @analyzer("symmetry", source="tokens", measures=TOKENS)
 def of_tokens(query_key: QueryKey) -> Readings:
-    """What do a head's scores depend on, and which share of them is a positive definite kernel?"""
+    """What do a head's scores depend on, and which share of them is a positive definite kernel?
+
+    L holds the scores of a window's tokens before softmax and mask. Softmax ignores what depends on the query alone,
+    so all is measured on L less its row means: LJ with J = I − 11ᵀ/n where all pairs are seen, L = S + A with S
+    symmetric and A skew; where a mask hides pairs, least-squares fits on the visible ones, R their squared residuals.
+    """
     from attnlens import linalg
 
     shares = linalg.visible_shares(query_key.content)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, metadata
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnlens.choices import Sources
@@ -37,6 +38,8 @@ class Named:
     """The first line of the function's docstring."""
     measures: tuple[MeasureInfo, ...]
     """What it returns, scalars and curves."""
+    definitions: str = field(default="", kw_only=True)
+    """What its docstring says below that line: the symbols of the formulas, what is assumed and left out."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,19 @@ def analyzer(
     """
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
-        question = (function.__doc__ or name).splitlines()[0]
-        _ANALYZERS[name, source] = Analyzer(name, source, question, tuple(measures), function, by_default, needs_base)
+        question, definitions = _said(function, name)
+        _ANALYZERS[name, source] = Analyzer(
+            name, source, question, tuple(measures), function, by_default, needs_base, definitions=definitions
+        )
         return function
 
     return enter
+
+
+def _said(function: Callable[..., object], name: str) -> tuple[str, str]:
+    """The first line of the function's docstring (its name, where it has none), and what stands below."""
+    question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
+    return question, definitions.strip()
 
 
 def gathering(
@@ -137,8 +148,10 @@ def gathering(
     """
 
     def enter(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
-        question = (begin.__doc__ or name).splitlines()[0]
-        _GATHERINGS[name, source] = Gathering(name, source, question, tuple(measures), begin, **traits)
+        question, definitions = _said(begin, name)
+        _GATHERINGS[name, source] = Gathering(
+            name, source, question, tuple(measures), begin, **traits, definitions=definitions
+        )
         return begin
 
     return enter

@@ -58,6 +58,10 @@ class MeasureInfo:
     space: str = ""
     """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
     different questions, and stand apart from each other in tables and pictures."""
+    use: str = ""
+    """What to do with the answer, in a sentence or two."""
+    paper: str = ""
+    """Where it was published, with the equation or figure; empty where nowhere."""
 
     @property
     def caution(self) -> str:

@@ -17,6 +17,7 @@ WORDS: dict[Space, dict[str, str]] = {
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
 """What stands for the names in braces in OF_SPACE."""
+PAPER = "Tarzanagh et al. 2023"
 DECIDED = MeasureInfo(
     "selection.decided",
     "share of the queries whose largest attention weight is at least ½",
@@ -28,6 +29,7 @@ DECIDED = MeasureInfo(
     has_null=False,
     ends="largest",
     series=1,
+    use="Read it first: where few queries are decided, an SVM of selections tells little of the head.",
 )
 POSED = (
     MeasureInfo(
@@ -38,6 +40,7 @@ POSED = (
         high=MOST_QUERIES,
         self_only=False,
         has_null=False,
+        use="How much the head's other selection numbers stand on; compare heads of about equal numbers.",
     ),
     MeasureInfo(
         "selection.least_decided",
@@ -47,6 +50,7 @@ POSED = (
         high=1,
         self_only=False,
         has_null=False,
+        use="Below ½, some of the choices that the SVM is held to were hardly made.",
     ),
 )
 """What was posed: it is chosen once for all spaces."""
@@ -58,6 +62,8 @@ OF_SPACE = (
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
         self_only=False,
         has_null=False,
+        use="In units of the tokens' own norms: compare it with its null, and across heads take the efficiency.",
+        paper=f"{PAPER}, Eq. Att-SVM",
     ),
     MeasureInfo(
         "efficiency",
@@ -67,6 +73,7 @@ OF_SPACE = (
         self_only=False,
         has_null=False,
         series=4,
+        use="One near-tie can bring it to 0: read selection.efficiency_q05 beside it.",
     ),
     MeasureInfo(
         "efficiency_q05",
@@ -77,6 +84,7 @@ OF_SPACE = (
         headline=True,
         ends="largest",
         series=3,
+        use="Beyond its null, the head keeps its choices further from the others than chance would.",
     ),
     MeasureInfo(
         "svm_cosine",
@@ -89,6 +97,9 @@ OF_SPACE = (
         headline=True,
         ends="both",
         series=2,
+        use="Read it against its null of the same space alone: beyond it, the head points to its SVM more than the "
+        "same head turned at random. Where training goes, converge --checkpoints follows.",
+        paper=f"{PAPER}, Eq. Att-SVM",
     ),
     MeasureInfo(
         "support",
@@ -98,6 +109,7 @@ OF_SPACE = (
         high=1,
         self_only=False,
         has_null=False,
+        use="Small: few tokens hold the solution; --show selection marks them in the text.",
     ),
     MeasureInfo(
         "margins",
@@ -107,6 +119,7 @@ OF_SPACE = (
         self_only=False,
         has_null=False,
         steps="posed query; one may exceed 1",
+        use="A curve that starts near 0 and soon rises has few near-ties; a flat one near 1 is an SVM's.",
     ),
 )
 """What the SVM of one space says of the head."""

@@ -14,17 +14,17 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
+from attnlens.cli.commands.reference import explain, list_
 from attnlens.cli.commands.report import report
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs, check_place
-from attnlens.cli.outputs import Outputs, product
-from attnlens.cli.show import UNUSABLE, console, guarded, interruptible_at_once
+from attnlens.cli.outputs import Outputs
+from attnlens.cli.show import UNUSABLE, guarded, interruptible_at_once
 from attnlens.cli.verdict import PARTLY, end_strictly, failure
 from attnlens.cli.work import check_reading, named_model, working
 from attnlens.errors import UsageError
-from attnlens.registry import checked_name
 from attnlens.requests import InspectRequest, ModelRequest
 
 NOT_EXAMINED = ("batch_size", "windows", "intervals", "allow_foreign_text")
@@ -58,7 +58,7 @@ def root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(UNUSABLE)
-    if context.invoked_subcommand == "list" or "--help" in sys.argv:
+    if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
         return  # neither reads a default, and a slip in a file must not stand in the way of help
     check_place()
     found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
@@ -134,37 +134,5 @@ def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict =
 
 app.command()(verify)
 app.command()(report)
-
-
-@app.command(name="list")
-@guarded
-def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
-    """List kernels, analyzers and measures, or which model types are read, or print the report's JSON Schema."""
-    kind = None if what is None else checked_name("list", what, opt.LISTED)
-    if kind == "schema":
-        from attnlens.records import json_schema
-
-        with product():
-            typer.echo(json_schema(), nl=False)
-        return
-    from attnlens import architectures, kernels, registry
-    from attnlens.render import terminal
-    from attnlens.sections import lists
-    from attnlens.sections.section import Document
-
-    told = []
-    if kind == "architectures":
-        told += lists.architecture_list(*architectures.architectures())
-    if kind in (None, "kernels"):
-        told += lists.kernel_list(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
-    if kind in (None, "analyzers"):
-        told.append(lists.analyzer_list(registry.every_analyzer()))
-    if kind in (None, "measures"):
-        told.append(lists.measure_list(registry.measure_infos().values()))
-    with product():
-        if markdown:
-            from attnlens.render.markdown import markdown as as_markdown
-
-            typer.echo(as_markdown(Document(None, tuple(told))), nl=False)
-        else:
-            console().print(terminal.document(Document(None, tuple(told))))
+app.command(name="list")(list_)
+app.command()(explain)

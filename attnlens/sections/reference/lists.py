@@ -14,12 +14,12 @@ from attnlens.wording import NO_VALUE, clean
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """Name, range and meaning of every measure and curve; its formula below the meaning, and what is not identified."""
+    """Name, range and meaning of every measure and curve; below the meaning its formula, cautions and source."""
     every = list(infos)
     return _folded(
         ("measure", [info.name for info in every]),
-        ("range", [_range(info) for info in every]),
-        ("meaning", [_lines(info.meaning, info.formula, info.caution) for info in every]),
+        ("range", [range_of(info) for info in every]),
+        ("meaning", [_lines(info.meaning, info.formula, info.caution, info.paper) for info in every]),
     )
 
 
@@ -103,19 +103,25 @@ def _without(name: str, prefixes: Sequence[str]) -> str:
 
 
 def _kernel_facts(info: KernelInfo) -> list[str]:
-    facts = [info.meaning, *_parameters(info.parameters)]
-    if info.fit is not None:
-        first = (info.fit.__doc__ or "").splitlines()[0]
-        facts.append(f"{'must be fitted' if info.needs_fit else '--fit'}: {first.partition(':')[0]}")
-    return [*facts, f"computed by {info.fused}", info.source]
+    told = (info.meaning, *told_parameters(info.parameters), fitted(info))
+    return [*told, f"computed by {info.fused}", info.source]
+
+
+def fitted(info: KernelInfo) -> str:
+    """What its fit to text chooses, and whether there must be one; empty where there is none."""
+    if info.fit is None:
+        return ""
+    first = (info.fit.__doc__ or "").splitlines()[0]
+    return f"{'must be fitted' if info.needs_fit else '--fit'}: {first.partition(':')[0]}"
 
 
 def _modifier(kind: str, modifier: Modifier) -> str:
-    facts = [f"{kind}: {modifier.meaning}", *_parameters(modifier.parameters), modifier.caution, modifier.source]
+    facts = [f"{kind}: {modifier.meaning}", *told_parameters(modifier.parameters), modifier.caution, modifier.source]
     return _lines(modifier.formula, *facts)
 
 
-def _parameters(parameters: Iterable[KernelParameter]) -> list[str]:
+def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
+    """What each does, and in which range."""
     return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
 
 
@@ -135,11 +141,17 @@ def _allowed(parameter: KernelParameter) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def _range(info: MeasureInfo) -> str:
+def range_of(info: MeasureInfo) -> str:
+    """Between which numbers it lies, what its categories are, or over what it is a curve."""
     if info.curve:
         return f"curve over {info.steps}"
     if info.labels:
         return " | ".join(info.labels)
+    return bounds(info)
+
+
+def bounds(info: MeasureInfo) -> str:
+    """Its least and its largest value in words."""
     if info.low is None and info.high is None:
         return "any"
     low = "−∞" if info.low is None else f"{info.low:g}"

@@ -1,0 +1,138 @@
+"""`attnlens explain` has a page for every measure and kernel, and refuses other names."""
+
+import re
+
+import pytest
+from program import attnlens, refused, without_torch
+
+from attnlens import registry
+from attnlens.errors import UsageError
+from attnlens.kernels import FILTERS, TIES, kernels, parsed
+from attnlens.registry import GatheringPlace, MeasureInfo
+from attnlens.registry.distances import DISTANCES
+from attnlens.sections.reference.explanations import explanation, kernel_pages, measure_pages
+
+INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
+SAID = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")
+
+
+def test_every_measure_has_its_page():
+    pages = measure_pages()
+    assert set(pages) == set(INFOS)
+    for name, page in pages.items():
+        facts = dict(page.items)
+        assert page.title == name
+        assert page.lines == (INFOS[name].meaning,)
+        assert [word for word in SAID if not facts.get(word)] == [], name
+        assert facts["formula"] == INFOS[name].formula
+        assert ("--analyzer" in facts["runs"]) == (name.startswith(("ksvd", "selec", "ext", "adapter")))
+
+
+def test_what_to_do_can_be_typed():
+    advised = [word for info in INFOS.values() for word in re.findall(r"--kernel (\S+[^\s).,])", info.use)]
+    assert len(set(advised)) > 5
+    for word in set(advised) - {"rank"}:  # whose rank a budget chooses
+        assert parsed(word)
+    named = {word for info in INFOS.values() for word in re.findall(r"(?:weights|tokens|ksvd|compare)\.\w+", info.use)}
+    assert named <= set(INFOS)
+
+
+def test_every_kernel_has_its_page():
+    pages = kernel_pages()
+    assert set(pages) == {*kernels(), *TIES, *FILTERS}
+    for name, page in pages.items():
+        assert page.title == name
+        assert page.lines[0]
+        assert "source" in dict(page.items)
+
+
+def test_no_kernel_and_no_measure_have_one_name():
+    assert set(measure_pages()).isdisjoint(kernel_pages())
+    assert {name.partition(".")[2] for name in INFOS}.isdisjoint(kernel_pages())
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "fact"),
+    [
+        ("weights.symmetry", "null", "what independent random factors read"),
+        ("selection.margin", "null", "what the head reads turned by random rotations"),
+        ("tokens.entropy", "null", "none"),
+        ("tokens.entropy", "error", "standard error of the mean over windows"),
+        ("weights.norm", "error", "none"),
+        ("ksvd.cosine_spectrum", "error", "none: a curve is the mean over windows"),
+        ("ksvd.cosine_spectrum", "range", "curve over index; each 0 to 1"),
+        ("ksvd.rank90", "identified", "Not identified"),
+        ("tokens.share_skew", "identified", "Identified for heads that see all pairs"),
+        ("tokens.share_first", "read beside", "tokens.first_if_even"),
+        ("tokens.share_distance", "sums to 1", "with tokens.share_key, tokens.share_interaction"),
+        ("compare.query_angle", "read from", "the weights alone"),
+        ("compare.row_kl", "read from", "queries and keys"),
+        ("adapter.change", "runs", "where the model has an adapter, or with --analyzer adaptation"),
+        ("rbf", "parameters", "gamma: the inverse width γ (> 0)"),
+        ("window", "keys kept", "|i − j| < w"),
+    ],
+)
+def test_a_page_says_what_the_registry_knows(name, word, fact):
+    assert dict(explanation(name).items)[word].startswith(fact)
+
+
+def test_the_part_behind_the_source_is_enough_where_no_other_has_it():
+    assert explanation("definite") == explanation("tokens.definite")
+    with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
+        explanation("rank90")
+    for name in ("weights.rank90", "tokens.rank90", "ksvd.rank90"):
+        assert name in refusal.value.remedy
+
+
+def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkeypatch):
+    monkeypatch.setattr("attnlens.registry.analysis._ANALYZERS", dict(registry.analysis._ANALYZERS))
+    bare = MeasureInfo("mine.bare", "a meaning", "a formula")
+    registry.analyzer("mine", "tokens", [bare])(lambda _query_key: {})
+    facts = dict(explanation("mine.bare").items)
+    assert {"what to do", "source", "definitions", "read beside"}.isdisjoint(facts)
+    assert facts["formula"] == "a formula"
+
+
+def test_a_docstring_is_question_and_definitions(monkeypatch):
+    monkeypatch.setattr("attnlens.registry.analysis._GATHERINGS", dict(registry.analysis._GATHERINGS))
+
+    def begin(_place: GatheringPlace):
+        """Is it so?
+
+        x is the unknown
+        of the formula.
+        """
+
+    registry.gathering("mine", "tokens", [MeasureInfo("mine.posed", "a meaning", "x")])(begin)
+    facts = dict(explanation("mine.posed").items)
+    assert facts["analyzer"] == "mine: Is it so?"
+    assert facts["definitions"] == "x is the unknown of the formula."
+    assert facts["error"].startswith("posed once")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."]
+)
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(UsageError, match="There is no measure or kernel") as refusal:
+        explanation(name)
+    assert len(refusal.value.problem) < 120
+
+
+def test_the_program_explains_and_refuses():
+    shown = without_torch("explain", "tokens.share_skew")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("‖JAJ‖²/‖LJ‖²", "what to do", "definitions", "0 to 1"):
+        assert word in shown.stdout
+    written = without_torch("explain", "tokens.share_skew", "--markdown").stdout
+    assert written.startswith("### tokens.share_skew\n")
+    assert "- formula&#58; " in written
+    several = attnlens("explain", "effective_rank")
+    refused(
+        several, "'effective_rank' is the name of several measures", "weights.effective_rank, tokens.effective_rank"
+    )
+    refused(attnlens("explain", "share_skw"), "There is no measure or kernel 'share_skw'", "Did you mean")
+    hostile = attnlens("explain", "\x1b[31mred")
+    refused(hostile, "There is no measure or kernel")
+    assert "\x1b" not in hostile.stderr
+    assert attnlens("explain").returncode == 2
