@@ -69,6 +69,7 @@ TOKENS = (
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
         NO_KERNEL,
         low=1,
+        sized_by="head_dim",
     ),
     _scalar(
         "centred_rank90",
@@ -76,6 +77,7 @@ TOKENS = (
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
         ONE_KEY,
         low=1,
+        sized_by="head_dim",
     ),
     _scalar(
         "value_alignment",
@@ -84,6 +86,7 @@ TOKENS = (
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): K is centred as V is, and not V alone",
         f"the values are not known, or all alike; {ONE_KEY}",
         high=1,
+        sized_by="head_dim",
     ),
     _scalar(
         "asymmetry",
@@ -92,18 +95,21 @@ TOKENS = (
         NO_KERNEL,
         high=1.5707963267948968,
         self_only=True,
+        sized_by="head_dim",
     ),
     _scalar(
         "residual",
         "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong",
         "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
         NO_KERNEL,
+        sized_by="rounding",
     ),
     _scalar(
         "objective",
         "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
         NO_KERNEL,
+        sized_by="rounding",
     ),
     *_curves("attention", "the attention matrix P (Chen et al. 2023, Figure 1)", "P", headline=True, by_depth=True),
     *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),

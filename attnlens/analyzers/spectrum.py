@@ -16,6 +16,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.effective_rank",
@@ -24,6 +25,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        sized_by="head_dim",
         ends="both",
         series=9,
     ),
@@ -34,6 +36,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.decay",
@@ -42,6 +45,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         missing="fewer than two singular values are above rounding",
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.singular_values",
@@ -118,6 +122,7 @@ TOKENS = (
         self_only=False,
         missing="the logits depend on the query alone, which softmax ignores",
         has_null=False,
+        sized_by="head_dim",
     ),
     share_in_largest(
         "tokens.singular_values",

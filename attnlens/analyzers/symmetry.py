@@ -15,6 +15,7 @@ WEIGHTS = (
         low=0,
         self_only=False,
         grows_with_factors=True,
+        sized_by="d_model and the weights' units",
     ),
     MeasureInfo(
         "weights.symmetry",
@@ -54,10 +55,18 @@ WEIGHTS = (
         ends="both",
     ),
     MeasureInfo(
-        "weights.inertia_positive", "positive eigenvalues of the symmetric part", "#{μ > eps·size·max|μ|}", low=0
+        "weights.inertia_positive",
+        "positive eigenvalues of the symmetric part",
+        "#{μ > eps·size·max|μ|}",
+        low=0,
+        sized_by="head_dim",
     ),
     MeasureInfo(
-        "weights.inertia_negative", "negative eigenvalues of the symmetric part", "#{μ < −eps·size·max|μ|}", low=0
+        "weights.inertia_negative",
+        "negative eigenvalues of the symmetric part",
+        "#{μ < −eps·size·max|μ|}",
+        low=0,
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.symmetry_by_distance",
@@ -156,6 +165,7 @@ TOKENS = (
         self_only=False,
         missing="no query may choose between keys",
         has_null=False,
+        sized_by="the window and the mask, and nothing else",
     ),
 )
 

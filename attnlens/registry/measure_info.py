@@ -59,6 +59,10 @@ class MeasureInfo:
     """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
     different questions, and stand apart from each other in tables and pictures."""
 
+    sized_by: str = ""
+    """What its size goes with beside what it measures (`head_dim`): heads of models that differ in it can't be compared
+    by it. Empty where nothing does; the window's length, with which all tokens.* go, is not named."""
+
     @property
     def caution(self) -> str:
         """What to know where the attention does not fix it; empty where it does."""

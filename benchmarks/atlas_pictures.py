@@ -1,0 +1,2 @@
+"""Draws."""
+def drawn(m): return {}
