@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
-
-import numpy as np
 
 from attnlens.records import Head, Report
 from attnlens.registry import info_of
@@ -19,6 +19,8 @@ FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 25, 50, 75, 90, 95, 97.5, 99, 100)
 """Percentages of heads whose values the file holds."""
 Depth = Literal["first", "middle", "last", "all"]
+DIGITS = 4
+"""Significant digits of these values."""
 DEPTHS: tuple[Depth, ...] = ("first", "middle", "last")
 """Thirds of the layers."""
 
@@ -39,9 +41,14 @@ class Spread:
 
     def below(self, value: float) -> float:
         """Percentage of heads below the value, half of those at it; linear between the quantiles that are known."""
-        levels, known = np.asarray(LEVELS, dtype=float), np.asarray(self.quantiles)
-        at = levels[known == value]
-        return float((at[0] + at[-1]) / 2 if at.size else np.interp(value, known, levels))
+        value, known = rounded(value), self.quantiles
+        left, right = bisect_left(known, value), bisect_right(known, value)
+        if left < right:
+            return (LEVELS[left] + LEVELS[right - 1]) / 2
+        if left in (0, len(known)):
+            return LEVELS[0] if left == 0 else LEVELS[-1]
+        share = (value - known[left - 1]) / (known[left] - known[left - 1])
+        return LEVELS[left - 1] + share * (LEVELS[left] - LEVELS[left - 1])
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,12 @@ class Reference:
         found: dict[str, list[float]] = {}
         for model, spread in zip(self.models, self.spreads, strict=True):
             found.setdefault(model.lineage, []).append(spread.below(value))
-        return float(np.mean([np.mean(each) for each in found.values()])) if found else None
+        return fmean(map(fmean, found.values())) if found else None
+
+
+def rounded(value: float) -> float:
+    """As the quantiles are, so that what is equal stays so."""
+    return float(f"{value:.{DIGITS}g}")
 
 
 @cache
@@ -123,6 +135,7 @@ def model_of(told: dict[str, Any]) -> TrainedModel:
     return TrainedModel(**kept, files=frozenset(file["sha256"] for file in told["files"]), measures=spreads)
 
 
+@lru_cache(1024)  # a page asks for every head
 def reference(measure: str, depth: Depth, subject: Subject) -> Reference:
     """The heads of other trained models of that part, at that depth, among which a value of the measure may stand."""
     if not any(measure in model.measures for model in models()):

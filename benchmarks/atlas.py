@@ -37,8 +37,6 @@ LINEAGES = {"demo": "demo", "MiniLM": "MiniLM", "SmolLM2": "SmolLM2"} | {
 """Name → what it was trained from: the two last rxnfp were tuned from the first."""
 ALLOWED = 150_000
 """Bytes that the file may have."""
-DIGITS = 4
-"""Significant digits of a quantile."""
 
 
 def main() -> None:
@@ -149,15 +147,16 @@ def values_of(report: Report, measure: str) -> dict[Depth, list[float]]:
 
 def quantiles(values: list[float]) -> list[float]:
     """The values at the levels, rounded."""
-    return [float(f"{one:.{DIGITS}g}") for one in np.percentile(values, atlas.LEVELS)]
+    return [atlas.rounded(float(one)) for one in np.percentile(values, atlas.LEVELS)]
 
 
 def differences(entries: list[dict[str, Any]], reports: dict[str, Report]) -> list[float]:
-    """By how much each percentile of each head's value, read from the quantiles, is off."""
+    """By how much each percentile of each head's value, read from the quantiles, is off; of measures that have percentiles."""
     return [
         abs(spread.below(value) - 100 * (np.less(values, value).mean() + np.equal(values, value).mean() / 2))
         for model in map(atlas.model_of, entries)
         for measure, depths in model.measures.items()
+        if not info_of(measure).sized_by
         for depth, values in values_of(reports[model.name], measure).items()
         for spread in [depths[depth]]
         for value in values

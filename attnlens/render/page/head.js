@@ -164,7 +164,7 @@ function selected(section) {
 function numberRows(head) {
   const rows = [];
   for (const group of new Set(data.measures.map((measure) => measure.group))) {
-    rows.push(make("tr", { class: "group" }, make("th", { colspan: 5, scope: "rowgroup" }, group || "measures")));
+    rows.push(make("tr", { class: "group" }, make("th", { colspan: 6, scope: "rowgroup" }, group || "measures")));
     for (const measure of data.measures.filter((one) => one.group === group)) rows.push(numberRow(measure, head));
   }
   return rows;
@@ -176,7 +176,7 @@ function numberRow(measure, head) {
   const text = valueText(measure, head),
     place = percentile(measure, head);
   const value =
-    text === NO_VALUE ? make("td", { class: "why", colspan: 4 }, reasonOf(measure, head)) : make("td", {}, text);
+    text === NO_VALUE ? make("td", { class: "why", colspan: 5 }, reasonOf(measure, head)) : make("td", {}, text);
   const more =
     text === NO_VALUE
       ? []
@@ -184,6 +184,7 @@ function numberRow(measure, head) {
           make("td", {}, nullText(measure, head)),
           make("td", {}, zText(measure, head)),
           make("td", {}, place === null || Object.keys(measure.labels).length ? "" : String(Math.round(place))),
+          make("td", {}, String(measure.typical[head] ?? "")),
         ];
   return make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, choose), value, ...more);
 }

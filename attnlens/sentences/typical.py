@@ -1,0 +1,80 @@
+"""Where the median head stands among the heads of other trained models, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnlens import atlas
+from attnlens.atlas import Reference
+from attnlens.shapes import MeasureMap, Shapes, middle
+from attnlens.wording import decimals_for, listed, source_of, title_of, written
+
+SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The median over one part's heads, and the heads of other models that it is compared with."""
+
+    reading: MeasureMap
+    median: float
+    reference: Reference
+    part: str
+    several: bool
+    """Whether the model has other parts."""
+
+    @property
+    def told(self) -> str:
+        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`."""
+        part = f"{self.part} " if self.several else ""
+        number = _numbers([self.median])[0]
+        return f"{part}median {title_of(self.reading.name)} {number} {place(self.reference, self.median)}"
+
+    @property
+    def medians(self) -> str:
+        """`MiniLM 0.07, rxnmapper 0.12`: what the median heads of those models read."""
+        numbers = _numbers([spread.median for spread in self.reference.spreads])
+        return listed((f"{m.name} {n}" for m, n in zip(self.reference.models, numbers, strict=True)), len(numbers))
+
+
+def standings(shapes: Shapes) -> Iterator[Standing]:
+    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with."""
+    parts = list(dict.fromkeys(shapes.parts))
+    for reading in shapes.readings.values():
+        for part in parts if reading.info.headline and not reading.constant else ():
+            rows = [row for row, of in enumerate(shapes.parts) if of == part]
+            reference = atlas.reference(reading.name, "all", atlas.subject_of(shapes.report, part))
+            median = middle(reading.values[rows])
+            if reference.models and median == median:  # NaN where no head of the part has a value
+                yield Standing(reading, median, reference, part, len(parts) > 1)
+
+
+def beside(shapes: Shapes) -> str:
+    """One line: the first headline of each source beside other trained models; empty where there is nothing to say."""
+    first: dict[str, Standing] = {}
+    for standing in standings(shapes):
+        first.setdefault(source_of(standing.reading.name), standing)
+    told = "; ".join(standing.told for standing in first.values())
+    return f"Beside trained models (a description, no test): {told}." if told else ""
+
+
+def place(reference: Reference, value: float) -> str:
+    """`at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
+    models = reference.models
+    named = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
+    heads = f"{reference.heads} heads {named}"
+    percentage = reference.percentile(value) or 0.0
+    if percentage in (0.0, 100.0):
+        return f"{'below' if percentage == 0 else 'above'} all {heads}"
+    return f"at the {ordinal(min(99, max(1, round(percentage))))} percentile of {heads}"
+
+
+def ordinal(number: int) -> str:
+    """`1st`, `22nd`, `13th`."""
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else SUFFIXES.get(number % 10, 'th')}"
+
+
+def _numbers(values: list[float]) -> list[str]:
+    decimals = decimals_for(values, 2)
+    return [written(value, decimals).replace("-", "−") for value in values]
