@@ -16,7 +16,7 @@ from attnlens.registry import info_of
 from attnlens.wording import source_of
 
 FILE = Path(__file__).with_name("atlas.json")
-LEVELS = (0, 1, 2.5, 5, 10, 25, 50, 75, 90, 95, 97.5, 99, 100)
+LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
 """Percentages of heads whose values the file holds."""
 Depth = Literal["first", "middle", "last", "all"]
 DIGITS = 4
@@ -43,12 +43,15 @@ class Spread:
         """Percentage of heads below the value, half of those at it; linear between the quantiles that are known."""
         value, known = rounded(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
+        if right == 0 or left == len(known):
+            return 0.0 if right == 0 else 100.0
         if left < right:
-            return (LEVELS[left] + LEVELS[right - 1]) / 2
-        if left in (0, len(known)):
-            return LEVELS[0] if left == 0 else LEVELS[-1]
-        share = (value - known[left - 1]) / (known[left] - known[left - 1])
-        return LEVELS[left - 1] + share * (LEVELS[left] - LEVELS[left - 1])
+            level = (LEVELS[left] + LEVELS[right - 1]) / 2
+        else:
+            share = (value - known[left - 1]) / (known[left] - known[left - 1])
+            level = LEVELS[left - 1] + share * (LEVELS[left] - LEVELS[left - 1])
+        # quantiles put the least of n heads at 0 % and the largest at 100 %, but half of each lies below itself
+        return (level * (self.heads - 1) + 50) / self.heads
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from attnlens.records import Report, read_report
 from attnlens.registry import info_of
 
 ANALYZERS = ("symmetry", "spectrum", "selection", "ksvd")
-LINEAGES = {"demo": "demo", "MiniLM": "MiniLM", "SmolLM2": "SmolLM2"} | {
+LINEAGES = {"demo": "demo", "SmolLM2": "SmolLM2", "MiniLM": "MiniLM"} | {
     name: name.partition(" ")[0] for name in reactions.FOLDERS
 }
 """Name → what it was trained from: the two last rxnfp were tuned from the first."""
@@ -133,14 +133,18 @@ def entry(name: str, report: Report) -> dict[str, Any]:
 
 
 def values_of(report: Report, measure: str) -> dict[Depth, list[float]]:
-    """Depth → what its heads read; weights that all layers share have no depth and count once."""
+    """Depth → what its heads read; weights that all layers share have no depth and count once.
+
+    What goes with a model's size, so that nothing is compared by it, is kept of the model as a whole.
+    """
     thirds, shared = atlas.depths(report), measure.startswith("weights.") and atlas.shares_weights(report.heads[0])
     found: dict[Depth, list[float]] = {}
+    whole = shared or info_of(measure).sized_by
     for head in report.heads:
         one = head.measures.get(measure)
         if one is None or one.value is None or (shared and head.layer != report.heads[0].layer):
             continue
-        for depth in ("all",) if shared else (thirds[head.layer], "all"):
+        for depth in ("all",) if whole else (thirds[head.layer], "all"):
             found.setdefault(depth, []).append(one.value)
     return found
 

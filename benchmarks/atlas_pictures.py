@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from attnlens.atlas import DEPTHS, LEVELS, Spread, TrainedModel
 from attnlens.plots import style
@@ -17,12 +18,11 @@ SHOWN = (
     *("tokens.entropy", "tokens.max_weight", "tokens.effective_rank", "tokens.share_first"),
     *("tokens.share_key", "tokens.share_distance", "tokens.share_interaction", "tokens.share_skew"),
 )
-"""Measures of the first picture; the second has the first and the last rows' first two."""
+"""Measures of the first picture."""
 BY_DEPTH = ("weights.symmetry", "weights.definiteness", "tokens.entropy", "tokens.share_key", "tokens.share_distance")
-COLUMNS = 4
+COLUMNS = 4  # of panels
 SIDES = ((2.5, 97.5, 0.8), (25, 75, 3.6))
 """Lower and upper percentage, and how thick the line between them is."""
-PLACES = {"first": 0, "middle": 1, "last": 2}
 
 
 def drawn(models: Sequence[TrainedModel]) -> dict[str, bytes]:
@@ -47,12 +47,13 @@ def _measures(models: Sequence[TrainedModel]) -> Figure:
                 axes.text(0.02, row, "no value", transform=axes.get_yaxis_transform(), va="center", color=style.MUTED)
         if _quantile(models, measure, 0) < 0:
             axes.axvline(0, color=style.MUTED, linewidth=0.5, zorder=0)
-        axes.set_yticks(range(len(models)), [f"{model.name} ({model.heads})" for model in models])
+        axes.set_yticks(range(len(models)), [f"{model.name}, {model.part}, {model.heads}" for model in models])
         axes.set_ylim(len(models) - 0.4, -0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_title(f"{measure.partition('.')[0]}: {title_of(measure)}")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=0.9, w_pad=0.8)
-    _caption(figure, "Dot: median head; thick: quartiles; thin: the middle 95 % of the heads. In brackets: heads.")
+    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=0.9, w_pad=1.4)
+    _caption(figure, "Dot: median head; thick: quartiles; thin: the middle 95 % of the heads. Beside each model: its part, how many heads.")
     return figure
 
 
@@ -72,19 +73,20 @@ def _by_depth(models: Sequence[TrainedModel]) -> Figure:
             depths = model.measures.get(measure, {})
             if not set(DEPTHS) <= set(depths):
                 continue
-            places = np.arange(len(DEPTHS)) + 0.07 * (number - len(models) / 2)
+            places = np.arange(len(DEPTHS)) + 0.07 * (number - (len(models) - 1) / 2)
             colour = _colour(models, model)
             three = np.array([[depths[d].quantiles[LEVELS.index(q)] for d in DEPTHS] for q in (25, 50, 75)])
             axes.vlines(places, three[0], three[2], color=colour, linewidth=1.6, alpha=0.55)
-            axes.plot(places, three[1], "o-", color=colour, markersize=3, linewidth=1, label=model.name)
+            axes.plot(places, three[1], "o-", color=colour, markersize=3, linewidth=1, label=model.lineage)
         axes.set_xticks(range(len(DEPTHS)), DEPTHS)
         axes.set_xlim(-0.4, len(DEPTHS) - 0.6)
         axes.set_title(f"{measure.partition('.')[0]}: {title_of(measure)}")
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout(rect=(0, 0.13, 1, 1), w_pad=0.8)
-    handles, names = panels[2].get_legend_handles_labels()
-    figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, bbox_to_anchor=(0.5, 0.055))
-    _caption(figure, "Thirds of the layers; dots: median heads, bars: quartiles. rxnmapper's layers share their weights.")
+    lines, names = panels[2].get_legend_handles_labels()
+    each = dict(zip(names, lines, strict=True))
+    figure.legend(each.values(), each, loc="lower center", ncols=len(each), frameon=False, bbox_to_anchor=(0.5, 0.055))
+    _caption(figure, "Thirds of the layers; dots: median heads, bars: quartiles. rxnmapper's layers share their weights; rxnfp: three models.")
     return figure
 
 
