@@ -84,7 +84,7 @@ class Subject:
     tokens: int | None
     pack: bool
     files: frozenset[str] = frozenset()
-    """SHA-256 of the weight files: no model is compared with itself."""
+    """SHA-256 of the weight files: no model is compared with itself, nor with what it was tuned from or to."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def reference(measure: str, depth: Depth, subject: Subject) -> Reference:
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
         lacking = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
-    others = [model for model in alike if not model.files & subject.files and depth in model.measures.get(measure, {})]
+    own = {model.lineage for model in models() if model.files & subject.files}
+    others = [model for model in alike if model.lineage not in own and depth in model.measures.get(measure, {})]
     if not others:
         return Reference(reason=f"the atlas has no other trained {subject.part} {lacking}")
     return Reference(tuple(others), tuple(model.measures[measure][depth] for model in others))

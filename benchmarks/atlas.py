@@ -57,7 +57,9 @@ def main() -> None:
     text = json.dumps(made, ensure_ascii=False, separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
     heads = sum(model["heads"] for model in made["models"])
     off = differences(made["models"], reports)
-    print(f"{heads} heads of {len(reports)} models; percentiles are off by {np.mean(off):.1f} points, at most {max(off):.1f}")
+    print(
+        f"{heads} heads of {len(reports)} models; percentiles off by {np.mean(off):.1f} points, at most {max(off):.1f}"
+    )
     print(f"{'bytes':8} {len(text.encode()):10,} {ALLOWED:10,} ratio {len(text.encode()) / ALLOWED:.2f}")
     if asked.write:
         write_atomically(atlas.FILE, text.encode())
@@ -155,7 +157,7 @@ def quantiles(values: list[float]) -> list[float]:
 
 
 def differences(entries: list[dict[str, Any]], reports: dict[str, Report]) -> list[float]:
-    """By how much each percentile of each head's value, read from the quantiles, is off; of measures that have percentiles."""
+    """By how much the percentile of each head within its model, read from the quantiles, is off."""
     return [
         abs(spread.below(value) - 100 * (np.less(values, value).mean() + np.equal(values, value).mean() / 2))
         for model in map(atlas.model_of, entries)

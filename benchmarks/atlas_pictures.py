@@ -53,7 +53,11 @@ def _measures(models: Sequence[TrainedModel]) -> Figure:
         axes.set_title(f"{measure.partition('.')[0]}: {title_of(measure)}")
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=0.9, w_pad=1.4)
-    _caption(figure, "Dot: median head; thick: quartiles; thin: the middle 95 % of the heads. Beside each model: its part, how many heads.")
+    _caption(
+        figure,
+        "Dot: median head; thick: quartiles; thin: the middle 95 % of the heads. Beside each model: part and heads. "
+        "tokens.*: windows of 128 tokens; rxnmapper and rxnfp: single reactions.",
+    )
     return figure
 
 
@@ -86,7 +90,11 @@ def _by_depth(models: Sequence[TrainedModel]) -> Figure:
     lines, names = panels[2].get_legend_handles_labels()
     each = dict(zip(names, lines, strict=True))
     figure.legend(each.values(), each, loc="lower center", ncols=len(each), frameon=False, bbox_to_anchor=(0.5, 0.055))
-    _caption(figure, "Thirds of the layers; dots: median heads, bars: quartiles. rxnmapper's layers share their weights; rxnfp: three models.")
+    _caption(
+        figure,
+        "Thirds of the layers; dots: median heads, bars: quartiles. rxnmapper's layers share their weights, which "
+        "have no depth; rxnfp: three models.",
+    )
     return figure
 
 

@@ -1,8 +1,6 @@
 """Tests the atlas: where it comes from, what its percentiles are, and what is never compared."""
 
 import hashlib
-import json
-import sys
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
@@ -66,12 +64,14 @@ def test_demo_in_the_atlas_is_the_demo_that_is_shipped_and_reads_the_same(demo):
 
 def test_percentages_of_heads_below_a_value_are_those_of_the_values_themselves(demo):
     """Read from its quantiles instead of from all 32 heads they are off by what lies between two quantiles."""
+    off = []
     for name in ("weights.symmetry", "tokens.entropy", "tokens.share_key"):
         values = sorted(head.measures[name].value for head in demo.heads)
         spread = next(model for model in atlas.models() if model.name == "demo").measures[name]["all"]
-        for value in values:
-            exact = 100 * (bisect_left(values, value) + bisect_right(values, value)) / 2 / len(values)
-            assert spread.below(value) == pytest.approx(exact, abs=5), name
+        exact = [100 * (bisect_left(values, one) + bisect_right(values, one)) / 2 / len(values) for one in values]
+        off += [abs(spread.below(one) - found) for one, found in zip(values, exact, strict=True)]
+    assert max(off) < 7
+    assert sum(off) / len(off) < 1.5
 
 
 def test_every_spread_rises_and_so_does_every_percentile():
@@ -88,7 +88,9 @@ def test_every_spread_rises_and_so_does_every_percentile():
 
 def test_heads_that_read_the_same_share_the_middle_of_their_percentages():
     assert Spread(8, (1.0,) * len(LEVELS)).below(1.0) == 50
-    assert Spread(8, (0.0,) * 10 + (1.0,) * 9).below(0.0) == 28.125, "half of 4.5 of 8: quantiles are linear between heads"
+    assert Spread(8, (0.0,) * 10 + (1.0,) * 9).below(0.0) == 28.125, (
+        "half of 4.5 of 8: quantiles are linear between heads"
+    )
     assert Spread(8, (0.1234,) * len(LEVELS)).below(0.123449) == 50, "a value is rounded as the quantiles are"
 
 
@@ -96,7 +98,8 @@ def test_every_lineage_counts_once_however_many_heads_and_models_it_has():
     def model(name, lineage, heads):
         return TrainedModel(name, lineage, "encoder", "absolute", 128, True, heads, frozenset({name}), {})
 
-    low, high = (Spread(1000, tuple(map(float, range(at, at + len(LEVELS))))) for at in (0, 100))
+    low = Spread(1000, tuple(map(float, range(len(LEVELS)))))
+    high = Spread(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
     of_three = Reference((model("a", "x", 1000), model("b", "x", 1000), model("c", "y", 10)), (low, low, high))
     assert of_three.percentile(50.0) == 50, "two tuned models of 2,000 heads weigh as one of 10 heads"
     assert of_three.heads == 2010
@@ -134,9 +137,12 @@ def test_forms_under_rope_are_compared_with_such_forms_of_the_same_window():
     assert atlas.reference("weights.symmetry", "all", absolute).models, "without rotation no window is in the form"
 
 
-def test_no_model_is_compared_with_itself(demo):
+def test_no_model_is_compared_with_itself_or_its_fine_tunings(demo):
     own = atlas.subject_of(demo, "decoder")
     assert "demo" not in [model.name for model in atlas.reference("tokens.entropy", "all", own).models]
+    tuned = frozenset(file["sha256"] for file in told_of("rxnfp ft")["files"])
+    reference = atlas.reference("weights.symmetry", "all", Subject("encoder", "absolute", 128, True, tuned))
+    assert {model.lineage for model in reference.models} == {"MiniLM", "rxnmapper"}, "nor with what it was tuned from"
     other = Subject("decoder", "absolute", 128, pack=True)
     assert "demo" in [model.name for model in atlas.reference("tokens.entropy", "all", other).models]
 
@@ -189,10 +195,3 @@ def test_the_page_has_a_percentile_for_each_head_where_there_is_one(demo):
 )
 def test_percentiles_are_ordinals(number, word):
     assert typical.ordinal(number) == word
-
-
-def test_reading_the_atlas_loads_no_torch():
-    from program import python
-
-    done = python("-c", "import sys, attnlens.atlas as a; a.models(); print('torch' in sys.modules)")
-    assert done.stdout.strip() == "False", done.stderr

@@ -13,9 +13,9 @@ from attnlens.shapes import Shapes
 from attnlens.wording import clean, source_of
 
 READ_AS = (
-    "A percentile describes, and tests nothing: it stands among the heads of a few models, of which every lineage counts "
-    "once (fine-tunings of one model are one). Models are compared within one part (encoder, decoder); weights.* within "
-    "one kind of form, tokens.* at one length of windows, each model on its own text; no model is compared with itself."
+    "A percentile describes, and tests nothing: it is among the heads of a few models, of which each lineage (a model "
+    "and its fine-tunings) counts once, and never the model's own. Models are compared within one part (encoder, "
+    "decoder); weights.* within one kind of form, tokens.* at one length of windows, each model on its own text."
 )
 
 

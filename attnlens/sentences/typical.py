@@ -51,11 +51,11 @@ def standings(shapes: Shapes) -> Iterator[Standing]:
 
 
 def beside(shapes: Shapes) -> str:
-    """One line: the first headline of each source beside other trained models; empty where there is nothing to say."""
+    """One line: a headline of the weights and one of the tokens beside other trained models; empty where none is."""
     first: dict[str, Standing] = {}
     for standing in standings(shapes):
         first.setdefault(source_of(standing.reading.name), standing)
-    told = "; ".join(standing.told for standing in first.values())
+    told = "; ".join(first[source].told for source in ("weights", "tokens") if source in first)
     return f"Beside trained models (a description, no test): {told}." if told else ""
 
 
