@@ -28,7 +28,7 @@ def typical_line(shapes: Shapes) -> Iterator[Section]:
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """The medians of the headline measures beside those of each model, and how to read that."""
     found = tuple(typical.standings(shapes)) if _compared(shapes.report) else ()
-    items = tuple((clean(one.reading.name), f"{one.told}; median heads: {one.medians}") for one in found)
+    items = tuple((clean(one.reading.name), f"{one.told()}; medians there: {one.medians}") for one in found)
     if items:
         yield Section("Beside other trained models", items=items, notes=(READ_AS,))
 

@@ -24,12 +24,11 @@ class Standing:
     several: bool
     """Whether the model has other parts."""
 
-    @property
-    def told(self) -> str:
-        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`."""
-        part = f"{self.part} " if self.several else ""
-        number = _numbers([self.median])[0]
-        return f"{part}median {title_of(self.reading.name)} {number} {place(self.reference, self.median)}"
+    def told(self, name: str = "") -> str:
+        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`, with the measure's `name`."""
+        part = self.part if self.several else ""
+        words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
+        return " ".join(filter(None, words))
 
     @property
     def medians(self) -> str:
@@ -55,7 +54,8 @@ def beside(shapes: Shapes) -> str:
     first: dict[str, Standing] = {}
     for standing in standings(shapes):
         first.setdefault(source_of(standing.reading.name), standing)
-    told = "; ".join(first[source].told for source in ("weights", "tokens") if source in first)
+    chosen = [first[source] for source in ("weights", "tokens") if source in first]
+    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
     return f"Beside trained models (a description, no test): {told}." if told else ""
 
 
