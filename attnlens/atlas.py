@@ -18,15 +18,15 @@ from attnlens.wording import source_of
 FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
 """Percentages of heads whose values the file holds."""
-Depth = Literal["first", "middle", "last", "all"]
+Third = Literal["first", "middle", "last", "all"]
 DIGITS = 4
 """Significant digits of these values."""
-DEPTHS: tuple[Depth, ...] = ("first", "middle", "last")
+DEPTHS: tuple[Third, ...] = ("first", "middle", "last")
 """Thirds of the layers."""
 
 
 @dataclass(frozen=True)
-class Spread:
+class Distribution:
     """A measure over some heads of one model."""
 
     heads: int
@@ -72,7 +72,7 @@ class TrainedModel:
     heads: int
     files: frozenset[str]
     """SHA-256 of its weight files."""
-    measures: dict[str, dict[Depth, Spread]]
+    measures: dict[str, dict[Third, Distribution]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Reference:
     """The heads that a value may be compared with, or why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
-    spreads: tuple[Spread, ...] = ()
+    spreads: tuple[Distribution, ...] = ()
     """For each model its heads' values."""
     reason: str | None = None
     """Why there is nothing to compare with."""
@@ -131,7 +131,7 @@ def provenance() -> dict[str, Any]:
 def model_of(told: dict[str, Any]) -> TrainedModel:
     """A model as the file has it."""
     spreads = {
-        name: {depth: Spread(count, tuple(quantiles)) for depth, (count, *quantiles) in depths.items()}
+        name: {depth: Distribution(count, tuple(quantiles)) for depth, (count, *quantiles) in depths.items()}
         for name, depths in told["measures"].items()
     }
     kept = {name: told[name] for name in ("name", "lineage", "part", "positions", "tokens", "pack", "heads")}
@@ -139,7 +139,7 @@ def model_of(told: dict[str, Any]) -> TrainedModel:
 
 
 @lru_cache(1024)  # a page asks for every head
-def reference(measure: str, depth: Depth, subject: Subject) -> Reference:
+def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     """The heads of other trained models of that part, at that depth, among which a value of the measure may stand."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas has no {measure}")
@@ -166,7 +166,7 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
-def percentile(measure: str, depth: Depth, subject: Subject, value: float) -> tuple[float | None, str | None]:
+def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
     """The percentage of the reference's heads that lie below the value, or None and the reason."""
     found = reference(measure, depth, subject)
     return found.percentile(value), found.reason
@@ -184,7 +184,7 @@ def subject_of(report: Report, part: str) -> Subject:
     )
 
 
-def depths(report: Report) -> dict[int, Depth]:
+def depths(report: Report) -> dict[int, Third]:
     """The third of its part in which each layer lies; `all` for each where not all layers were asked for."""
     layers: dict[str, set[int]] = {}
     for head in report.heads:
@@ -194,7 +194,7 @@ def depths(report: Report) -> dict[int, Depth]:
     return {layer: depth for found in layers.values() for layer, depth in _thirds(sorted(found))}
 
 
-def _thirds(layers: Sequence[int]) -> list[tuple[int, Depth]]:
+def _thirds(layers: Sequence[int]) -> list[tuple[int, Third]]:
     return [(layer, DEPTHS[len(DEPTHS) * place // len(layers)]) for place, layer in enumerate(layers)]
 
 

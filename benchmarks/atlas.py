@@ -25,7 +25,7 @@ import torch
 
 import attnlens
 from attnlens import atlas
-from attnlens.atlas import Depth
+from attnlens.atlas import Third
 from attnlens.files import write_atomically
 from attnlens.records import Report, read_report
 from attnlens.registry import info_of
@@ -134,13 +134,13 @@ def entry(name: str, report: Report) -> dict[str, Any]:
     }
 
 
-def values_of(report: Report, measure: str) -> dict[Depth, list[float]]:
+def values_of(report: Report, measure: str) -> dict[Third, list[float]]:
     """Depth → what its heads read; weights that all layers share have no depth and count once.
 
     What goes with a model's size, so that nothing is compared by it, is kept of the model as a whole.
     """
     thirds, shared = atlas.depths(report), measure.startswith("weights.") and atlas.shares_weights(report.heads[0])
-    found: dict[Depth, list[float]] = {}
+    found: dict[Third, list[float]] = {}
     whole = shared or info_of(measure).sized_by
     for head in report.heads:
         one = head.measures.get(measure)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnlens.atlas import DEPTHS, LEVELS, Spread, TrainedModel
+from attnlens.atlas import DEPTHS, LEVELS, Distribution, TrainedModel
 from attnlens.plots import style
 from attnlens.wording import title_of
 
@@ -61,7 +61,7 @@ def _measures(models: Sequence[TrainedModel]) -> Figure:
     return figure
 
 
-def _bar(axes: Axes, row: float, found: Spread, colour: str) -> None:
+def _bar(axes: Axes, row: float, found: Distribution, colour: str) -> None:
     for low, high, width in SIDES:
         ends = [found.quantiles[LEVELS.index(level)] for level in (low, high)]
         axes.plot(ends, [row, row], color=colour, linewidth=width, solid_capstyle="butt")

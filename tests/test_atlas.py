@@ -10,7 +10,7 @@ from reports import synthetic_report
 from views import page, summary
 
 from attnlens import atlas, registry
-from attnlens.atlas import DEPTHS, LEVELS, Reference, Spread, Subject, TrainedModel
+from attnlens.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
 from attnlens.records import Report, read_report
 from attnlens.sections.page.explorer import explorer
 from attnlens.sentences import typical
@@ -87,19 +87,19 @@ def test_every_spread_rises_and_so_does_every_percentile():
 
 
 def test_heads_that_read_the_same_share_the_middle_of_their_percentages():
-    assert Spread(8, (1.0,) * len(LEVELS)).below(1.0) == 50
-    assert Spread(8, (0.0,) * 10 + (1.0,) * 9).below(0.0) == 28.125, (
+    assert Distribution(8, (1.0,) * len(LEVELS)).below(1.0) == 50
+    assert Distribution(8, (0.0,) * 10 + (1.0,) * 9).below(0.0) == 28.125, (
         "half of 4.5 of 8: quantiles are linear between heads"
     )
-    assert Spread(8, (0.1234,) * len(LEVELS)).below(0.123449) == 50, "a value is rounded as the quantiles are"
+    assert Distribution(8, (0.1234,) * len(LEVELS)).below(0.123449) == 50, "a value is rounded as the quantiles are"
 
 
 def test_every_lineage_counts_once_however_many_heads_and_models_it_has():
     def model(name, lineage, heads):
         return TrainedModel(name, lineage, "encoder", "absolute", 128, True, heads, frozenset({name}), {})
 
-    low = Spread(1000, tuple(map(float, range(len(LEVELS)))))
-    high = Spread(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
+    low = Distribution(1000, tuple(map(float, range(len(LEVELS)))))
+    high = Distribution(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
     of_three = Reference((model("a", "x", 1000), model("b", "x", 1000), model("c", "y", 10)), (low, low, high))
     assert of_three.percentile(50.0) == 50, "two tuned models of 2,000 heads weigh as one of 10 heads"
     assert of_three.heads == 2010
@@ -178,6 +178,11 @@ def test_reports_that_are_of_no_model_as_it_is_are_not_compared(demo):
     terminal, html = told_and_page(demo.model_copy(update={"command": "converge"}))
     assert "Beside trained models" not in terminal
     assert "Beside other trained models" not in html
+
+
+def test_the_median_of_some_heads_is_not_compared(demo):
+    some = demo.model_copy(update={"settings": demo.settings.model_copy(update={"heads": [0, 1]})})
+    assert "Beside trained models" not in summary(some)
 
 
 def test_the_page_has_a_percentile_for_each_head_where_there_is_one(demo):

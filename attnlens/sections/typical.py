@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnlens import atlas
-from attnlens.atlas import Depth, Subject
+from attnlens.atlas import Subject, Third
 from attnlens.records import Head, Report
 from attnlens.sections.section import Section
 from attnlens.sentences import typical
@@ -27,7 +27,7 @@ def typical_line(shapes: Shapes) -> Iterator[Section]:
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """The medians of the headline measures beside those of each model, and how to read that."""
-    found = tuple(typical.standings(shapes)) if _compared(shapes.report) else ()
+    found = tuple(typical.median_heads(shapes)) if _compared(shapes.report) else ()
     items = tuple((clean(one.reading.name), f"{one.told()}; medians there: {one.medians}") for one in found)
     if items:
         yield Section("Beside other trained models", items=items, notes=(READ_AS,))
@@ -43,7 +43,7 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
     return found if any(place is not None for place in found) else []
 
 
-def _place(head: Head, measure: str, depth: Depth, subject: Subject) -> float | None:
+def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
     one = head.measures.get(measure)
     if one is None or one.value is None:
         return None

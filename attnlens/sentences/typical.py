@@ -14,7 +14,7 @@ SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 
 @dataclass(frozen=True)
-class Standing:
+class MedianHead:
     """The median over one part's heads, and the heads of other models that it is compared with."""
 
     reading: MeasureMap
@@ -25,7 +25,7 @@ class Standing:
     """Whether the model has other parts."""
 
     def told(self, name: str = "") -> str:
-        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`, with the measure's `name`."""
+        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is the measure's."""
         part = self.part if self.several else ""
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
         return " ".join(filter(None, words))
@@ -37,8 +37,13 @@ class Standing:
         return listed((f"{m.name} {n}" for m, n in zip(self.reference.models, numbers, strict=True)), len(numbers))
 
 
-def standings(shapes: Shapes) -> Iterator[Standing]:
-    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with."""
+def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
+    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with.
+
+    None where some heads were left out: the median of those that were read is not the model's.
+    """
+    if shapes.report.settings.layers is not None or shapes.report.settings.heads is not None:
+        return
     parts = list(dict.fromkeys(shapes.parts))
     for reading in shapes.readings.values():
         for part in parts if reading.info.headline and not reading.constant else ():
@@ -46,14 +51,14 @@ def standings(shapes: Shapes) -> Iterator[Standing]:
             reference = atlas.reference(reading.name, "all", atlas.subject_of(shapes.report, part))
             median = middle(reading.values[rows])
             if reference.models and median == median:  # NaN where no head of the part has a value
-                yield Standing(reading, median, reference, part, len(parts) > 1)
+                yield MedianHead(reading, median, reference, part, len(parts) > 1)
 
 
 def beside(shapes: Shapes) -> str:
     """One line: a headline of the weights and one of the tokens beside other trained models; empty where none is."""
-    first: dict[str, Standing] = {}
-    for standing in standings(shapes):
-        first.setdefault(source_of(standing.reading.name), standing)
+    first: dict[str, MedianHead] = {}
+    for one in median_heads(shapes):
+        first.setdefault(source_of(one.reading.name), one)
     chosen = [first[source] for source in ("weights", "tokens") if source in first]
     told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
     return f"Beside trained models (a description, no test): {told}." if told else ""
