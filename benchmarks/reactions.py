@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -74,7 +75,7 @@ def chemistry_model(name: str, folder: Path, head: str) -> str | None:
     config = json.loads((source / "config.json").read_text())
     config |= {"architectures": [kind + head], "model_type": kind.lower()}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "pytorch_model.bin").symlink_to(source / "pytorch_model.bin")
+    shutil.copy(source / "pytorch_model.bin", folder)  # a link out of the folder is refused
     save_tokenizer(folder, (source / "vocab.txt").read_text().splitlines())
     return str(folder)
 

@@ -27,6 +27,7 @@ LAYERS = {
     "ksvd": 0,
     "registry": 1,
     "architectures": 1,
+    "atlas": 1,
     "arguments": 1,
     "rules": 1,
     "requests": 2,
@@ -54,7 +55,7 @@ LAYERS = {
     "__main__": 7,
 }
 WITHOUT_TORCH = (
-    *("errors", "files", "records", "registry", "analyzers", "kernels", "rules", "requests", "cli"),
+    *("errors", "files", "records", "registry", "atlas", "analyzers", "kernels", "rules", "requests", "cli"),
     "pytest_plugin",
 )
 PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}

@@ -74,6 +74,7 @@ TOKENS = (
         NO_KERNEL,
         low=1,
         use="A first guess at the s of a primal kernel: swap-kernel --kernel primal:8 measures what s = 8 costs.",
+        sized_by="head_dim",
     ),
     _scalar(
         "centred_rank90",
@@ -82,6 +83,7 @@ TOKENS = (
         ONE_KEY,
         low=1,
         use="Read this one where ksvd.rank90 is 1: then one near-constant direction hides all others.",
+        sized_by="head_dim",
     ),
     _scalar(
         "value_alignment",
@@ -92,6 +94,7 @@ TOKENS = (
         high=1,
         use="Above s/(n − 1), the values lie where the kernel's own directions do, which the paper takes for granted.",
         paper="Chen et al. 2023, where values take the place of the right singular vectors",
+        sized_by="head_dim",
     ),
     _scalar(
         "asymmetry",
@@ -101,6 +104,7 @@ TOKENS = (
         high=1.5707963267948968,
         self_only=True,
         use="At 0 a symmetric kernel SVD would do; the larger, the more the paper's asymmetric one is needed.",
+        sized_by="head_dim",
     ),
     _scalar(
         "residual",
@@ -109,6 +113,7 @@ TOKENS = (
         NO_KERNEL,
         use="A check: far above rounding, believe no other ksvd number of this head.",
         paper="Chen et al. 2023, Theorem 3.2",
+        sized_by="rounding",
     ),
     _scalar(
         "objective",
@@ -117,6 +122,7 @@ TOKENS = (
         NO_KERNEL,
         use="A check: far above rounding, the primal solution is none, and no other ksvd number is to be believed.",
         paper="Chen et al. 2023, Eq. 6",
+        sized_by="rounding",
     ),
     *_curves("attention", "the attention matrix P", "P", headline=True, by_depth=True, paper=FIGURE),
     *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),

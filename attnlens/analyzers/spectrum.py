@@ -18,6 +18,7 @@ WEIGHTS = (
         missing=ZERO,
         use="Far below weights.effective_rank, a single direction is most of the head's size.",
         paper="Rudelson & Vershynin 2007, numerical rank",
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.effective_rank",
@@ -26,6 +27,7 @@ WEIGHTS = (
         low=1,
         self_only=False,
         missing=ZERO,
+        sized_by="head_dim",
         ends="both",
         series=9,
         use="Below its null, training has put the head into few directions; which rank the model needs, "
@@ -40,6 +42,7 @@ WEIGHTS = (
         self_only=False,
         missing=ZERO,
         use="A first guess at a rank; what cutting at 8 costs, swap-kernel --kernel rank:8 measures.",
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.decay",
@@ -49,6 +52,7 @@ WEIGHTS = (
         self_only=False,
         missing="fewer than two singular values are above rounding",
         use="Read it beside its null: above it, the spectrum falls faster than chance.",
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.singular_values",
@@ -144,6 +148,7 @@ TOKENS = (
         missing="the logits depend on the query alone, which softmax ignores",
         has_null=False,
         use="Below head_dim, fewer dimensions of queries and keys would give nearly these scores.",
+        sized_by="head_dim",
     ),
     share_in_largest(
         "tokens.singular_values",

@@ -19,6 +19,7 @@ WEIGHTS = (
         self_only=False,
         grows_with_factors=True,
         use="Compare heads of one model by it: cosines and shares, being relative, say nothing of size.",
+        sized_by="d_model and the weights' units",
     ),
     MeasureInfo(
         "weights.symmetry",
@@ -72,6 +73,7 @@ WEIGHTS = (
         "#{μ > eps·size·max|μ|}",
         low=0,
         use=INERTIA,
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.inertia_negative",
@@ -79,6 +81,7 @@ WEIGHTS = (
         "#{μ < −eps·size·max|μ|}",
         low=0,
         use=INERTIA,
+        sized_by="head_dim",
     ),
     MeasureInfo(
         "weights.symmetry_by_distance",
@@ -191,6 +194,7 @@ TOKENS = (
         missing="no query may choose between keys",
         has_null=False,
         use="Compare tokens.share_first with it; by itself it tells of the mask alone.",
+        sized_by="the window and the mask, and nothing else",
     ),
 )
 

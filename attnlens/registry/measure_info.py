@@ -63,6 +63,10 @@ class MeasureInfo:
     paper: str = ""
     """Where it was published, with the equation or figure; empty where nowhere."""
 
+    sized_by: str = ""
+    """What its size goes with beside what it measures (`head_dim`): heads of models that differ in it can't be compared
+    by it. Empty where nothing does; the window's length, with which all tokens.* go, is not named."""
+
     @property
     def caution(self) -> str:
         """What to know where the attention does not fix it; empty where it does."""

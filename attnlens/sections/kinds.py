@@ -27,6 +27,7 @@ from attnlens.sections.layers import layer_sections
 from attnlens.sections.page.found import extreme_heads, found_sections, layer_tables
 from attnlens.sections.section import Cell, Picture, Row, Section
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
+from attnlens.sections.typical import typical_line
 from attnlens.sentences import reports
 from attnlens.sentences.followed import told_of
 from attnlens.sentences.verdicts import outcome
@@ -95,6 +96,7 @@ def kind_of(report: Report) -> Kind:
 
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     yield from layer_sections(shapes, whole=whole)
+    yield from typical_line(shapes)
     yield from adapter_sections(shapes.report)
     yield from extreme_heads(shapes.report)
 

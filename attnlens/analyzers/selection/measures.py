@@ -36,6 +36,7 @@ POSED = (
         "selection.queries",
         "queries posed: the most decided ones, over all sequences",
         "|{i: p_max largest}|",
+        sized_by="how many windows were read",
         low=0,
         high=MOST_QUERIES,
         self_only=False,
@@ -46,6 +47,7 @@ POSED = (
         "selection.least_decided",
         "largest attention weight of the least decided query that was posed",
         "min over posed queries of p_max",
+        sized_by="how many windows were read",
         low=0,
         high=1,
         self_only=False,
@@ -135,7 +137,8 @@ def _placed(info: MeasureInfo, space: Space) -> MeasureInfo:
     texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
     series = info.series and info.series + behind
-    return replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
+    placed = replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
+    return replace(placed, sized_by="d_model and the queries that were posed")
 
 
 MEASURES = (DECIDED, *POSED, *(_placed(info, space) for space in SPACES for info in OF_SPACE))

@@ -1,7 +1,11 @@
 // One head: what its scores are made of, its curves, what it selects, and every measure with its error and null.
 "use strict";
 
+// Whether any measure has its place among other trained models.
+const BESIDE = Boolean(data?.measures.some((measure) => measure.typical.length));
+
 function startHead() {
+  document.querySelectorAll(".compared").forEach((found) => (found.hidden = !BESIDE));
   for (const [name, step] of [
     ["previous", -1],
     ["next", 1],
@@ -164,7 +168,8 @@ function selected(section) {
 function numberRows(head) {
   const rows = [];
   for (const group of new Set(data.measures.map((measure) => measure.group))) {
-    rows.push(make("tr", { class: "group" }, make("th", { colspan: 5, scope: "rowgroup" }, group || "measures")));
+    const columns = BESIDE ? 6 : 5;
+    rows.push(make("tr", { class: "group" }, make("th", { colspan: columns, scope: "rowgroup" }, group || "measures")));
     for (const measure of data.measures.filter((one) => one.group === group)) rows.push(numberRow(measure, head));
   }
   return rows;
@@ -176,7 +181,9 @@ function numberRow(measure, head) {
   const text = valueText(measure, head),
     place = percentile(measure, head);
   const value =
-    text === NO_VALUE ? make("td", { class: "why", colspan: 4 }, reasonOf(measure, head)) : make("td", {}, text);
+    text === NO_VALUE
+      ? make("td", { class: "why", colspan: BESIDE ? 5 : 4 }, reasonOf(measure, head))
+      : make("td", {}, text);
   const more =
     text === NO_VALUE
       ? []
@@ -184,6 +191,7 @@ function numberRow(measure, head) {
           make("td", {}, nullText(measure, head)),
           make("td", {}, zText(measure, head)),
           make("td", {}, place === null || Object.keys(measure.labels).length ? "" : String(Math.round(place))),
+          BESIDE ? make("td", {}, String(measure.typical[head] ?? "")) : "",
         ];
   return make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, choose), value, ...more);
 }

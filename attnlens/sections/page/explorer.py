@@ -12,6 +12,7 @@ import numpy as np
 from attnlens.records import AttentionRows, Measure, Report
 from attnlens.sections.section import Section
 from attnlens.sections.selections import selections
+from attnlens.sections.typical import typical_places
 from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_with_error, source_of, title_of
 
@@ -55,6 +56,8 @@ class ExploredMeasure:
     null_means: Numbers
     """What chance reads; empty where no head has a null."""
     null_sds: Numbers
+    typical: Numbers
+    """Percentiles among heads of other trained models; empty where no head has one."""
     reasons: list[str]
     """The different reasons why there is no value."""
     why: list[int]
@@ -178,6 +181,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         values=rounded(reading.values[cells], VALUE_DIGITS),
         errors=_unless_empty(rounded(reading.errors[cells], ERROR_DIGITS)),
         null_means=_unless_empty(rounded(reading.null_means[cells], VALUE_DIGITS)),
+        typical=typical_places(shapes.report, reading.name),
         null_sds=_unless_empty(rounded(reading.null_sds[cells], ERROR_DIGITS)),
         reasons=[clean(reason) for reason in reasons],
         why=[reasons.index(_reason(one)) if _reason(one) else -1 for one in found] if reasons else [],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from attnlens.records import Report
 from attnlens.sections.layers import layer_sections
 from attnlens.sections.section import Section
+from attnlens.sections.typical import typical_list
 from attnlens.sentences import reports
 from attnlens.sentences.findings import findings
 from attnlens.sentences.nulls import null_words
@@ -19,6 +20,7 @@ def found_sections(shapes: Shapes) -> Iterator[Section]:
     """The headline measures in words, with what their errors and nulls are, and the most extreme heads."""
     if shapes.readings:
         yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
+    yield from typical_list(shapes)
     yield from extreme_heads(shapes.report)
 
 
