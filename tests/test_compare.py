@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 from typing import Any
 
 import damage
 import loaded
+import model_types
 import pytest
 import torch
 from damage import HEAD
@@ -185,7 +187,7 @@ def test_reports_without_their_windows_have_wider_errors_and_say_so(reports, tmp
     found = attnlens.compare(tmp_path / "a.json", tmp_path / "b.json").comparison
     paired = attnlens.compare(reports / "a.json", reports / "b.json").comparison
     assert not found.paired
-    assert "Not paired" in found.notes[0]
+    assert any("Not paired" in note for note in found.notes)
     errors = [(row.se, rows(paired, row.measure)[row.layer, row.head].se) for row in found.rows if row.se]
     assert sum(wide > narrow for wide, narrow in errors) > 0.7 * len(errors)
     (tmp_path / "a.csv").write_text("text,window,layer,head\n")
@@ -250,6 +252,110 @@ def test_the_program_writes_every_kind_of_file(reports, tmp_path):
     written = attnlens.read_report(files["json"]).comparison
     assert written.named == sum(row.named for row in written.rows)
     assert files["csv"].read_text().count("\n") == len(written.rows) + 1
+
+
+def in_memory(name: str, what: dict[str, int]) -> tuple[models.Loaded, models.Loaded]:
+    own = model(name)
+    first, second = (models.Loaded(copy.deepcopy(own.model), own.tokenizer, "", own.info, own.kind) for _ in range(2))
+    damage.plant(second.model, what)
+    return first, second
+
+
+FEW: dict[str, Any] = {"sequences": 4, "tokens": 16, "analyzers": "symmetry"}
+
+
+def test_models_in_training_are_compared_at_rest_and_stay_in_training():
+    first, second = in_memory("demo", {"gain doubled": 1})
+    for side in (first, second):
+        side.model.train()
+        side.model.requires_grad_(True)
+        for module in side.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+    found = attnlens.compare(first, second, **FEW).comparison
+    assert [place for place, block in enumerate(found.blocks) if block.change > 1e-3] == [1]
+    assert first.model.training
+    assert second.model.training
+
+
+def test_bf16_is_rounding_also_where_some_weights_stay_in_float32():
+    first, second = in_memory("demo", {})
+    with torch.no_grad():
+        for weight in second.model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(weight.bfloat16())
+    found = attnlens.compare(first, second, **SMALL).comparison
+    assert found.named == 0
+    assert any("rounded to bfloat16" in note for note in found.notes)
+
+
+def test_a_model_run_in_bf16_is_compared():
+    first, second = in_memory("demo", {})
+    second.model.bfloat16()
+    found = attnlens.compare(first, second, **FEW).comparison
+    assert {head.relation for head in found.heads} == {"rounding"}
+    assert max(block.change for block in found.blocks) < 0.05
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_weight_is_told_and_the_other_heads_compared(bad):
+    first, second = in_memory("demo", {})
+    with torch.no_grad():
+        second.model.transformer.h[2].attn.c_attn.weight[0, 16] = bad  # of the query of head 1
+    found = attnlens.compare(first, second, source="weights").comparison
+    forms = rows(found, "compare.form_change")
+    assert forms[2, 1].delta is None
+    assert all(row.delta == 0 for place, row in forms.items() if place != (2, 1))
+    assert [(head.layer, head.head) for head in found.heads if head.relation is None] == [(2, 1)]
+
+
+@pytest.mark.parametrize("family", ["deberta-v2", "xlnet"])
+def test_models_that_compute_attention_by_hand_are_compared(family):
+    own = loaded.loaded(model_types.build(family).eval())
+    other = loaded.loaded(copy.deepcopy(own.model))
+    found = attnlens.compare(own, other, analyzers="symmetry", **loaded.SMALL).comparison
+    assert found.named == 0
+    assert all(row.delta == pytest.approx(0, abs=1e-9) for row in found.rows if row.measure == "compare.row_kl")
+
+
+def test_models_without_a_common_tokenizer_are_compared_by_their_weights():
+    first, second = in_memory("demo", {"W_K shuffled": 2})
+    second = models.Loaded(second.model, None, "no tokenizer", second.info, second.kind)
+    found = attnlens.compare(first, second, sequences=2, tokens=16, analyzers="symmetry").comparison
+    assert named(found, "compare.form_change") == {(2, HEAD)}
+    assert "other numbers" in found.notes[0]
+
+
+def test_rules_reach_the_distances_of_a_comparison(reports):
+    found = attnlens.compare(*in_memory("demo", {"W_K shuffled": 2}), **FEW)
+    checked = attnlens.check(found, {"compare.own_kl": "max < 0.01", "change.tokens.share_key": "max < 10"})
+    assert [check.passed for check in checked.checks] == [False, True]
+    assert [(one.layer, one.head) for one in checked.checks[0].breaches] == [(2, HEAD)]
+
+
+def test_options_that_reports_ignore_are_refused(reports):
+    done = program("compare", str(reports / "a.json"), str(reports / "b.json"), "--sequences", "9")
+    assert done.returncode == 2
+    assert "sequences would be ignored" in done.stderr
+
+
+def test_windows_that_are_none_are_refused(reports, tmp_path):
+    for suffix in ("json", "csv"):
+        (tmp_path / f"b.{suffix}").write_text((reports / f"b.{suffix}").read_text())
+    written = json.loads((reports / "a.json").read_text())
+
+    def refused() -> str:
+        (tmp_path / "a.json").write_text(json.dumps(written))
+        done = program("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+        assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 2), done.stderr
+        return done.stderr
+
+    for content in ("text,window\nx,0\n", "text,window,layer,head\nx,bad,0,0\n", "text,window,layer,head\nx,0,7,7\n"):
+        (tmp_path / "a.csv").write_text(content)
+        written["windows_file"]["sha256"] = hashlib.sha256(content.encode()).hexdigest()
+        assert "does not hold the windows" in refused()
+    written["windows_file"]["name"] = "../../../etc/passwd"
+    assert "don't lie beside it" in refused()
 
 
 def test_models_stay_as_they_are():

@@ -141,20 +141,36 @@ def test_nudged_numbers_move_as_rounding_moves_them(kind):
 def test_a_model_is_rounded_and_left_as_it_was():
     model = attnlens.load("demo", dtype="float32").model
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with rounded(model, torch.bfloat16, torch.Generator().manual_seed(0)):
+    with rounded(model, torch.Generator().manual_seed(0)):
         moved = [not torch.equal(before[name], weight) for name, weight in model.named_parameters()]
-        assert sum(moved) > 0.9 * len(moved)
+        assert sum(moved) > 0.6 * len(moved)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_type_that_weights_were_stored_in_is_found(kind):
-    model = attnlens.load("demo", dtype="float32").model
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-            weight.copy_((0.02 * noise).to(kind))
-    assert stored_type(model) == kind
+def test_the_type_that_a_weight_was_stored_in_is_found(kind):
+    weight = 0.02 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    assert stored_type(weight.to(kind).float()) == kind
+    assert stored_type(torch.ones(300)) == torch.float32, "gains of 1 tell nothing"
+
+
+def test_a_change_that_is_the_same_in_every_window_is_certain():
+    differences = torch.zeros(12, 3, dtype=torch.float64)
+    differences[:, 1] = -4
+    differences[:, 2] = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    judged = significance.sampled(differences, Design.plain(12), None, 0)
+    assert judged.p[:2].tolist() == [1.0, 0.0]
+    loose = Rounding(torch.full((3,), 4.0, dtype=torch.float64), 5)
+    assert float(significance.sampled(differences, Design.plain(12), loose, 0).p[1]) > 0.3
+
+
+def test_the_least_divergence_is_beyond_what_rounding_makes():
+    drawn = 1e-6 * torch.rand(10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounding = significance.combined(drawn[:5], drawn[5:], squared=True)
+    seen = torch.full((12, 4), 3e-6, dtype=torch.float64) * (1 + 0.01 * torch.arange(12).double()[:, None])
+    judged = significance.sampled(seen, Design.plain(12), rounding, 0)
+    assert bool((judged.p > 0.05).all())
+    assert bool((judged.least(0.05) > judged.delta).all())
 
 
 def test_a_measure_that_jumps_is_judged_by_its_largest_jump():

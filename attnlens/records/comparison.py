@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
-from attnlens.records.measures import Count, HeadId, Number, Record
+from attnlens.records.measures import Count, Head, HeadId, Measure, Number, Record
 from attnlens.records.provenance import ModelInfo
 from attnlens.records.swaps import Outcome
 
+CHANGE = "change."
+"""Before a measure's name where its change stands in its place."""
+DISTANCE = "compare."
+"""Before the names of distances, which are changes already."""
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """How the second model's form M of a head stands to the first one's: the same numbers; the same form of other factors
 (another gauge); the form within what rounding of the weights does; another form."""
@@ -122,3 +128,21 @@ class Comparison(Record):
     """How predictions differ."""
     notes: list[str] = []
     """What was found of the models as wholes, one sentence each."""
+
+
+def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
+    """The heads with their changes, `compare.own_kl`, `change.tokens.entropy`, before what the second model reads."""
+    changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
+    for row in found.rows:
+        name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"
+        reason = None if row.delta is not None else row.reason or "neither model has a value"
+        changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
+    own = {(head.layer, head.head): head for head in heads}
+    return [
+        Head(
+            **head.model_dump(include=set(HeadId.model_fields)),
+            measures=changes[head.layer, head.head] | own[head.layer, head.partner].measures,
+            curves=own[head.layer, head.partner].curves,
+        )
+        for head in found.heads
+    ]

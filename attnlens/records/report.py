@@ -14,7 +14,7 @@ from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import as_path, write_atomically
 from attnlens.records.checks import Check
-from attnlens.records.comparison import Comparison
+from attnlens.records.comparison import Comparison, changed
 from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
@@ -211,6 +211,12 @@ class Report(Record):
     def swaps(self) -> list[Swap]:
         """Every kernel's swap, in the order asked for."""
         return [self.swap, *self.more_swaps] if self.swap is not None else []
+
+    def with_changes(self) -> Report:
+        """Of a comparison the heads with their changes as measures; any other report as it is."""
+        if self.comparison is None or not self.comparison.rows:
+            return self
+        return self.model_copy(update={"heads": changed(self.comparison, self.heads)})
 
     def measure_names(self) -> list[str]:
         """Names of the scalar measures of any head, in the order of first appearance."""

@@ -10,7 +10,8 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnlens.choices import Sources
-from attnlens.registry.distances import CHANGE, DISTANCES
+from attnlens.records.comparison import CHANGE
+from attnlens.registry.distances import DISTANCES
 from attnlens.registry.measure_info import MeasureInfo
 from attnlens.registry.names import checked_name
 

@@ -61,5 +61,3 @@ BETWEEN_FORMS = (
 """Between the weights."""
 DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)
 """What is 0 between equal heads."""
-CHANGE = "change."
-"""Before a measure's name where its change stands in its place."""

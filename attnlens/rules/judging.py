@@ -14,10 +14,11 @@ from attnlens.rules.subjects import Matched, matched
 
 
 def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Each rule's outcome on the report, in the rules' order.
+    """Each rule's outcome on the report, in the rules' order; of a comparison its changes are measures too.
 
     Raises UsageError where a rule matches nothing.
     """
+    report = report.with_changes()
     taken: Counter[str] = Counter()
     checks = []
     for rule in rules:

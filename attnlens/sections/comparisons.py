@@ -8,21 +8,18 @@ from dataclasses import dataclass
 
 from attnlens.records import (
     Comparison,
-    Head,
     HeadChange,
-    HeadId,
-    Measure,
     MeasureChange,
     Outcome,
     Report,
     Shift,
     Spread,
 )
-from attnlens.registry.distances import CHANGE
+from attnlens.registry.distances import OWN_ROWS
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
 from attnlens.shapes import Shapes
-from attnlens.wording import NO_VALUE, clean, counted, short, source_of
+from attnlens.wording import NO_VALUE, clean, counted, short
 
 LEADING = 3
 """Distances that stand before the other columns."""
@@ -82,28 +79,6 @@ def _of_heads(found: Comparison) -> list[str]:
     return [] if found.shifts else [*discoveries(found), *_predictions(found.outcome)]
 
 
-def changed_heads(report: Report) -> Report:
-    """The report's heads with their changes, `compare.own_kl` and `change.tokens.entropy`, before what they read."""
-    found = report.comparison
-    if found is None or found.shifts:
-        return report
-    changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
-    for row in found.rows:
-        name = row.measure if source_of(row.measure) == "compare" else f"{CHANGE}{row.measure}"
-        reason = None if row.delta is not None else row.reason or "neither model has a value"
-        changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
-    own = {(head.layer, head.head): head for head in report.heads}
-    heads = [
-        Head(
-            **head.model_dump(include=set(HeadId.model_fields)),
-            measures=changes[head.layer, head.head] | own[head.layer, head.partner].measures,
-            curves=own[head.layer, head.partner].curves,
-        )
-        for head in found.heads
-    ]
-    return report.model_copy(update={"heads": heads})
-
-
 def worst_first(found: Comparison) -> list[Compared]:
     """Heads by what differs within their own block, then by how far their form and their rows moved."""
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
@@ -127,9 +102,13 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
     ]
     columns.insert(0, Column("", "form M", tuple(one.head.relation or NO_VALUE for one in changed), words=True))
     more = total - len(changed)
-    notes = (
+    explained = OWN_ROWS in distances and [
         "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of "
-        "that block. KL as run holds what the blocks before it changed, too. * is named.",
+        "that block. KL as run holds what the blocks before it changed, too."
+    ]
+    notes = (
+        *(explained or []),
+        "* is named.",
         *([f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json."] if more > 0 else []),
     )
     return Section("Heads that changed, worst first", table=Table(names, tuple(columns), fit="first"), notes=notes)

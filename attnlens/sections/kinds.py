@@ -14,7 +14,6 @@ from attnlens.records import Head, HeadId, Report
 from attnlens.sections.adapters import adapter_sections
 from attnlens.sections.checkpoints import series_sections, step_cells
 from attnlens.sections.comparisons import (
-    changed_heads,
     compared_models,
     comparison_opening,
     comparison_rows,
@@ -255,7 +254,7 @@ COMPARISON = Kind(
     pictures=_comparison_pictures,
     title=compared_models,
     opening=comparison_opening,
-    explored=changed_heads,
+    explored=Report.with_changes,
 )
 EXPERIMENTS = Kind(
     summary=_experiment_summary,

@@ -16,7 +16,7 @@ from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import check_reading, checked_model, working
 from attnlens.requests import CompareRequest
 
-NAMES = "hub id, folder, file, or `demo`"
+NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
 First = Annotated[
     str, typer.Argument(metavar="FIRST", help=f"The first model, by which changes are measured: {NAMES}.")
 ]

@@ -17,7 +17,6 @@ from attnlens.run.compare.forms import distances
 from attnlens.run.compare.outcomes import outcome
 from attnlens.run.compare.passes import beside, record
 from attnlens.run.compare.relations import relations, told
-from attnlens.run.compare.rounding import stored_type
 from attnlens.run.compare.rows import change, is_category, named_rows
 from attnlens.run.compare.sides import Block, Pairing
 from attnlens.run.compare.significance import Judged, Rounding, number_of
@@ -164,13 +163,12 @@ class Changes:
         """What rounding of both models does to every measure, by draws."""
         drawn: list[dict[str, list[Tensor]]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
-            kind = stored_type(side.loaded.model)
             generator = torch.Generator().manual_seed(self.seed + number)
-            found = dict(draws.of_weights(side, kind, generator))
+            found = dict(draws.of_weights(side, generator))
             if side.batches:
                 cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
                 blocks = self.blocks[number]
-                found |= draws.of_tokens(side, side.contents, cut, blocks, kind, generator, self._tell(number))
+                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._tell(number))
             drawn.append(found)
         partners = self.pairing.partners
         combined = {}

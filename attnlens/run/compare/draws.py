@@ -16,7 +16,7 @@ from attnlens.registry.distances import OWN_ROWS, ROWS
 from attnlens.run import feeding
 from attnlens.run.compare.forms import distances
 from attnlens.run.compare.passes import Recorded, beside, record
-from attnlens.run.compare.rounding import rounded, rounded_factors
+from attnlens.run.compare.rounding import rounded, rounded_factors, site_type
 from attnlens.run.compare.sides import Block, ComparedModel
 from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import Collector
@@ -36,7 +36,7 @@ DrawnChanges = dict[str, list[Tensor]]
 """Each draw's change at each head, by measure."""
 
 
-def of_weights(side: ComparedModel, kind: torch.dtype, generator: torch.Generator) -> DrawnChanges:
+def of_weights(side: ComparedModel, generator: torch.Generator) -> DrawnChanges:
     """What rounding does to the measures of the forms; of those that have none a NaN."""
     heads = [(head.layer, head.head) for head in side.report.heads]
     found: DrawnChanges = defaultdict(list)
@@ -45,6 +45,7 @@ def of_weights(side: ComparedModel, kind: torch.dtype, generator: torch.Generato
         for site in side.sites:
             factors = side.factors(site)
             if isinstance(factors, weights.Factors):
+                kind = site_type(side.loaded.model, site)
                 for name, values in _of_site(factors, side.analyzers("weights"), kind, generator).items():
                     read[name] |= {(site.layer, head): value for head, value in enumerate(values.tolist())}
         for name, values_of in read.items():
@@ -57,12 +58,13 @@ def _of_site(
 ) -> dict[str, Tensor]:
     """Changes of one site's scalars, and the distances of its heads from themselves."""
     own, other = factors.query_key, rounded_factors(factors, kind, generator).query_key
-    found = distances(own, other)
-    for analyzer in analyzers:
+    found, fine = distances(own, other), finite_heads(own)
+    for analyzer in analyzers if fine else ():
         if not analyzer.needs_base:
-            before, after = analyzer.function(own), analyzer.function(other)
-            scalars = [info.name for info in analyzer.measures if not info.curve and info.name in before]
-            found |= {name: after[name].double() - before[name].double() for name in scalars}
+            before, after = analyzer.function(own.select(fine)), analyzer.function(other.select(fine))
+            for name in [info.name for info in analyzer.measures if not info.curve and info.name in before]:
+                found[name] = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
+                found[name][fine] = after[name].double().cpu() - before[name].double().cpu()
     return found
 
 
@@ -71,7 +73,6 @@ def of_tokens(
     contents: Sequence[texts.Content],
     cut: texts.Cut,
     blocks: Sequence[Block],
-    kind: torch.dtype,
     generator: torch.Generator,
     tell: Tell,
 ) -> DrawnChanges:
@@ -83,7 +84,7 @@ def of_tokens(
     before = reader.read(few, [one.calls for one in own])
     found: DrawnChanges = defaultdict(list)
     for _ in range(DRAWS):
-        with rounded(side.loaded.model, kind, generator):
+        with rounded(side.loaded.model, generator):
             after = _nudged(reader, few, own, blocks)
         for name, values in after.items():
             change = values - before[name] if name in before else values

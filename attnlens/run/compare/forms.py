@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,14 @@ from scipy.optimize import linear_sum_assignment
 from attnlens import linalg
 from attnlens.records import QueryKey
 from attnlens.registry.distances import FORMS, KEY_ANGLE, QUERY_ANGLE
+from attnlens.run.inspect.chunks import finite_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)
+"""What is measured of them."""
 ALIKE = 0.5
 """Heads are taken for reordered where each form moved by less than this share of what it differs in its own place."""
 
@@ -41,6 +43,8 @@ def place(first: QueryKey, second: QueryKey) -> Placed:
     in its own place.
     """
     distances = distances_between(first, second)
+    if not bool(distances.isfinite().all()):
+        return Placed(tuple(range(len(distances))))
     _, order = linear_sum_assignment(distances.numpy())
     own = distances.diagonal()
     best = distances[torch.arange(len(order)), torch.from_numpy(order)]
@@ -56,7 +60,7 @@ def distances_between(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads
     cross = _inner(first, second)
     size = torch.maximum(squares[0][:, None], squares[1])
     apart = (squares[0][:, None] + squares[1] - 2 * cross).clamp(min=0)
-    return torch.where(size > 0, apart / size, 0.0).sqrt()
+    return torch.where(size == 0, 0.0, apart / size).sqrt().cpu()
 
 
 def _inner(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
@@ -67,22 +71,26 @@ def _inner(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
 
 
 def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """The distances of corresponding heads' forms; NaN where M is 0."""
+    """The distances of corresponding heads' forms; NaN where both M are 0, and where a factor is not finite.
+
+    Where M alone is 0, all of M' is new and the change is 1.
+    """
+    fine = sorted(set(finite_heads(first)) & set(finite_heads(second)))
+    found = {name: torch.full((len(first.heads),), torch.nan, dtype=torch.float64) for name in FORM_DISTANCES}
+    if not fine:
+        return found
+    first, second = first.select(fine), second.select(fine)
     moved = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
     change, _ = linalg.change(moved, first)
     angles = (
         linalg.largest_angle(one, other)
         for one, other in ((first.query, second.query), (first.paired_key, second.paired_key))
     )
-    return dict(zip((FORMS, QUERY_ANGLE, KEY_ANGLE), (change, *angles), strict=True))
+    for name, values in zip(FORM_DISTANCES, (change.masked_fill(change.isinf(), 1.0), *angles), strict=True):
+        found[name][fine] = values.double().cpu()
+    return found
 
 
 def in_order(second: QueryKey, placed: Placed) -> QueryKey:
     """The second model's heads in the order of the first one's, each with a key head of its own."""
     return replace(second.select(placed.order), heads=tuple(range(len(placed.order))))
-
-
-def same_shapes(first: Sequence[QueryKey], second: Sequence[QueryKey]) -> bool:
-    """Whether forms can be subtracted, site by site."""
-    shapes = ([(one.query.shape, one.key.shape) for one in each] for each in (first, second))
-    return len({tuple(each) for each in shapes}) == 1

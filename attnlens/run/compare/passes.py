@@ -71,7 +71,9 @@ def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[B
     finally:
         for handle in handles:
             handle.remove()
-    found.outputs.update((path, given) for path, output in outputs.items() if (given := _first(output)) is not None)
+    found.outputs.update(
+        (path, given.clone()) for path, output in outputs.items() if (given := _first(output)) is not None
+    )
     return found
 
 
@@ -104,7 +106,7 @@ def beside(
     for path, own in recorded.outputs.items():
         other = _first(outputs.get(path))
         if other is not None and other.shape == own.shape:
-            found.blocks[path] = _apart(own, other)
+            found.blocks[path] = _apart(own, other.to(own.device), inputs)
     return found
 
 
@@ -114,9 +116,14 @@ def _first(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) else None
 
 
-def _apart(own: Tensor, other: Tensor) -> Tensor:
-    """‖o' − o‖/‖o‖ of each sequence."""
-    own, other = own.double().flatten(1), other.double().flatten(1)
+def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """‖o' − o‖/‖o‖ of each sequence, without its padding."""
+    own, other = own.double(), other.double()
+    masks = (inputs.get(name) for name in ("decoder_attention_mask", "attention_mask"))
+    mask = next((mask for mask in masks if mask is not None and mask.shape == own.shape[:2]), None)
+    if mask is not None:
+        own, other = own * mask[..., None], other * mask[..., None]
+    own, other = own.flatten(1), other.flatten(1)
     moved: Tensor = (other - own).norm(dim=1) / own.norm(dim=1)
     return moved.cpu()
 
@@ -136,8 +143,9 @@ def _given(blocks: Sequence[Block], states: Mapping[str, Mapping[str, Tensor]]) 
     def put(path: str) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
             names = _names(block)
-            changed = [states[path].get(name, value) for name, value in zip(names, args, strict=False)]
-            return (*changed, *args[len(names) :]), {name: states[path].get(name, given[name]) for name in given}
+            changed = [_instead(states[path].get(name), value) for name, value in zip(names, args, strict=False)]
+            named = {name: _instead(states[path].get(name), value) for name, value in given.items()}
+            return (*changed, *args[len(names) :]), named
 
         return hook
 
@@ -149,6 +157,14 @@ def _given(blocks: Sequence[Block], states: Mapping[str, Mapping[str, Tensor]]) 
             handle.remove()
 
 
+def _instead(state: Tensor | None, own: Any) -> Any:
+    """The state in the place of the block's own, of its type and device; so that a tracer sees where it comes from."""
+    if state is None or not isinstance(own, Tensor) or own.shape != state.shape:
+        return own
+    always = torch.ones((), dtype=torch.bool, device=own.device)
+    return torch.where(always, state.to(own.device, own.dtype), own)
+
+
 def _names(block: nn.Module) -> list[str]:
     return list(signature(block.forward).parameters)
 
@@ -156,7 +172,8 @@ def _names(block: nn.Module) -> list[str]:
 def _states(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Tensor]:
     names = _names(block)
     named = dict(zip(names, args, strict=False)) | given
-    return {name: named[name] for name in {*names[:1], *STATES} if isinstance(named.get(name), Tensor)}
+    kept = {name: named.get(name) for name in {*names[:1], *STATES}}
+    return {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
 
 
 Rows = Callable[[Call], Tensor]

@@ -17,7 +17,7 @@ from attnlens.run.compare.changes import Changes
 from attnlens.run.compare.saved import compared_reports, read
 from attnlens.run.compare.shifts import OTHER_HEADS, apart
 from attnlens.run.compare.sides import ComparedModel, Pairing, correspond, same_input
-from attnlens.run.in_memory import held
+from attnlens.run.in_memory import at_rest, held
 from attnlens.run.inspect.pipeline import inspect, prepared
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 SECOND = ("revision", "adapter")
 """Options that hold for the second model alone."""
 OTHER_INPUT = (
-    "The models read other numbers in the same windows (another tokenizer, or another size of image): distributions "
-    "alone."
+    "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
+    "of images): what reads them is not compared."
 )
-RECORDED = ("source", "analyzers", "seed", "sequences", "tokens", "pack", "windows", "intervals", "layers", "heads")
+RECORDED = (
+    *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
+    *("windows", "intervals", "layers", "heads"),
+)
 """Options that a report says, so that a model beside it is read alike."""
 
 
@@ -61,11 +64,13 @@ def compare(
     if subjects[0] is subjects[1] or (_same_path(first, second) and all(options.get(name) is None for name in SECOND)):
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
+        _refuse_ignored(subjects, options)
         reports = _reports(subjects, tokenizer, progress, options)
         found, report = compared_reports(*reports, given["fdr"]), reports[1]
     else:
         sides = _sides(subjects, tokenizer, progress, options)
-        found, report = compared(*sides, given["fdr"], progress), sides[1].report
+        with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
+            found, report = compared(*sides, given["fdr"], progress), sides[1].report
     own = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
     return report_of("compare", **own, comparison=found, timings={"all": time.perf_counter() - start})
 
@@ -75,6 +80,22 @@ def _subject(given: Any) -> Any:
     if isinstance(given, str | PathLike) and Path(given).suffix == ".json":
         return read(Path(given))
     return given
+
+
+def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that no side of these takes: a report says itself how it was made."""
+    known = requests.options(CompareRequest)
+    given = [
+        name
+        for name, value in options.items()
+        if value not in (known[name].default, [], (), None) and (name, value) != ("dtype", "float32")
+    ]
+    if all(isinstance(side, Report) for side in subjects):
+        ignored = given
+    else:
+        ignored = [name for name in given if name in SECOND and isinstance(subjects[1], Report)]
+    if ignored:
+        raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
 
 
 def _is_swapped(given: Any) -> bool:
@@ -142,8 +163,10 @@ def _sides(
 
 def compared(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """What two inspected models have to do with each other."""
-    problem = None if correspond(first, second) else OTHER_HEADS
-    problem = problem or (None if same_input(first, second) else OTHER_INPUT)
-    if problem is not None:
-        return apart(first.report, second.report, fdr, problem)
-    return Changes(Pairing.of(first, second), fdr, progress).found(first.report.model)
+    if not correspond(first, second):
+        return apart(first.report, second.report, fdr, OTHER_HEADS)
+    if same_input(first, second):
+        return Changes(Pairing.of(first, second), fdr, progress).found(first.report.model)
+    pairing = Pairing.of(first.without_text(), second.without_text())
+    found = Changes(pairing, fdr, progress).found(first.report.model)
+    return found.model_copy(update={"notes": [OTHER_INPUT, *found.notes]})

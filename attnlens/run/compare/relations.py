@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlens.errors import UnreadableError
 from attnlens.records import HeadChange, QueryKey, Relation, Site
-from attnlens.run.compare.rounding import stored_type
+from attnlens.run.compare.rounding import site_type, stored_type
 from attnlens.run.compare.sides import Pairing
 from attnlens.run.compare.significance import Judged
 from attnlens.wording import counted, listed
@@ -34,7 +34,8 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
             if pair is None or forms is None:
                 told["reason"] = _unread(pairing, site, other)
             else:
-                told["relation"] = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
+                relation = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
+                told |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
             found.append(
                 HeadChange(
                     site=site.name,
@@ -58,15 +59,18 @@ def _unread(pairing: Pairing, site: Site, other: Site) -> str:
     return "the forms have other sizes"
 
 
-def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation:
+def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation | None:
     first, second = pair
     sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
     same = first.scale == second.scale and all(torch.equal(*side) for side in sides)
     if same or (not pairing.placed[first.site].moved and _same_modules(pairing, first.site)):
         return "identical"
+    if p != p:
+        return None
     if p < SURE:
         return "changed"
-    spacing = max(torch.finfo(stored_type(side.loaded.model)).eps for side in (pairing.first, pairing.second))
+    sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
+    spacing = max(torch.finfo(site_type(side.loaded.model, site)).eps for side, site in sites)
     close = all(_apart(*side) <= ROUNDED * spacing for side in sides)
     return "rounding" if close and first.scale == second.scale else "same form"
 
@@ -87,7 +91,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 def told(pairing: Pairing, heads: Sequence[HeadChange]) -> list[str]:
     """What there is to say of the models as wholes, one sentence each."""
-    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(heads), *_of_forms(heads)]
+    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(pairing, heads), *_of_forms(heads)]
 
 
 def _of_sight(pairing: Pairing) -> Iterator[str]:
@@ -108,9 +112,11 @@ def _of_weights(pairing: Pairing) -> Iterator[str]:
     if not different:
         yield "All weights that both models have are the same numbers."
         return
-    kind = stored_type(pairing.second.loaded.model)
-    if all(_equal(first[name].to(kind).to(second[name].dtype), second[name]) for name in both):
-        said = str(kind).removeprefix("torch.")
+    kinds = {name: stored_type(second[name]) for name in different}
+    if not alone and all(
+        _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
+    ):
+        said = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
         yield f"The second model's weights are the first one's rounded to {said}; nothing else differs."
         return
     yield f"{len(different)} of {counted(len(both), 'tensor')} differ: {listed(different)}."
@@ -120,7 +126,12 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other.to(one.device, one.dtype))
 
 
-def _of_order(heads: Sequence[HeadChange]) -> Iterator[str]:
+def _of_order(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
+    for site in pairing.unmoved:
+        yield (
+            f"Layer {site.layer}: the second model has its heads in another order, and --heads compares them by their "
+            "numbers; without it each is compared with its partner."
+        )
     moved = Counter(head.layer for head in heads if head.partner != head.head)
     for layer, count in moved.items():
         yield (

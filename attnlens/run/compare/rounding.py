@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnlens.records import Site
 from attnlens.weights import Factors
 
 if TYPE_CHECKING:
@@ -24,22 +25,31 @@ BITS = {
     torch.float64: (torch.int64, 52),
 }
 """The whole number that has a number's bits, and how many of them are behind the binary point."""
+DIFFERENT, MANY = 16, 4096
+"""So many different numbers, among the first so many, say of which type a weight is."""
 MOVED = 12
 """One number of so many moves by a whole spacing: the variance is that of rounding, 1/12 of a spacing squared."""
 
 
-def stored_type(model: PreTrainedModel) -> torch.dtype:
-    """The coarsest number type that holds every weight exactly, whatever the model was loaded as."""
-    weights = [weight for weight in model.parameters() if weight.is_floating_point()]
-    return next(
-        (kind for kind in TYPES if all(torch.equal(weight.to(kind).to(weight.dtype), weight) for weight in weights)),
-        torch.float64,
-    )
+def stored_type(weight: Tensor) -> torch.dtype:
+    """The coarsest number type that holds every number of a weight exactly, whatever the model was loaded as.
+
+    A weight of few different numbers (gains of 1, zeros) tells nothing, and counts as float32.
+    """
+    if len(weight.flatten()[:MANY].unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
+        return torch.float32
+    return next((kind for kind in TYPES if torch.equal(weight.to(kind).to(weight.dtype), weight)), torch.float64)
+
+
+def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
+    """The coarsest type among the matrices of a site's module: that of its queries and keys."""
+    kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
 
 @contextmanager
-def rounded(model: PreTrainedModel, kind: torch.dtype, generator: torch.Generator) -> Iterator[None]:
-    """Inside, one of twelve weights is a spacing of `kind` larger or smaller; afterwards each is what it was."""
+def rounded(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
+    """Inside, one number of twelve is a spacing of its weight's type larger or smaller; afterwards none is."""
     own: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for weight in model.parameters():
@@ -47,7 +57,7 @@ def rounded(model: PreTrainedModel, kind: torch.dtype, generator: torch.Generato
                 data = weight.data
                 places = _places(data, generator)
                 own.append((data, places, data.take(places)))
-                data.put_(places, _moved(own[-1][2], kind, generator))
+                data.put_(places, _moved(own[-1][2], stored_type(data), generator))
         yield
     finally:
         for data, places, before in own:

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def read(path: Path) -> Report:
         raise UsageError(f"{path} has no heads.", "Make one with: attnlens inspect MODEL --json FILE.")
     if report.windows_file is None:
         return report
+    if Path(report.windows_file.name).name != report.windows_file.name:
+        raise UsageError(f"{path} names windows that don't lie beside it.", "Write it again with --windows-csv.")
     beside = path.parent / report.windows_file.name
     if not beside.exists():
         return report
@@ -48,7 +51,10 @@ def read(path: Path) -> Report:
         raise UsageError(
             f"{beside} is not the file that {path.name} was written with.", "Write both again, or take it away."
         )
-    return report.with_windows(_windows(beside, report))
+    try:
+        return report.with_windows(_windows(beside, report))
+    except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
+        raise UsageError(f"{beside} does not hold the windows of {path.name}.", AGAIN) from None
 
 
 def _windows(path: Path, report: Report) -> Windows:
@@ -96,6 +102,8 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
     refuse_other_settings(first.settings, second.settings)
     if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
         return apart(first, second, fdr, OTHER_HEADS)
+    if first.windows is not None and second.windows is not None and first.windows.windows != second.windows.windows:
+        raise UsageError("The two sides list their windows in another order.", AGAIN)
     heads = first.heads, second.heads
     judged = {name: _judged(first, second, name) for name in first.measure_names()}
     rows = named_rows(heads, judged, fdr, NO_ROUNDING)
@@ -108,8 +116,16 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
         named=sum(row.named for row in rows),
         heads=[HeadChange(**_place(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
         rows=rows,
-        notes=[] if paired else [UNPAIRED],
+        notes=[*_of_rounding(first, second), *([] if paired else [UNPAIRED])],
     )
+
+
+def _of_rounding(first: Report, second: Report) -> Iterator[str]:
+    """That reports say nothing of rounding, and whether these were read in other number types."""
+    kinds = [report.settings.dtype for report in (first, second)]
+    if kinds[0] != kinds[1]:
+        yield f"The models were run in {kinds[0]} and {kinds[1]}: every head differs by that rounding alone."
+    yield "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
 
 
 def _place(head: Head) -> dict[str, Any]:
@@ -123,12 +139,17 @@ def _judged(first: Report, second: Report, name: str) -> Judged | None:
         return None
     read = [None if report.windows is None else report.windows.values.get(name) for report in (first, second)]
     if read[0] is not None and read[1] is not None:
-        design = Design.of([text for text, _ in first.windows.windows], first.settings.intervals)  # type: ignore[union-attr]
+        design = _design(first)
         return significance.sampled(read[1] - read[0], design, None, first.settings.seed)
     errors = change(heads, name, "se")
     if bool(errors[0].isnan().all() | errors[1].isnan().all()):
         return None
     before, after = change(heads, name)
-    counts = [measure.n for head in first.heads if (measure := head.measures.get(name)) and measure.n]
     error = (errors[0].square() + errors[1].square()).sqrt()
-    return significance.independent(after - before, error, min(counts, default=0) - 1)
+    return significance.independent(after - before, error, _design(first).freedom)
+
+
+def _design(report: Report) -> Design:
+    """How the report's windows were sampled."""
+    names = [text.name for text in report.settings.texts for _ in text.windows]
+    return Design.of(names or [""] * (report.settings.sequences or 0), report.settings.intervals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -60,6 +60,13 @@ class ComparedModel:
         """What it was fed with; nothing for weights alone."""
         return () if self.inspection.fed is None else self.inspection.fed.batches
 
+    def without_text(self) -> ComparedModel:
+        """The same, of which only the weights are compared."""
+        bare = replace(self.inspection)
+        bare.fed = None
+        windows = Windows([], [], {})
+        return replace(self, inspection=bare, report=self.report.model_copy().with_windows(windows))
+
     def analyzers(self, source: str) -> list[Analyzer]:
         """Those of a source that read one QueryKey at a time."""
         plain = [analyzer for analyzer in self.inspection.analyzers if isinstance(analyzer, Analyzer)]
@@ -101,6 +108,8 @@ class Pairing:
     """The second model's site for each of the first one's."""
     placed: dict[Site, Placed] = field(default_factory=dict)
     """The order of its heads."""
+    unmoved: list[Site] = field(default_factory=list)
+    """Sites whose heads stand in another order and are compared by their numbers, since some alone were asked for."""
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
@@ -110,8 +119,11 @@ class Pairing:
         for site in sites:
             forms = found.forms(site)
             heads = range(len(found.key_of(site)))
+            own, best = Placed(tuple(heads)), place(*forms) if forms else Placed(tuple(heads))
             whole = first.inspection.collector.chosen_heads is None
-            found.placed[site] = place(*forms) if forms and whole else Placed(tuple(heads))
+            found.placed[site] = best if whole else own
+            if best.moved and not whole:
+                found.unmoved.append(site)
         return found
 
     def forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:

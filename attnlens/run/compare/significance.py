@@ -50,18 +50,17 @@ class Judged:
     def least(self, level: float) -> Float[Tensor, " heads"]:
         """The change that a test at that level names with a probability of POWER, sampling or rounding in its way."""
         found = torch.zeros_like(self.delta)
-        for spread, freedom in ((self.se, self.freedom), self._drawn):
-            if spread is not None and freedom > 0:
-                reach = stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom)
-                found = torch.fmax(found, spread * float(reach))
+        if self.se is not None and self.freedom > 0:
+            found = torch.fmax(found, self.se * _reach(level, self.freedom))
+        if self.rounding is not None:
+            reach = _reach(level, self.rounding.freedom)
+            found = torch.fmax(found, self.rounding.size * (reach**2 if self.rounding.squared else reach))
         return torch.where(found > 0, found, torch.nan)
 
-    @property
-    def _drawn(self) -> tuple[Tensor | None, int]:
-        """Not of a divergence, which is never below what rounding makes of it."""
-        if self.rounding is None or self.rounding.squared:
-            return None, 0
-        return self.rounding.size, self.rounding.freedom
+
+def _reach(level: float, freedom: int) -> float:
+    """How many standard errors off a change must be to be named with a probability of POWER."""
+    return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
 def sampled(
@@ -81,17 +80,20 @@ def sampled(
             some = values[there][:, heads]
             p[heads] = p_values(some.mT, design.select(there), torch.ones(len(there)), seed)
     delta = values.nanmean(0)
-    p[(delta == 0) & (values.nan_to_num() == 0).all(0)] = 1.0
+    p[(values.nan_to_num() == 0).all(0) & ~delta.isnan()] = 1.0
+    # the same change in every window: no sampling would have given another one
+    error = standard_error(values, design)
+    p[(error == 0) & (delta != 0)] = 0.0
     # where rounding never moved a measure, windows alone decide
     beyond = by_rounding(delta, rounding) if rounding is not None else p
     p = torch.maximum(p, beyond.nan_to_num(nan=0.0))
-    return Judged(delta, p, standard_error(values, design), design.freedom, rounding)
+    return Judged(delta, p, error, design.freedom, rounding)
 
 
 def measured(delta: Float[Tensor, " heads"], rounding: Rounding) -> Judged:
     """Changes of what no text has part in: p is that of rounding."""
     p = by_rounding(delta, rounding)
-    return Judged(delta, torch.where(delta == 0, 1.0, p), rounding=rounding)
+    return Judged(delta, torch.where(delta == 0, 1.0, p).masked_fill(~delta.isfinite(), torch.nan), rounding=rounding)
 
 
 def independent(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> Judged:

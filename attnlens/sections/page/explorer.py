@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.records import AttentionRows, Measure, Report
+from attnlens.registry.distances import OWN_ROWS
 from attnlens.sections.section import Section
 from attnlens.sections.selections import selections
 from attnlens.sections.typical import typical_places
@@ -190,8 +191,8 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
     )
 
 
-def _behind(found: ExploredMeasure) -> bool:
-    return found.name.partition(".")[0] not in COMPARED
+def _behind(found: ExploredMeasure) -> tuple[bool, bool]:
+    return found.name != OWN_ROWS, found.name.partition(".")[0] not in COMPARED
 
 
 def _reason(found: Measure | None) -> str:
