@@ -93,7 +93,10 @@ def test_damage_is_named_where_it_is_and_nowhere_else(name, number):
     assert named(found, "compare.own_kl") == attending
     assert [place for place, block in enumerate(found.blocks) if block.named] == sorted(DAMAGED[name][number].values())
     assert {(one.layer, one.head) for one in found.heads if one.relation == "changed"} == forms
-    assert {one.relation for one in found.heads} == {"changed", "identical"}
+    # what is read of a module of which another head changed may differ by rounding
+    layers = {layer for layer, _ in forms}
+    assert {one.relation for one in found.heads if one.layer not in layers} == {"identical"}
+    assert {one.relation for one in found.heads} <= {"changed", "identical", "rounding"}
     assert {(row.layer, row.head) for row in found.rows if row.named and row.measure.startswith("weights.")} <= forms
 
 
