@@ -126,6 +126,19 @@ def test_an_adapter_is_what_is_merged_by_hand(family: Any, kind: str, tmp_path: 
             )
 
 
+def test_a_base_is_compared_with_its_adapted_model(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base")
+    write(tmp_path / "adapter", base, [K.format(1)], target_modules=r"model\.layers\.1\.self_attn\.k_proj")
+    found = attnlens.compare(base, base, adapter=tmp_path / "adapter", source="weights").comparison
+    assert found is not None
+    named = {(row.layer, row.head) for row in found.rows if row.named and row.measure == "compare.form_change"}
+    assert named == {(head.layer, head.head) for head in found.heads if head.layer == 1}
+    own = attnlens.inspect(base, adapter=tmp_path / "adapter", source="weights")
+    changes = {(head.layer, head.head): head.measures["adapter.change"].value for head in own.heads if head.layer == 1}
+    deltas = {(row.layer, row.head): row.delta for row in found.rows if row.measure == "compare.form_change"}
+    assert all(deltas[place] == pytest.approx(value, rel=1e-4) for place, value in changes.items())
+
+
 def test_patterns_give_modules_their_own_rank_and_scale(tmp_path: Path) -> None:
     base = llama(tmp_path / "base")
     own = {"rank_pattern": {"k_proj": 3}, "alpha_pattern": {r"layers\.0\..*\.q_proj": 10.0, "k_proj": 1.0}}

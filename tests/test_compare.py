@@ -19,7 +19,7 @@ from program import attnlens as program
 import attnlens
 from attnlens import models
 from attnlens.errors import UsageError
-from attnlens.records import Comparison
+from attnlens.records import Comparison, Report
 
 SMALL: dict[str, Any] = {"sequences": 12, "tokens": 32, "analyzers": ("symmetry", "spectrum")}
 KEPT = 5
@@ -46,13 +46,18 @@ def model(name: str) -> models.Loaded:
 
 
 @functools.cache
-def compared(name: str, *changes: tuple[str, int]) -> Comparison:
-    """What there is between a trained model and itself with planted changes."""
+def report_of(name: str, *changes: tuple[str, int]) -> Report:
+    """A trained model compared with itself with planted changes."""
     own = model(name)
     second = models.Loaded(damage.plant(copy.deepcopy(own.model), dict(changes)), own.tokenizer, "", own.info, own.kind)
     # under RoPE measures of the weights take longest, and the other two models have them
     source = "tokens" if name == "smollm2" else "both"
-    found = attnlens.compare(own, second, source=source, **SMALL).comparison
+    return attnlens.compare(own, second, source=source, **SMALL)
+
+
+def compared(name: str, *changes: tuple[str, int]) -> Comparison:
+    """What there is between them."""
+    found = report_of(name, *changes).comparison
     assert found is not None
     return found
 
@@ -106,6 +111,25 @@ def test_what_runs_behind_damage_attends_otherwise_too(name, number):
     found, first = of_case(name, number), min(DAMAGED[name][number].values())
     assert len(named(found, "compare.row_kl")) > len(named(found, "compare.own_kl"))
     assert all(layer >= first for layer, _ in named(found, "compare.row_kl"))
+
+
+GATE = {"comparison.named": "value == 0", "compare.own_kl": "value < 0.001"}
+"""The rules of the page on pipelines."""
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_the_pipelines_rules_turn_red_on_each_damage_and_name_its_heads(name, number):
+    changes, attending = DAMAGED[name][number], expected(name, number)[1]
+    checked = attnlens.check(report_of(name, *changes.items()), GATE).checks
+    assert not checked[0].passed
+    assert not checked[1].passed
+    assert {(one.layer, one.head) for one in checked[1].breaches} == attending
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_the_pipelines_rules_stay_green_on_harmless_changes(name):
+    checked = attnlens.check(report_of(name, ("gauge", 0), ("reordered", 1)), GATE).checks
+    assert [check.passed for check in checked] == [True, True]
 
 
 def test_a_mask_that_leaks_is_told():
@@ -364,7 +388,7 @@ def test_windows_that_are_none_are_refused(reports, tmp_path):
 def test_models_stay_as_they_are():
     own = model("demo")
     before = {name: weight.clone() for name, weight in own.model.state_dict().items()}
-    compared.__wrapped__("demo", ("gain doubled", 1))
+    report_of.__wrapped__("demo", ("gain doubled", 1))
     assert all(torch.equal(before[name], weight) for name, weight in own.model.state_dict().items())
 
 

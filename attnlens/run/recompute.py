@@ -26,7 +26,7 @@ EXACT = 1e-6
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
 
-    The heads are drawn by the hash of the report, which no forger chooses freely. tokens.* may differ by √ε of the
+    The heads are drawn anew each time, so that no forger knows which. tokens.* may differ by √ε of the
     model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
     does not hold: its text, and how the model is loaded. Raises UsageError for a report without heads, and for another
     text than the report's.
@@ -39,7 +39,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     first = [_files(report, loaded.info.files), _model(report, loaded.info)]
     if not first[-1].passed:
         return first
-    drawn = random.Random(report.to_json()).sample(report.heads, count)  # noqa: S311  # it hides no secret
+    drawn = random.SystemRandom().sample(report.heads, count)
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
     again = inspect(loaded, progress=progress, **{**_repeated(report), **more, **where})
     _refuse_other_text(report, again)

@@ -61,7 +61,9 @@ def compare(
     given = requests.checked(CompareRequest, more)
     options = {name: value for name, value in more.items() if name != "fdr"}
     subjects = [_subject(side) for side in (first, second)]
-    if subjects[0] is subjects[1] or (_same_path(first, second) and all(options.get(name) is None for name in SECOND)):
+    named = isinstance(first, str | PathLike)
+    twice = _same_path(first, second) and all(options.get(name) is None for name in SECOND)
+    if twice or (first is second and not named):
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
