@@ -124,6 +124,8 @@ def test_the_pipelines_rules_turn_red_on_each_damage_and_name_its_heads(name, nu
     assert not checked[0].passed
     assert not checked[1].passed
     assert {(one.layer, one.head) for one in checked[1].breaches} == attending
+    heads = report_of(name, *changes.items()).with_changes().heads
+    assert sum(head.measures["compare.named"].value for head in heads) == of_case(name, number).named
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -137,6 +137,9 @@ def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"
         reason = None if row.delta is not None else row.reason or "neither model has a value"
         changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
+    named = Counter((row.layer, row.head) for row in found.rows if row.named)
+    for place, measures in changes.items():
+        measures[f"{DISTANCE}named"] = Measure(value=named[place])
     own = {(head.layer, head.head): head for head in heads}
     return [
         Head(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnlens.choices import Sources
 from attnlens.records.comparison import CHANGE
-from attnlens.registry.distances import DISTANCES
+from attnlens.registry.distances import DISTANCES, NAMED
 from attnlens.registry.measure_info import MeasureInfo
 from attnlens.registry.names import checked_name
 
@@ -192,7 +192,7 @@ def info_of(name: str) -> MeasureInfo:
     if name.startswith(CHANGE):
         of = info_of(name.removeprefix(CHANGE))
         return MeasureInfo(name, meaning=f"second − first: {of.meaning}" if of.meaning else "", formula=of.formula)
-    known = measure_infos() | {info.name: info for info in DISTANCES}
+    known = measure_infos() | {info.name: info for info in (*DISTANCES, NAMED)}
     return known.get(name) or MeasureInfo(name, meaning="", formula="")
 
 

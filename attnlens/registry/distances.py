@@ -61,3 +61,9 @@ BETWEEN_FORMS = (
 """Between the weights."""
 DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)
 """What is 0 between equal heads."""
+NAMED = distance(
+    "compare.named",
+    "how many of the head's changes are named",
+    "#{q ≤ the false-discovery rate} over all that is compared",
+)
+"""The count that a page and rules have beside the changes."""
