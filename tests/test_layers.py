@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -323,6 +324,11 @@ def test_files_and_functions_fit_on_their_screens(path):
     lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
     assert len(source.splitlines()) <= LONGEST_FILE
+
+
+def test_folders_have_at_most_fourteen_files():
+    counts = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in counts.items() if count > 14} == {}
 
 
 OTHERS = sorted(file for room in ("tests", "benchmarks", "training") for file in (ROOT / room).glob("*.py"))

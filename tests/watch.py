@@ -18,7 +18,7 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import Bool, Float, Int, jaxtyped
 
 import attnlens.records
-from attnlens.records.rotation import Rotation
+from attnlens.records.tensors import Rotation
 
 FILES = ("costs", "masks", "positions", "primal_scores", "products", "routes", "rows", "sums", "whole")
 """Those of attnlens.attention but `scores`: FlexAttention counts the parameters of its functions, which checks hide."""

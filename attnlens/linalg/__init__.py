@@ -2,7 +2,7 @@
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
 from attnlens.linalg.attention import attention_singular_values, centred, entropy, even_weight, first_weight, max_weight
-from attnlens.linalg.changes import change
+from attnlens.linalg.changes import change, largest_angle
 from attnlens.linalg.definite import definite
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import in_pool, over_heads
@@ -16,7 +16,6 @@ from attnlens.linalg.spectra import (
     singular_values,
     stable_rank,
 )
-from attnlens.linalg.subspaces import largest_angle
 from attnlens.linalg.symmetries import directionality, layer_symmetry, symmetry, symmetry_by_distance
 from attnlens.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
 

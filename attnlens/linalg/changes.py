@@ -1,4 +1,4 @@
-"""What becomes of a factored matrix when its factors change: size and rank of the difference, never formed."""
+"""What becomes of a factored matrix when its factors change: size and rank of the difference, angles of the factors."""
 
 from __future__ import annotations
 
@@ -67,3 +67,36 @@ def _norm(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     query, key = query_key.query.double(), query_key.paired_key.double()
     squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
     return squared.clamp(min=0).sqrt() * abs(query_key.scale)
+
+
+def largest_angle(
+    one: Float[Tensor, "*batch n head_dim"], other: Float[Tensor, "*batch n head_dim"]
+) -> Float[Tensor, "*batch"]:
+    """The largest principal angle between two column spaces, in degrees; [0, 90].
+
+    asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions whose
+    singular value is within rounding, eps · n · σ₁, don't count; 90 where the ranks differ, NaN where both are 0.
+    """
+    return over_heads(_angles, one.double(), other.double())
+
+
+def _angles(one: Tensor, other: Tensor) -> Tensor:
+    return torch.stack([_angle(*pair) for pair in zip(one, other, strict=True)])
+
+
+def _angle(one: Tensor, other: Tensor) -> Tensor:
+    first, second = _basis(one), _basis(other)
+    if first.shape != second.shape:
+        return one.new_tensor(90.0)
+    if not first.shape[1]:
+        return one.new_tensor(torch.nan)
+    sine: Tensor = torch.linalg.matrix_norm(second - first @ (first.mT @ second), ord=2)
+    return sine.clamp(max=1).asin().rad2deg()
+
+
+def _basis(factor: Tensor) -> Tensor:
+    """Orthonormal columns that span the factor's."""
+    left, values, _ = torch.linalg.svd(factor, full_matrices=False)
+    # Strict: a factor of zeros has no direction.
+    kept: Tensor = left[:, values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]]
+    return kept

@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnlens.records.baselines import Baseline, BaselineMeasure, read_baseline
     from attnlens.records.calls import Call
-    from attnlens.records.checks import Breach, Check
+    from attnlens.records.checks import Baseline, BaselineMeasure, Breach, Check, read_baseline
     from attnlens.records.comparison import BlockChange, Comparison, HeadChange, MeasureChange, Relation, Shift, Spread
     from attnlens.records.coverage import Coverage, Skipped
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
         json_schema,
         read_report,
     )
-    from attnlens.records.rotation import Rotation
     from attnlens.records.selections import AttentionRows, Pick, Selection, Sentence
     from attnlens.records.swaps import (
         PARTS,
@@ -43,13 +41,12 @@ if TYPE_CHECKING:
         TextChange,
         TextCosine,
     )
-    from attnlens.records.tensors import QueryKey, Site, Source
+    from attnlens.records.tensors import QueryKey, Rotation, Site, Source
     from attnlens.records.windows import Windows
 
 _NAMES = {
-    "baselines": "Baseline BaselineMeasure read_baseline",
     "calls": "Call",
-    "checks": "Breach Check",
+    "checks": "Baseline BaselineMeasure read_baseline Breach Check",
     "comparison": "BlockChange Comparison HeadChange MeasureChange Relation Shift Spread",
     "coverage": "Coverage Skipped",
     "experiments": "Bound Curve Experiment Trajectory",
@@ -57,10 +54,9 @@ _NAMES = {
     "plans": "KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
-    "rotation": "Rotation",
     "selections": "AttentionRows Pick Selection Sentence",
     "swaps": "PARTS Change Effect Healing HealingStep Outcome Pair SiteSwap Stage Swap Task TextChange TextCosine",
-    "tensors": "QueryKey Site Source",
+    "tensors": "QueryKey Rotation Site Source",
     "windows": "Windows",
 }
 """Which file each name is in."""

@@ -1,9 +1,15 @@
-"""A Check: how one rule came out on one report, with the heads that break it."""
+"""A Check: how one rule came out on one report; a Baseline: what every head of one read, to hold others against."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
 from attnlens.choices import Part
-from attnlens.records.measures import Count, Number, Record
+from attnlens.records.measures import Count, HeadId, Number, Record, read_record
+from attnlens.records.provenance import ModelInfo, Settings
 
 
 class Breach(Record):
@@ -50,3 +56,43 @@ class Check(Record):
     """The file in which the rule stands; None for one that was given in the call."""
     line: Count | None = None
     """Its line there, from 1 on."""
+
+
+class BaselineMeasure(Record):
+    """One measure of all heads, in the order of the baseline's heads."""
+
+    values: list[Number | None]
+    """Its values; None where a head has none."""
+    errors: list[Number | None]
+    """Their standard errors."""
+
+
+class Baseline(Record):
+    """What every head read when it was accepted: values and standard errors, without curves, nulls and times."""
+
+    kind: Literal["attnlens baseline"] = "attnlens baseline"
+    """What tells it from a report."""
+    schema_version: Literal["1"] = "1"
+    """Version of this layout."""
+    model: ModelInfo
+    """Which model, with the hashes of its files."""
+    settings: Settings
+    """What was asked for, and what was fed."""
+    heads: list[HeadId]
+    """Head by head, in the report's order."""
+    measures: dict[str, BaselineMeasure]
+    """Every scalar by qualified name."""
+
+    @model_validator(mode="after")
+    def _as_long_as_heads(self) -> Baseline:
+        for name, column in self.measures.items():
+            if not len(column.values) == len(column.errors) == len(self.heads):
+                raise ValueError(f"{name} is not as long as the heads")
+        return self
+
+
+def read_baseline(path: str | Path) -> Baseline:
+    """Read a baseline. Raises UsageError where the file is missing, is not JSON, or is no baseline."""
+    return read_record(
+        Baseline, path, "not a baseline", "Make one with: attnlens check REPORT --baseline FILE --update-baseline"
+    )

@@ -21,6 +21,10 @@ from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, lea
 from attnlens.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, counted, short
 
+EXPLAINED = (
+    "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of that "
+    "block. KL as run holds what the blocks before it changed, too."
+)
 LEADING = 3
 """Distances that stand before the other columns."""
 SHOWN_HEADS = 16
@@ -70,9 +74,9 @@ def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False
     changed = ranked if all_heads else ranked[:SHOWN_HEADS]
     if changed:
         yield _head_section(changed, found, len(ranked))
-    least = least_changes(found)
+    least = tuple(least_changes(found))
     if least:
-        yield Section("Smallest changes that would have been named (median over heads)", items=tuple(least))
+        yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
 def _of_heads(found: Comparison) -> list[str]:
@@ -102,16 +106,13 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
     ]
     columns.insert(0, Column("", "form M", tuple(one.head.relation or NO_VALUE for one in changed), words=True))
     more = total - len(changed)
-    explained = OWN_ROWS in distances and [
-        "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of "
-        "that block. KL as run holds what the blocks before it changed, too."
-    ]
-    notes = (
-        *(explained or []),
-        "* is named.",
-        *([f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json."] if more > 0 else []),
-    )
-    return Section("Heads that changed, worst first", table=Table(names, tuple(columns), fit="first"), notes=notes)
+    notes = ["* is named."]
+    if OWN_ROWS in distances:
+        notes.insert(0, EXPLAINED)
+    if more > 0:
+        notes.append(f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json.")
+    table = Table(names, tuple(columns), fit="first")
+    return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
 
 
 def _distance_column(changed: Sequence[Compared], name: str, title: str) -> Column:

@@ -24,9 +24,9 @@ from attnlens.sections.every_head import head_table
 from attnlens.sections.figures import experiment_sections, figure_cells
 from attnlens.sections.layers import layer_sections
 from attnlens.sections.page.found import extreme_heads, found_sections, layer_tables
+from attnlens.sections.reference.typical import typical_line
 from attnlens.sections.section import Cell, Picture, Row, Section
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
-from attnlens.sections.typical import typical_line
 from attnlens.sentences import reports
 from attnlens.sentences.followed import told_of
 from attnlens.sentences.verdicts import outcome

@@ -53,18 +53,13 @@ def discoveries(found: Comparison) -> Iterator[str]:
             f"{counted(len(local), 'head')} attend otherwise to the same hidden states, their form being the same: "
             f"{_places(local)}."
         )
-    alone = sum((row.before is None) != (row.after is None) for row in found.rows if row.measure not in LOCAL)
-    if alone:
-        yield f"{alone} measures of a head have a value in one model alone: {_lonely(found)}."
+    lone = [row for row in found.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
+    if lone:
+        which = listed([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
+        yield f"{counted(len(lone), 'measure')} of a head with a value in one model alone: {which}."
     inherited = named[ROWS] - named[OWN_ROWS] - named[FORMS]
     if inherited and any(row.measure == OWN_ROWS for row in found.rows):
         yield f"{counted(len(inherited), 'head')} attend otherwise only because of what changed before them."
-
-
-def _lonely(found: Comparison) -> str:
-    """Which, with their heads."""
-    rows = [row for row in found.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
-    return listed([f"{row.measure} of {row.layer}.{row.head}" for row in rows])
 
 
 def _named(found: Comparison, measure: str) -> set[tuple[int, int]]:

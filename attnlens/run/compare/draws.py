@@ -10,13 +10,13 @@ from torch import Tensor
 
 from attnlens import texts, weights
 from attnlens.hooks.padding import hiding_padding
-from attnlens.records import Call, Site
+from attnlens.records import Call, QueryKey, Site
 from attnlens.registry import Analyzer
 from attnlens.registry.distances import OWN_ROWS, ROWS
 from attnlens.run import feeding
 from attnlens.run.compare.forms import distances
 from attnlens.run.compare.passes import Recorded, beside, record
-from attnlens.run.compare.rounding import rounded, rounded_factors, site_type
+from attnlens.run.compare.rounding import rounded, rounded_factors, site_type, stored_types
 from attnlens.run.compare.sides import Block, ComparedModel
 from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import Collector
@@ -38,33 +38,49 @@ DrawnChanges = dict[str, list[Tensor]]
 
 def of_weights(side: ComparedModel, generator: torch.Generator) -> DrawnChanges:
     """What rounding does to the measures of the forms; of those that have none a NaN."""
-    heads = [(head.layer, head.head) for head in side.report.heads]
-    found: DrawnChanges = defaultdict(list)
-    for _ in range(DRAWS):
-        read: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
-        for site in side.sites:
-            factors = side.factors(site)
-            if isinstance(factors, weights.Factors):
-                kind = site_type(side.loaded.model, site)
-                for name, values in _of_site(factors, side.analyzers("weights"), kind, generator).items():
-                    read[name] |= {(site.layer, head): value for head, value in enumerate(values.tolist())}
-        for name, values_of in read.items():
-            found[name].append(torch.tensor([values_of.get(head, torch.nan) for head in heads], dtype=torch.float64))
-    return found
+    places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
+    found: dict[str, Tensor] = {}
+    for site in side.sites:
+        factors = side.factors(site)
+        if not isinstance(factors, weights.Factors):
+            continue
+        kind = site_type(side.loaded.model, site)
+        for name, changes in _of_site(factors, side.analyzers("weights"), kind, generator).items():
+            nothing = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
+            every = found.setdefault(name, nothing)
+            for head in range(changes.shape[1]):
+                if (site.layer, head) in places:
+                    every[:, places[site.layer, head]] = changes[:, head]
+    return {name: list(changes) for name, changes in found.items()}
 
 
 def _of_site(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Changes of one site's scalars, and the distances of its heads from themselves."""
-    own, other = factors.query_key, rounded_factors(factors, kind, generator).query_key
-    found, fine = distances(own, other), finite_heads(own)
-    for analyzer in analyzers if fine else ():
-        if not analyzer.needs_base:
-            before, after = analyzer.function(own.select(fine)), analyzer.function(other.select(fine))
-            for name in [info.name for info in analyzer.measures if not info.curve and info.name in before]:
-                found[name] = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
-                found[name][fine] = after[name].double().cpu() - before[name].double().cpu()
+    """Each draw's changes of one site's scalars, and the distances of its heads from themselves; (draws, heads)."""
+    own = factors.query_key
+    fine = finite_heads(own)
+    read = [analyzer for analyzer in analyzers if not analyzer.needs_base] if fine else []
+    before = _scalars(read, own.select(fine)) if read else {}
+    drawn: dict[str, list[Tensor]] = defaultdict(list)
+    for _ in range(DRAWS):
+        other = rounded_factors(factors, kind, generator).query_key
+        for name, values in distances(own, other).items():
+            drawn[name].append(values)
+        for name, values in (_scalars(read, other.select(fine)) if read else {}).items():
+            every = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
+            every[fine] = values - before[name]
+            drawn[name].append(every)
+    return {name: torch.stack(changes) for name, changes in drawn.items()}
+
+
+def _scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
+    """What analyzers read of a form, but for curves."""
+    found: dict[str, Tensor] = {}
+    for analyzer in analyzers:
+        readings = analyzer.function(query_key)
+        scalars = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
+        found |= {name: readings[name].double().cpu() for name in scalars}
     return found
 
 
@@ -83,8 +99,9 @@ def of_tokens(
     own = [record(side, batch.inputs, blocks) for batch in few]
     before = reader.read(few, [one.calls for one in own])
     found: DrawnChanges = defaultdict(list)
+    types = stored_types(side.loaded.model)
     for _ in range(DRAWS):
-        with rounded(side.loaded.model, generator):
+        with rounded(types, generator):
             after = _nudged(reader, few, own, blocks)
         for name, values in after.items():
             change = values - before[name] if name in before else values

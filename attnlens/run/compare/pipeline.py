@@ -153,7 +153,7 @@ def _sides(
         swaps = None
         if _is_swapped(subject):
             loading = {name: value for name, value in given.items() if name in Loading.__annotations__}
-            found = restored(Path(subject), **loading)
+            found = restored(Path(subject).expanduser(), **loading)
             subject, swaps = found.loaded, found.swaps
             given = {name: value for name, value in given.items() if name not in loading}
         inspection, contents, cut = prepared(subject, own, progress, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,17 +47,20 @@ def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
 
+def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
+    """Every weight of the model with the type that it was stored in."""
+    return [(weight.data, stored_type(weight.data)) for weight in model.parameters() if weight.is_floating_point()]
+
+
 @contextmanager
-def rounded(model: PreTrainedModel, generator: torch.Generator) -> Iterator[None]:
+def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
     """Inside, one number of twelve is a spacing of its weight's type larger or smaller; afterwards none is."""
     own: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                data = weight.data
-                places = _places(data, generator)
-                own.append((data, places, data.take(places)))
-                data.put_(places, _moved(own[-1][2], stored_type(data), generator))
+        for data, kind in types:
+            places = _places(data, generator)
+            own.append((data, places, data.take(places)))
+            data.put_(places, _moved(own[-1][2], kind, generator))
         yield
     finally:
         for data, places, before in own:

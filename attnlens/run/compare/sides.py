@@ -11,7 +11,7 @@ from torch import nn
 from attnlens import hooks, texts, weights
 from attnlens.errors import UnreadableError
 from attnlens.models import Loaded
-from attnlens.records import Measure, QueryKey, Report, Site, Windows
+from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
 from attnlens.registry import Analyzer, measure_sources
 from attnlens.run.compare.forms import Placed, in_order, place
 from attnlens.run.in_memory import at_rest
@@ -85,16 +85,12 @@ def _of_weights(report: Report) -> Report:
     """The report with the measures of the weights alone."""
     nothing = Measure(value=None, reason=OTHER_KERNEL)
     known = measure_sources()
-    heads = [
-        head.model_copy(
-            update={
-                "measures": {
-                    name: nothing if known.get(name) == "tokens" else measure for name, measure in head.measures.items()
-                }
-            }
-        )
-        for head in report.heads
-    ]
+
+    def bare(head: Head) -> Head:
+        read = {name: nothing if known.get(name) == "tokens" else one for name, one in head.measures.items()}
+        return head.model_copy(update={"measures": read})
+
+    heads = list(map(bare, report.heads))
     return report.model_copy(update={"heads": heads}).with_windows(Windows([], [], {}))
 
 

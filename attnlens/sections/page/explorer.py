@@ -11,9 +11,9 @@ import numpy as np
 
 from attnlens.records import AttentionRows, Measure, Report
 from attnlens.registry.distances import OWN_ROWS
+from attnlens.sections.reference.typical import typical_places
 from attnlens.sections.section import Section
 from attnlens.sections.selections import selections
-from attnlens.sections.typical import typical_places
 from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, decimals_with_error, source_of, title_of
 

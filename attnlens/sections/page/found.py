@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from attnlens.records import Report
 from attnlens.sections.layers import layer_sections
+from attnlens.sections.reference.typical import typical_list
 from attnlens.sections.section import Section
-from attnlens.sections.typical import typical_list
 from attnlens.sentences import reports
 from attnlens.sentences.findings import findings
 from attnlens.sentences.nulls import null_words
