@@ -12,8 +12,9 @@ from functools import wraps
 from inspect import Parameter, signature
 from itertools import islice
 from threading import RLock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from attnlens.choices import Unit
 from attnlens.errors import UsageError
 from attnlens.files import OPEN_FILES
 from attnlens.registry import checked_name
@@ -127,21 +128,30 @@ def selection_share(select: object) -> float | None:
     return found
 
 
-def budget_share(words: str) -> float:
-    """`loss:1%` → 0.01. Raises UsageError for anything else, and for a budget that is not positive."""
+class Budget(NamedTuple):
+    """How much more a changed model may lose."""
+
+    unit: Unit
+    """What the rise is a share of."""
+    share: float
+    """0.01 is 1 %."""
+
+
+def budget(words: str) -> Budget:
+    """`loss:1%` and `ppl:2%`. Raises UsageError for anything else, and for a budget that is not positive."""
     if not isinstance(words, str):
-        raise UsageError(f"The budget {words!r} can't be read.", 'Write it as in budget="loss:1%".')
-    found = re.fullmatch(r"loss:([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)%", words.replace(" ", ""))
+        raise UsageError(f"The budget {words!r} can't be read.", 'Write it as in budget="loss:1%" or "ppl:2%".')
+    found = re.fullmatch(r"(loss|ppl):([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)%", words.replace(" ", ""))
     try:
-        share = float(found.group(1)) / 100 if found else math.nan
+        share = float(found.group(2)) / 100 if found else math.nan
     except ValueError:
         share = math.nan
-    if math.isnan(share):
-        raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1%.")
+    if found is None or math.isnan(share):
+        raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1% or --budget ppl:2%.")
     if not 0 < share < math.inf:
         limit = "is no limit" if share > 0 else "leaves nothing to spend"
         raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
-    return share
+    return Budget("ppl" if found.group(1) == "ppl" else "loss", share)
 
 
 def several(what: str, given: Iterable[Any]) -> list[Any]:

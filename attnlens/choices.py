@@ -12,6 +12,8 @@ Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """The part of a model that an attention computation belongs to: where several towers encode, each by what it reads."""
 Sweep = Literal["heads", "layers"]
 """What is swapped one by one."""
+Unit = Literal["loss", "ppl"]
+"""What a budget is a share of: the loss in nats, or its exponential, the perplexity."""
 Route = Literal["auto", "eager", "fused"]
 """How attention is computed: by the fastest exact path there is; by row tiles; by a fused path or not at all."""
 Convention = Literal["paper", "code"]

@@ -26,7 +26,7 @@ import torch
 from scipy import stats
 
 from attnlens import hooks, models, texts
-from attnlens.arguments import budget_share
+from attnlens.arguments import budget as read_budget
 from attnlens.choices import Placement
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
@@ -111,7 +111,7 @@ def main() -> None:
     contents = [
         part for text in texts.read_each(asked.text) or texts.sample("demo") for part in split(text, asked.parts)
     ]
-    budget = budget_share(asked.budget)
+    budget = read_budget(asked.budget)
     found = [
         outcome
         for content in (contents[:1] if asked.quick else contents)

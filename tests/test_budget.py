@@ -17,7 +17,8 @@ from program import refused
 
 import attnlens
 from attnlens import arguments, hooks, texts
-from attnlens.attention.costs import SiteSizes, costs
+from attnlens.arguments import Budget
+from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
@@ -25,9 +26,10 @@ from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks import search as room
+from attnlens.run.swap.ranks.bases import bases
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import break_even, saving, sizes
-from attnlens.run.swap.ranks.sensitivity import _between, bases, levels, sensitivities
+from attnlens.run.swap.ranks.sensitivity import _between, levels, sensitivities
 from attnlens.sections.swaps.tables import plan_rows
 from attnlens.sentences.plans import plan_lines
 from attnlens.statistics import Design
@@ -67,7 +69,7 @@ def budgeting(model, *, layers=None):
     """A search over all sites, or some."""
     sites = sites_of(model.model, batches_of(model).batches[0].inputs)
     swaps = {site: hooks.Replacement(RANK) for site in sites if layers is None or site.layer in layers}
-    return room.Budgeting(model, sites, swaps, "causal", "auto", 0, lambda _: None)
+    return room.Budgeting(model, sites, swaps, "causal", "auto", 0, lambda _: None, form_named=True)
 
 
 def grouped(name="llama"):
@@ -165,7 +167,7 @@ def test_only_levels_are_estimated_and_the_ranks_between_lie_on_lines():
     assert levels(17) == [*range(0, 17, 2), 17]
     table = torch.full((1, 65), torch.nan)
     table[0, levels(64)] = torch.arange(16.0, -1, -1).square()
-    found = _between(table)
+    found = _between(table, [64])
     assert bool(found.isfinite().all())
     assert found[0, 6] == (found[0, 4] + found[0, 8]) / 2
     assert len(nested(found.double())) == 16, "no step ends between two levels"
@@ -199,7 +201,7 @@ def test_a_saturated_head_that_is_needed_keeps_its_directions(demo, monkeypatch,
     if naive:
         monkeypatch.setattr(room, "sensitivities", of_logits)
     search = budgeting(planted, layers=[0])
-    choice = search.choose(*parts_of(planted, sequences=72, tokens=64), 0.01)
+    choice = search.choose(*parts_of(planted, sequences=72, tokens=64), Budget("loss", 0.01))
     ranks = next(iter(choice.ranks.values()))
     cliffs = [step.rise.share for step in choice.steps if step.rise.share > 0.05]
     none_left = float(search.table[4, 0]) / 2.6
@@ -266,7 +268,7 @@ def test_a_planted_head_of_rank_four_gets_no_more_than_four(demo):
 
     def rank_within(model, share):
         search = budgeting(model, layers=[layer])
-        choice = search.choose(*parts_of(model, sequences=36), share)
+        choice = search.choose(*parts_of(model, sequences=36), Budget("loss", share))
         return next(iter(choice.ranks.values()))[head]
 
     # a budget so small that every direction that matters is kept
@@ -330,7 +332,8 @@ def test_the_promise_is_the_rise_on_its_own_windows_by_a_loop_over_them(demo, re
     evaluated = texts.batches(demo, BOOK, Cut())
     fitting = calibration.samples(demo, BOOK, Cut(sequences=calibration.SEQUENCES), evaluated, None)[0]
     assert list(fitting.batches.texts) == report.plan.fitted_on
-    search.found = bases(demo, search.sites, search.swaps, feed(demo, fitting.batches, "causal", 0), lambda _: None)
+    form = parsed(f"rank:65536,{report.plan.form}")
+    search.take(search.gather([("", fed) for fed in feed(demo, fitting.batches, "causal", 0)], [form]), form)
     ranks = {site: [k.rank for k in report.plan.ranks if k.layer == site.layer] for site in search.sites}
     with hooks.replace(demo.model, search.sites, search.swapped(ranks)):
         after = losses(demo, every, "causal", design).means
@@ -345,11 +348,11 @@ def test_what_is_promised_from_chooses_nothing(demo, report, monkeypatch):
     """Another promising part: the same ranks and estimate, and another promise. Another choosing part: another plan."""
     search = budgeting(demo)
     fitting, choosing, promising = parts_of(demo, sequences=72)
-    found = search.choose(fitting, choosing, promising, 0.02)
-    other = budgeting(demo).choose(fitting, choosing, fitting, 0.02)
+    found = search.choose(fitting, choosing, promising, Budget("loss", 0.02))
+    other = budgeting(demo).choose(fitting, choosing, fitting, Budget("loss", 0.02))
     assert (found.ranks, found.estimated, found.steps) == (other.ranks, other.estimated, other.steps)
     assert found.promised != other.promised
-    swapped = budgeting(demo).choose(fitting, promising, choosing, 0.02)
+    swapped = budgeting(demo).choose(fitting, promising, choosing, Budget("loss", 0.02))
     assert swapped.steps != found.steps
 
 
@@ -428,7 +431,7 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, tmp_path):
 
 
 def test_a_healed_plan_has_both_rises(demo, few):
-    found = swap_kernel(demo, "rank", budget="loss:10%", heal=6, tokens=32, sequences=8)
+    found = swap_kernel(demo, "rank:group=1", budget="loss:10%", heal=6, tokens=32, sequences=8)
     assert found.plan.healed is not None
     assert found.plan.healed.share < found.plan.measured.share
     assert found.plan.healed.share == pytest.approx(found.swap.loss.after / found.swap.loss.before - 1)
@@ -441,22 +444,55 @@ def tiny_sizes(**changed):
     """d_model 12, two query heads a key head, head_dim 4, values of 5, 6.5 keys seen, float16."""
     plain = {"query_width": 12, "key_width": 12, "head_dim": 4, "value_dim": 5, "query_bias": True, "key_bias": False}
     return SiteSizes(
-        **plain | {"folds": True, "keys_seen": 6.5, "keys_a_query": 1.0, "number_bytes": 2, "cached": True} | changed
+        **plain
+        | {
+            "folds": True,
+            "folds_before": True,
+            "keys_seen": 6.5,
+            "keys_a_query": 1.0,
+            "number_bytes": 2,
+            "cached": True,
+        }
+        | changed
     )
 
 
 def test_savings_are_those_counted_by_hand():
-    own = costs(tiny_sizes(), 2, 4)
+    def pair(rank, **changed):
+        return costs(tiny_sizes(**changed), LatentSizes(heads=2, keys=1, rank=rank))
+
+    own = pair(4)
     # W_Q: 2 heads × (12 × 4 + 4), W_K: 12 × 4; 3 × 48 products; 2 heads × 4 × 6.5 of scores; a key of 4, a value of 5
     assert (own.parameters, own.flops, own.cache) == (152, 288 + 104, 18)
-    folded = costs(tiny_sizes(), 2, 3)
+    folded = pair(3)
     assert (folded.parameters, folded.flops, folded.cache) == (2 * 39 + 36, 2 * 108 + 78, 16)
-    rotated = costs(tiny_sizes(folds=False), 2, 3)
+    rotated = pair(3, folds=False)
     # W_Q and W_K stay, A and B of 4 × 3 come on top, and act on two queries and a key
     assert (rotated.parameters, rotated.flops, rotated.cache) == (152 + 24, 288 + 2 * 3 * 12 + 78, 16)
-    assert costs(tiny_sizes(folds=False), 2, 4) == own, "a head that keeps all needs no maps"
-    assert costs(tiny_sizes(), 2, 0).parameters == costs(tiny_sizes(folds=False), 2, 0).parameters == 0
-    assert costs(tiny_sizes(cached=False), 2, 3).cache == 0
+    assert pair(4, folds=False) == own, "a head that keeps all needs no maps"
+    assert pair(0).parameters == pair(0, folds=False).parameters == 0
+    assert pair(3, cached=False).cache == 0
+
+
+def test_savings_of_a_latent_that_key_heads_share_are_those_counted_by_hand():
+    """Three key heads with two query heads each, a latent of 7 numbers in the place of 12."""
+
+    def three(**changed):
+        before = changed.pop("before", False)
+        return costs(tiny_sizes(**changed), LatentSizes(heads=6, keys=3, rank=7, before=before))
+
+    folded, rotated, before = three(), three(folds=False), three(folds=False, before=True)
+    # W_Q A of six heads, with its bias, and one W_K B; each head's query meets the latent
+    assert folded.parameters == 6 * (12 * 7 + 7) + 12 * 7
+    assert folded.flops == 2 * (6 * 12 * 7 + 12 * 7) + 2 * 7 * 6 * 6.5
+    # A and B of 4 × 7 for each key head beside W_Q and W_K
+    assert rotated.parameters == 6 * (12 * 4 + 4) + 3 * 12 * 4 + 2 * 3 * 4 * 7
+    assert rotated.flops == 2 * (6 * (12 * 4 + 4 * 7) + 3 * (12 * 4 + 4 * 7)) + 2 * 7 * 6 * 6.5
+    # W_Q as it is; W_K B of 12 × 7, back to 12 coordinates by 7 × 12, and the mean key
+    assert before.parameters == 6 * (12 * 4 + 4) + 12 * 7 + 7 * 12 + 12
+    assert before.flops == 2 * (6 * 12 * 4 + 12 * 7 + 7 * 12) + 2 * 4 * 6 * 6.5
+    assert before.rebuilding == 2 * 7 * 12
+    assert {found.cache for found in (folded, rotated, before)} == {(7 + 3 * 5) * 2}
 
 
 @pytest.mark.parametrize(
@@ -475,7 +511,7 @@ def test_sizes_are_those_of_the_weights(name, folds, bias):
     if name != "gpt2":
         config = model.model.config
         kv, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-        counted = sum(kv * costs(size, group, size.head_dim).parameters for size in found.values())
+        counted = sum(kv * costs(size, LatentSizes(group, 1, size.head_dim)).parameters for size in found.values())
         named = [p for key, p in model.model.named_parameters() if "q_proj" in key or "k_proj" in key]
         assert counted == sum(p.numel() for p in named)
 
@@ -561,7 +597,7 @@ def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
 
 def test_tables_and_pictures_show_every_rank(report, tmp_path):
     rows = plan_rows(report.plan)
-    cells = next(column.cells for column in rows.columns if column.title == "rank by key head")
+    cells = next(column.cells for column in rows.columns if column.title == "numbers kept")
     assert [int(word) for cell in cells for word in cell.split()] == [key.rank for key in report.plan.ranks]
     told = " ".join(plan_lines(report.plan))
     for word in (
@@ -587,26 +623,28 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
 @pytest.mark.parametrize("words", ["1%", "loss:1", "loss:%", "loss:1.2.3%", "kl:1%", "", "loss:nan%", 0.01])
 def test_a_budget_that_is_none_is_refused(words):
     with pytest.raises(UsageError, match="can't be read"):
-        arguments.budget_share(words)
+        arguments.budget(words)
 
 
 @pytest.mark.parametrize("words", ["loss:0%", "loss:-1%"])
 def test_a_budget_without_anything_to_spend_is_refused(words):
     with pytest.raises(UsageError, match="leaves nothing"):
-        arguments.budget_share(words)
+        arguments.budget(words)
 
 
 def test_a_budget_without_a_limit_is_refused():
     with pytest.raises(UsageError, match="is no limit"):
-        arguments.budget_share("loss:1e999%")
+        arguments.budget("loss:1e999%")
 
 
 def test_budgets_are_shares():
-    assert arguments.budget_share("loss:1%") == 0.01
-    assert arguments.budget_share("loss: 0.5 %") == 0.005
+    assert arguments.budget("loss:1%") == ("loss", 0.01)
+    assert arguments.budget("ppl: 0.5 %") == ("ppl", 0.005)
 
 
-@pytest.mark.parametrize("kernels", ["rbf", "rank:8", "rank+window:8", ["rank", "rbf"]])
+@pytest.mark.parametrize(
+    "kernels", ["rbf", "rank:8", "rank:rank=8", "rank:group=1+window:8", "rank+window:8", ["rank", "rbf"]]
+)
 def test_other_kernels_are_refused(demo, kernels):
     with pytest.raises(UsageError, match="A budget chooses the ranks"):
         swap_kernel(demo, kernels, budget="loss:1%")
@@ -655,7 +693,7 @@ def test_the_program_writes_a_plan_and_refuses_what_makes_none(tmp_path):
     done = program("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", "--plan", plan, *small)
     assert done.returncode == 0, done.stderr
     assert "Mean rank" in done.stdout
-    assert "rank by key head" in done.stdout
+    assert "numbers kept" in " ".join(done.stdout.split())
     assert isinstance(read_plan(plan), Plan)
     assert str(plan) in done.stderr
     refused(program("swap-kernel", "demo", "--plan", plan, *small), "--budget")
@@ -669,10 +707,10 @@ class Fitted(Exception):  # noqa: N818  # it is no error: it carries what was ab
 def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
     """As many windows of each, though either text alone would be long enough."""
 
-    def stop(loaded, sites, swaps, batches, progress):
-        raise Fitted([row for fed in batches for row in fed.inputs["input_ids"].tolist()])
+    def stop(loaded, sites, swaps, forms, batches, *_):
+        raise Fitted([row for _, fed in batches for row in fed.inputs["input_ids"].tolist()])
 
-    monkeypatch.setattr(room, "bases", stop)
+    monkeypatch.setattr(room, "gathered", stop)
     book = BOOK[0].text[20000:]
     for name, text in {"begin.txt": BOOK[0].text[:20000], "capitals.txt": book.upper(), "book.txt": book}.items():
         (tmp_path / name).write_text(text)

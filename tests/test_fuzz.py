@@ -15,7 +15,7 @@ from reports import synthetic_report
 from swap_reports import planned
 
 from attnlens import requests
-from attnlens.arguments import budget_share, selection_share
+from attnlens.arguments import budget, selection_share
 from attnlens.cli import parameters
 from attnlens.cli.commands import app
 from attnlens.cli.defaults import defaults, kinds
@@ -92,7 +92,7 @@ def test_lists_of_layers_and_heads_are_read_or_refused(words):
     family(lambda: parameters.numbers("layers", words))
     family(lambda: requests.head(words))
     family(lambda: selection_share(words))
-    family(lambda: budget_share(words))
+    family(lambda: budget(words))
 
 
 @fuzzed

@@ -90,7 +90,7 @@ NAIVE = {
     "elu": lambda *a: by_features(lambda x: torch.where(x > 0, x + 1, x.exp()))(*a).log(),
     "relu": lambda *a: by_features(lambda x: x.clamp(min=0) + 0.001)(*a).log(),
     "random-features": lambda *a, **p: by_features(performer)(*a, **p).log(),
-    "rank": lambda q, k, s, rank, query_map, key_map: product(
+    "rank": lambda q, k, s, rank, group, rotation, metric, query_map, key_map: product(
         torch.einsum("bhid,hdr->bhir", q, query_map), torch.einsum("bhid,hdr->bhir", k, key_map), s
     ),
 }

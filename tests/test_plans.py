@@ -32,7 +32,7 @@ def few():
 @pytest.fixture(scope="module")
 def report(demo):
     """A plan for three of the heads of two layers."""
-    return swap_kernel(demo, "rank", budget="loss:2%", layers=[0, 2], heads=[1, 4, 5], **READ)
+    return swap_kernel(demo, "rank:group=1", budget="loss:2%", layers=[0, 2], heads=[1, 4, 5], **READ)
 
 
 def changed(plan, at=0, **update):

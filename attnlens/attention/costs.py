@@ -1,4 +1,4 @@
-"""Parameters, operations and cached bytes of a key head and its query heads at a rank."""
+"""Parameters, operations and cached bytes of a latent's key heads and their query heads at a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class SiteSizes:
     key_bias: bool
     """Whether there are biases."""
     folds: bool
-    """Whether the maps can be multiplied into W_Q and W_K: no rotation and no norm stands between."""
+    """Whether maps can be multiplied into W_Q and W_K: no rotation and no norm stands between."""
+    folds_before: bool
+    """Whether maps of keys before the rotation can be multiplied into W_K: no norm stands between."""
     keys_seen: float
     """Keys that a query sees, mean over the sequence."""
     keys_a_query: float
@@ -32,32 +34,88 @@ class SiteSizes:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """What one latent is read and written by."""
+
+    heads: int
+    """Query heads that read it."""
+    keys: int
+    """Key heads that share it."""
+    rank: int
+    """Numbers that it keeps of a token."""
+    before: bool = False
+    """Whether it is of keys before the rotation, which are made of it again."""
+
+
+@dataclass(frozen=True)
 class Costs:
-    """What one key head and its query heads take."""
+    """What a latent's key heads and their query heads take."""
 
     parameters: float
     flops: float
     """For each query's token."""
     cache: float
     """Bytes of a token."""
+    rebuilding: float = 0.0
+    """Operations that make the keys of one cached token again of the latent."""
 
 
-def costs(size: SiteSizes, group: int, rank: int) -> Costs:
-    """Of one key head of that rank and the `group` query heads that share it; at rank head_dim, of the model's own.
+def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """Of the key heads of one latent and their query heads; at full rank, of the model's own.
 
-    Where the maps fold, W_Q A and W_K B are d_model × r. Where they don't, W_Q and W_K stay, A and B (head_dim × r, one
-    of each for the group) come on top, and only scores and cache shrink; rank 0 needs none of them. A product of m × n
-    numbers takes 2mn operations; a score 2r; a cached token keeps r numbers of its key and all of its value.
+    A product of m × n numbers takes 2mn operations; a score 2 for each entry of its key; a cached token keeps the
+    latent and all of its values. Where maps fold, W_Q A of each head is d_model × r and one W_K B serves the latent.
+    Where they don't, W_Q and W_K stay, A and B (head_dim × r for each key head) come on top, and only scores and cache
+    shrink; rank 0 needs none of them. Before the rotation queries stay as they are, and keys are made of the latent.
     """
-    bare = rank in (0, size.head_dim) or size.folds
-    width = rank if bare else size.head_dim
-    maps = 0 if bare else size.head_dim * rank
-    query, key = (
-        w * width + width * bias for w, bias in ((size.query_width, size.query_bias), (size.key_width, size.key_bias))
-    )
-    made = group * (size.query_width * width + maps) + size.keys_a_query * (size.key_width * width + maps)
+    full = latent.rank == size.head_dim * latent.keys
+    if full or (latent.rank == 0 and not latent.before):
+        return _bare(size, latent)
+    return _before(size, latent) if latent.before else _after(size, latent)
+
+
+def _after(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """W_Q A and W_K B, or W_Q, W_K, A and B."""
+    heads, keys, rank = latent.heads, latent.keys, latent.rank
+    own, maps = (rank, 0) if size.folds else (size.head_dim, size.head_dim * rank)
+    shared = own if size.folds else keys * own
+    made = heads * (size.query_width * own + maps) + size.keys_a_query * (size.key_width * shared + keys * maps)
     return Costs(
-        parameters=group * query + key + 2 * maps,
-        flops=2 * made + 2 * rank * group * size.keys_seen,
-        cache=(rank + size.value_dim) * size.number_bytes if size.cached else 0.0,
+        parameters=heads * (size.query_width + size.query_bias) * own
+        + (size.key_width + size.key_bias) * shared
+        + 2 * keys * maps,
+        flops=2 * made + 2 * rank * heads * size.keys_seen,
+        cache=_cached(size, latent),
     )
+
+
+def _before(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """W_Q; W_K B and A, or W_K, B and A."""
+    whole = latent.keys * size.head_dim
+    queries = latent.heads * (size.query_width + size.query_bias) * size.head_dim
+    down = size.key_width * latent.rank if size.folds_before else size.key_width * whole + whole * latent.rank
+    up = latent.rank * whole
+    bias = whole if size.folds_before or not size.key_bias else 2 * whole
+    made = latent.heads * size.query_width * size.head_dim + size.keys_a_query * (down + up)
+    return Costs(
+        parameters=queries + down + up + bias,
+        flops=2 * made + 2 * size.head_dim * latent.heads * size.keys_seen,
+        cache=_cached(size, latent),
+        rebuilding=2.0 * up,
+    )
+
+
+def _bare(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """W_Q and W_K alone, of the rank that the latent has: all of it, or none."""
+    width = size.head_dim if latent.rank else 0
+    queries, keys = latent.heads * width, latent.keys * width
+    made = queries * size.query_width + size.keys_a_query * keys * size.key_width
+    return Costs(
+        parameters=queries * (size.query_width + size.query_bias) + keys * (size.key_width + size.key_bias),
+        flops=2 * made + 2 * width * latent.heads * size.keys_seen,
+        cache=_cached(size, latent),
+    )
+
+
+def _cached(size: SiteSizes, latent: LatentSizes) -> float:
+    return (latent.rank + latent.keys * size.value_dim) * size.number_bytes if size.cached else 0.0

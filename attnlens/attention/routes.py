@@ -32,6 +32,7 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     rounding of its numbers' type (half precision: where it rounds to it). Rows that may see nothing are no such sum:
     uniform in row tiles and bands, zero elsewhere. Raises UsageError where no path can serve: see route.
     """
+    call, kernel = kernel.prepared(call)
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
@@ -42,6 +43,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     Raises UsageError for a tie or filter in cross-attention, for sinks beside a signed kernel, for hidden pairs or
     sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
     """
+    call, kernel = kernel.prepared(call)
     _refuse(call, kernel)
     if kernel.info.form == "output":
         return "primal scores"

@@ -30,6 +30,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     transformers' eager attention; under a tie of whole sequences, rows of padding are zero. Raises UsageError for a tie
     or a filter where queries have no place among the keys.
     """
+    call, kernel = kernel.prepared(call)
     if kernel.part is not None:
         return whole_weights(call, kernel)[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))

@@ -37,6 +37,7 @@ def read_call(
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added
+    places = more.get("position_ids")
     call = Call(
         query=query,
         key=key,
@@ -49,6 +50,7 @@ def read_call(
         sinks=more.get("s_aux"),
         dropout=(more.get("dropout") or 0.0) if module.training else 0.0,
         module=module,
+        places=places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None,
     )
     return _narrowed(call, more)
 

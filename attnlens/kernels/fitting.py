@@ -34,17 +34,41 @@ def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     the head looks. The uniform half keeps the keys in sight that it ignores, which a wrong fit could raise. A row sums
     to 1, less half of what a sink takes.
     """
+    query, key = call.query.double(), call.paired_key.double()
+    seen = pairs_seen(query, key, call.visible())
+    return (_attention(call, seen) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
+
+
+def output_weighted(
+    call: Call, metric: Float[Tensor, "heads value_dim value_dim"]
+) -> Float[Tensor, "batch heads queries keys"]:
+    """a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: what an error of the logit ij does to the output.
+
+    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or what stands in its place.
+    """
+    query, key = call.query.double(), call.paired_key.double()
+    own = _attention(call, pairs_seen(query, key, call.visible()))
+    value, metric = call.paired_value.double(), metric.double().to(query.device)
+    mean = own @ value
+    onto = value @ metric
+    length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
+    return own.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
+
+
+def _attention(
+    call: Call, seen: Float[Tensor, "#batch #heads queries keys"]
+) -> Float[Tensor, "batch heads queries keys"]:
+    """The head's own attention over the pairs seen, less what a sink takes; 0 for a query without a choice."""
     import torch
 
     query, key = call.query.double(), call.paired_key.double()
-    seen = pairs_seen(query, key, call.visible())
     scores = score(query, key, call.scale, call.softcap)
     scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
     if call.sinks is not None:
         sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
-    own = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
-    return (own + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
+    own: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
+    return own
 
 
 def some_rows(

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import TIES, KeyFilter
-from attnlens.registry import KernelInfo
+from attnlens.registry import KERNELS, KernelInfo
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Shaped
     from torch import Tensor, dtype
+
+    from attnlens.records import Call
 
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
@@ -36,13 +38,13 @@ class Kernel:
     """A name among TIES."""
     filter: KeyFilter | None = None
     """Which keys a query keeps, beside the model's own mask."""
-    fitted: Mapping[str, Float[Tensor, "heads ..."]] = field(default_factory=dict)
+    fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)
     """Parameters chosen per head."""
 
     @cached_property
     def spelling(self) -> str:
         """As it can be typed: `rbf:gamma=0.5+window:64`."""
-        numbers = _spelled(self.info.name, self.parameters)
+        numbers = _spelled(self.info.name, _told(self.info, self.parameters))
         if (self.tie or self.filter) and self.info.name == "exponential":
             numbers = ""
         more = [self.tie] if self.tie else []
@@ -81,7 +83,14 @@ class Kernel:
         """Whether attention has a gradient: eigenvalues of which many meet at 0 have none."""
         return not self.info.hard and self.tie not in ("mercer", "negativeless")
 
-    def with_fitted(self, fitted: Mapping[str, Float[Tensor, "heads ..."]]) -> Kernel:
+    def prepared(self, call: Call) -> tuple[Call, Kernel]:
+        """The call and the kernel of which attention is computed: itself, or a call whose exponential kernel it is."""
+        found = None if self.info.prepare is None else self.info.prepare(call, **self.fitted)
+        if found is None:
+            return call, self
+        return found, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
+
+    def with_fitted(self, fitted: Mapping[str, Shaped[Tensor, "heads ..."]]) -> Kernel:
         """The same kernel with parameters chosen per head."""
         return replace(self, fitted=dict(fitted))
 
@@ -177,7 +186,19 @@ def least(of: dtype) -> float:
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
-def _spelled(name: str, parameters: Mapping[str, float], named: bool = True) -> str:
-    shown = {key: repr(value).removesuffix(".0") for key, value in parameters.items()}
+def _told(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
+    """The parameters that a spelling names, as words where they have some."""
+    found: dict[str, float | str] = {}
+    for known in info.parameters:
+        value = parameters[known.name]
+        if known.told or value != known.default:
+            found[known.name] = next((word for word, number in known.words if number == value), value)
+    return found
+
+
+def _spelled(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
+    shown = {
+        key: value if isinstance(value, str) else repr(value).removesuffix(".0") for key, value in parameters.items()
+    }
     numbers = ",".join(f"{key}={value}" if named else value for key, value in shown.items())
     return f"{name}:{numbers}" if numbers else name

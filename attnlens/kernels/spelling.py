@@ -42,6 +42,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     kernel = replace(chosen, tie=tie[0] if tie else None, filter=filtered[0] if filtered else None)
     _refuse_signed(kernel, allow_signed)
     _refuse_parts(words, kernel)
+    _refuse_tied(words, kernel)
     if kernel.info.form == "output" and (tie or filtered):
         raise UsageError(
             f"{words!r}: {kernel.info.name} has no scores of a query and a key that could be tied or filtered.",
@@ -74,6 +75,13 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
 
 
 def _number(name: str, parameter: KernelParameter, word: str) -> float:
+    known = dict(parameter.words)
+    if word in known:
+        return known[word]
+    if known and parameter.high is None:
+        raise UsageError(
+            f"{name}: {parameter.name} must be {' or '.join(known)}, not {word!r}.", _help(name, [parameter])
+        )
     try:
         value = parameter.kind(word)
     except ValueError:
@@ -126,13 +134,30 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
         )
 
 
+def _refuse_tied(words: str, kernel: Kernel) -> None:
+    """Keys that come of several heads or of positions have no query of theirs that they could be tied to."""
+    spoken = [p for p in kernel.info.parameters if not p.told and kernel.parameters[p.name] != p.default]
+    if kernel.info.prepare is not None and kernel.tie is not None and spoken:
+        raise UsageError(
+            f"{words!r}: {kernel.tie} ties a query to its own key, and {spoken[0].name} makes keys of more than that.",
+            f"Leave out {kernel.tie}, or {spoken[0].name}.",
+        )
+
+
 def _how_many(parameters: Iterable[KernelParameter]) -> str:
     count = len(list(parameters))
     return "no parameter" if count == 0 else "one parameter" if count == 1 else f"{count} parameters"
 
 
+def default_of(parameter: KernelParameter) -> str:
+    """Its default as it is typed; … where it must be typed."""
+    if parameter.default is None:
+        return "…"
+    return next((word for word, number in parameter.words if number == parameter.default), f"{parameter.default:g}")
+
+
 def _help(name: str, parameters: Sequence[KernelParameter]) -> str:
     if not parameters:
         return f"Write it as {name}."
-    shown = ",".join(f"{p.name}={p.default:g}" if p.default is not None else f"{p.name}=…" for p in parameters)
+    shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
     return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attnlens.records.coverage import Coverage, Skipped
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
-    from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
+    from attnlens.records.plans import FormTried, KeyRank, Plan, PlanStep, Rise, read_plan
     from attnlens.records.provenance import AdapterInfo, Conventions, File, ModelInfo, Settings, Text, Tool
     from attnlens.records.report import (
         Environment,
@@ -51,7 +51,7 @@ _NAMES = {
     "coverage": "Coverage Skipped",
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
-    "plans": "KeyRank Plan PlanStep Rise read_plan",
+    "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
@@ -83,6 +83,7 @@ __all__ = [
     "Experiment",
     "Extreme",
     "File",
+    "FormTried",
     "Head",
     "HeadChange",
     "HeadId",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnlens.records.tensors import QueryKey, Site, of_heads
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor, nn
 
 
@@ -43,6 +43,10 @@ class Call:
     """The attention module that asks; None outside a model."""
     traced: bool = False
     """Whether the module computes it by hand."""
+    places: Int[Tensor, "#batch queries"] | None = None
+    """The position of each query's token, where the model hands it to its attention."""
+    selected: tuple[int, ...] | None = None
+    """The key heads that the query heads read, where some heads were selected; None: h // group."""
     relative: bool = False
     """Whether `bias` holds products of queries or keys with positions (DeBERTa's content–position terms)."""
 
@@ -50,6 +54,11 @@ class Call:
     def group(self) -> int:
         """How many query heads share a key head."""
         return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        """The key head that each query head reads, by its number in the module."""
+        return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
     def paired_key(self) -> Float[Tensor, "batch heads keys head_dim"]:
@@ -73,6 +82,7 @@ class Call:
             allowed=of_heads(self.allowed, index),
             bias=of_heads(self.bias, index),
             sinks=None if self.sinks is None else self.sinks[index],
+            selected=tuple(self.key_heads[head] for head in index),
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> Call:
@@ -89,6 +99,7 @@ class Call:
             value=self.value[rows][:, :, keys],
             allowed=allowed,
             bias=bias,
+            places=None if self.places is None else self.places.expand(count, -1)[rows][:, queries],
         )
 
     def visible(self, rows: slice = slice(None)) -> Bool[Tensor, "#batch #heads rows keys"] | None:

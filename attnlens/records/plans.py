@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from attnlens.choices import Intervals, Part
+from attnlens.choices import Intervals, Part, Unit
 from attnlens.files import as_path, write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
@@ -17,7 +17,7 @@ CHOSEN_BY = "an older attnlens wrote it: what it promised was measured on the te
 
 
 class KeyRank(Record):
-    """The rank of one key head, and of every query head that reads it."""
+    """The rank of one latent, which one key head has or several share, and of every query head that reads it."""
 
     site: str
     """The site's name."""
@@ -28,11 +28,18 @@ class KeyRank(Record):
     kv_head: Count
     """The key head."""
     heads: list[Count]
-    """The query heads that read it; they share its basis, so that the cached key shrinks."""
+    """The query heads that read its keys; they share its basis, so that the cached key shrinks."""
     rank: Count
-    """How many directions are kept; 0 where the head attends evenly."""
+    """How many numbers the latent keeps; 0 where its heads attend evenly."""
     head_dim: Count
-    """Of how many."""
+    """Of how many: those of all its key heads."""
+    kv_heads: list[Count] = []
+    """The key heads that share the latent, where there are several; `kv_head` is the first of them."""
+
+    @property
+    def keys(self) -> int:
+        """How many key heads share it."""
+        return max(1, len(self.kv_heads))
 
     @model_validator(mode="after")
     def _within(self) -> KeyRank:
@@ -72,6 +79,15 @@ class Rise(Record):
         return max([self.share + margin * (self.high - self.share), *self.by_text.values()])
 
 
+class FormTried(Record):
+    """A form of latents, and what it costs where each keeps half of its numbers."""
+
+    form: str
+    """As it is typed behind `rank:`, as in `group=all,rotation=before,metric=attention`."""
+    rise: Rise | None
+    """On the calibration text that chooses; None where the model diverged."""
+
+
 class PlanStep(Record):
     """One of the nested plans that were measured on the way."""
 
@@ -97,13 +113,21 @@ class Plan(Record):
     kernel: str
     """The kernel, as it is typed beside --budget or --ranks."""
     budget: Number = Field(gt=0)
-    """Largest rise of the loss for which the ranks were chosen, as a share of it: 0.01 is 1 %."""
+    """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
+    unit: Unit = "loss"
+    """What all rises are shares of: the loss in nats, or perplexity, its exponential."""
+    form: str = ""
+    """The form of its latents, as it is typed behind `rank:`; empty: one for each key head, of rotated keys."""
+    forms: list[FormTried] = []
+    """The forms that were compared, on the calibration text that chooses; none where the form was given."""
+    held_out: bool = False
+    """Whether estimate and promise are of maps that were fitted without the text that they are measured on."""
     ranks: list[KeyRank] = Field(min_length=1)
     """Key head by key head, in the order of execution."""
     mean_rank: Number
-    """Mean over query heads."""
+    """Numbers kept for each key head, mean over query heads."""
     head_dim: Number
-    """Mean over query heads of what the rank is of."""
+    """Mean over query heads of what that is of."""
     estimated: Rise | None = None
     """On the calibration text that chose the plan, and therefore biased; None where the ranks were given."""
     promised: Rise | None
@@ -127,6 +151,9 @@ class Plan(Record):
     """Floating-point operations for queries, keys and scores of these heads, mean over a sequence of `tokens`."""
     cache_bytes_per_token: Pair
     """What a key-value cache keeps of a token at these sites, keys and values."""
+    rebuilding_flops: Number | None = None
+    """Operations that make the keys of one cached token again of its latents, where these are of keys before the
+    rotation: to be paid for every key that a new token sees, unless keys are kept beside the latents."""
     keys_to_gain: Number | None = None
     """How many keys a query must see before operations fall: the maps behind a rotation cost some; None: from the first
     on, or where nothing is cut."""

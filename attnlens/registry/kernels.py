@@ -32,6 +32,10 @@ class KernelParameter:
     """Greatest value allowed: more is a slip, and would fill the memory or never end."""
     even: bool = False
     """Whether an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
+    words: tuple[tuple[str, float], ...] = ()
+    """Values that are typed as words; where there is no bound beside them, there are no others."""
+    told: bool = True
+    """Whether the kernel's spelling names it where it has its default."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class KernelInfo:
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
     is log k up to terms that softmax ignores."""
+    prepare: Callable[..., Call | None] | None = None
+    """(call, **fitted) → the call whose exponential kernel is this one, where its keys come of several heads or of
+    positions; None where `dot` serves."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, where finitely many features do."""
     fused: str = "row tiles"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnlens import arguments
+from attnlens.arguments import Budget
 from attnlens.choices import BUDGETED, ETA, Convention, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
@@ -34,10 +36,12 @@ class SwapOptions:
     heal: int
     calibration: list[str]
     save: Path | None
-    budget: float | None
-    """As a share of the loss."""
+    budget: Budget | None
+    """How much more may be lost."""
     ranks: Plan | None
     """The plan whose ranks are taken, in the place of a budget."""
+    form_named: bool
+    """Whether the form of the latents was asked for, so that none is chosen."""
     eta: float | None
     """None where nothing is regularised."""
     convention: Convention
@@ -50,7 +54,7 @@ class SwapOptions:
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:
-            spellings = dict.fromkeys([_without_rank(list(spellings))])
+            spellings = dict.fromkeys([_without_rank(list(spellings), ranks)])
         each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         options = cls(
@@ -62,8 +66,9 @@ class SwapOptions:
             heal=asked["heal"],
             calibration=asked["calibration"],
             save=None if asked["save"] is None else Path(asked["save"]),
-            budget=None if asked["budget"] is None else arguments.budget_share(asked["budget"]),
+            budget=None if asked["budget"] is None else arguments.budget(asked["budget"]),
             ranks=ranks,
+            form_named=":" in next(iter(words("kernels", kernels)), ""),
             eta=_eta(asked, kernels_asked),
             convention=asked["ksvd_convention"],
         )
@@ -98,9 +103,9 @@ class SwapOptions:
         return self.fit or self.heal > 0 or any(kernel.info.needs_fit for kernel in self.kernels)
 
     @property
-    def limit(self) -> float | None:
-        """The rise of the loss within which ranks are to be chosen, or those given were; None for any other kernel."""
-        return self.budget if self.ranks is None else self.ranks.budget
+    def limit(self) -> Budget | None:
+        """The rise within which ranks are to be chosen, or those given were; None for any other kernel."""
+        return self.budget if self.ranks is None else Budget(self.ranks.unit, self.ranks.budget)
 
     def reach(
         self, layers: Sequence[int] | None, heads: Sequence[int] | None
@@ -143,15 +148,22 @@ def _ranks(asked: Mapping[str, Any]) -> Plan | None:
     return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
 
 
-def _without_rank(kernels: list[str]) -> str:
-    """The spelling that stands for `rank` until the ranks are chosen; raises UsageError for any other kernel."""
-    if kernels != [BUDGETED]:
+def _without_rank(kernels: list[str], plan: Plan | None) -> str:
+    """The spelling that stands for `rank` until the ranks are chosen; raises UsageError for any other kernel.
+
+    The form of the latents may be named (`rank:group=all`), or is the plan's.
+    """
+    name, _, form = kernels[0].partition(":") if len(kernels) == 1 else ("", "", "")
+    if name != BUDGETED or re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", form) is None or "rank=" in form:
         raise UsageError(
             f"A budget chooses the ranks of the kernel {BUDGETED} and of no other "
             f"({', '.join(kernels) or 'none is named'}), and a plan names them.",
             "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
         )
-    return f"{BUDGETED}:{MOST_DIRECTIONS}"
+    if plan is not None and form:
+        raise UsageError("The plan says which form its latents have.", "Write --kernel rank --ranks plan.json.")
+    form = form if plan is None else plan.form
+    return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")
 
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:

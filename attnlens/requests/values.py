@@ -132,8 +132,8 @@ def device(name: str, given: Any) -> Any:
 
 
 def budget(_name: str, given: Any) -> Any:
-    """A budget, as in loss:1%; UsageError for anything else."""
-    arguments.budget_share(given)
+    """A budget, as in loss:1% or ppl:2%; UsageError for anything else."""
+    arguments.budget(given)
     return given
 
 

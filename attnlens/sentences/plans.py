@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from attnlens.records import Pair, Plan, Rise
@@ -14,6 +15,7 @@ SAVED = {
 }
 """What a plan saves, or adds, by field."""
 RANK = "rank: of each key head, for all query heads that share it."
+LATENT = "Latents: numbers cached of each token in the place of the keys of a site."
 ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
 PROMISED = (
     "Promised: on calibration text that neither fitted nor chose; the rise over {population} lies within the interval "
@@ -23,13 +25,22 @@ MEASURED = (
     "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: each has an "
     "interval of its own, and near 0 one may hold 0 where the other does not."
 )
+HELD_OUT = (
+    "Each text's estimate and promise are of maps that were fitted to the other texts alone: they cover a kind of text "
+    "that was not fitted on. The maps kept are fitted to all of them."
+)
+LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
+UNITS = {"loss": "loss", "ppl": "perplexity"}
+"""What a budget is a share of, in words."""
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
 """What an interval is about, by what it is over."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
     """The mean rank, the estimate, the promise and what came of them, and what is saved."""
-    lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a loss {100 * plan.budget:g} % higher"]
+    what = UNITS[plan.unit]
+    lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
+    lines += _form(plan)
     if plan.estimated is not None:
         lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
     if plan.promised is not None:
@@ -45,12 +56,31 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def explained(plan: Plan) -> str:
     """What the words of the lines and rows mean, as many of them as are used."""
-    words = [RANK]
+    words = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
+    if plan.held_out:
+        words.append(HELD_OUT)
+    elif plan.promised is not None:
+        words.append(LONE)
     if plan.estimated is not None:
         words.append(ESTIMATED)
     if plan.promised is not None:
         words.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
     return " ".join([*words, MEASURED] if plan.measured is not None else words)
+
+
+def _form(plan: Plan) -> Iterator[str]:
+    """The form of the latents, and the others that it was compared with."""
+    words = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
+    keys = "all key heads share a latent" if words.get("group") == "all" else "each key head has a latent of its own"
+    if words.get("group", "1") not in ("1", "all"):
+        keys = f"{words['group']} key heads share a latent"
+    turned = "before" if words.get("rotation") == "before" else "after"
+    by = "by the output" if words.get("metric") == "output" else "by attention"
+    yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
+    if plan.forms:
+        known = sorted(plan.forms, key=lambda one: math.inf if one.rise is None else one.rise.share)
+        told = (f"{clean(one.form)} {'diverged' if one.rise is None else share(one.rise.share)}" for one in known)
+        yield f"Compared with half of all numbers: {'; '.join(told)}"
 
 
 def _promise(plan: Plan, promised: Rise) -> str:
@@ -91,6 +121,11 @@ def _saved(plan: Plan) -> Iterator[str]:
             length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
             word = "Saving" if pair.after < pair.before else "More" if pair.after > pair.before else "As before"
             yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
+    if plan.rebuilding_flops:
+        yield (
+            f"Keys are made of their latents again: {plan.rebuilding_flops:,.0f} operations for each cached token that "
+            "a new one sees, unless keys are kept beside the latents"
+        )
     if plan.keys_to_gain is not None:
         yield (
             "Positions are rotated, or queries and keys normalised, before the maps apply: these cost operations "

@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 from attnlens.errors import TextError, UsageError
 from attnlens.models import Loaded
 from attnlens.records import Task
-from attnlens.texts import Batch, Batches, decodes_text
+from attnlens.texts import Batch, Batches, decodes_text, sequences_in
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -51,6 +51,12 @@ class Fed:
     own choice is the target, or there is none."""
     noise: bool = False
     """Whether the model reads noise: its predictions there can be compared, and have no loss."""
+
+    def rows(self, low: int, high: int) -> Fed:
+        """The sequences low … high − 1 alone."""
+        count = sequences_in(self.inputs)
+        inputs = {name: part[low:high] if len(part) == count else part for name, part in self.inputs.items()}
+        return replace(self, inputs=inputs, targets=None if self.targets is None else self.targets[low:high])
 
 
 def task_of(model: PreTrainedModel) -> Task:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from attnlens.errors import UnreadableError
+from attnlens.hooks import Reached
 from attnlens.records import Rotation
-from attnlens.weights.norms import Norms, linear, without_gains
-from attnlens.weights.probe import Probe, unreadable
+from attnlens.weights.norms import Norms, linear, norms_inside, without_gains
+from attnlens.weights.probe import Probe, float64_weights, unreadable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int
@@ -66,6 +70,25 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     if same is None:
         known.append(found)
     return same or found
+
+
+def rotations(model: PreTrainedModel, window: list[Reached]) -> Iterator[Rotation | UnreadableError | None]:
+    """The rotation of every site in turn, None where its keys are not rotated, or the error that says why it is unread.
+
+    `window` are the sites as reached by as many positions as are wanted.
+    """
+    known: list[Rotation] = []
+    for reached in window:
+        probe = Probe(model, reached, float64_weights(reached.module), reached.layout, whole=True)
+        try:
+            yield rotation_of(probe, norms_inside(reached.module), known)
+        except UnreadableError as error:
+            yield error
+
+
+def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
+    """θ of φ(i) = iθ, for a rotation of distances, by least squares over its positions; in [−π, π)."""
+    return _wrapped(_steady(rotation).angles[1])
 
 
 def rounding_of(probe: Probe) -> float:

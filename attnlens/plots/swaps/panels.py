@@ -19,6 +19,7 @@ from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
 from attnlens.sentences.effects import cautions, formula
 from attnlens.sentences.judged import EFFECTS, UNITS, effect_name
+from attnlens.sentences.plans import UNITS as UNITS_OF
 from attnlens.sentences.plans import share
 from attnlens.wording import big, clean
 
@@ -113,8 +114,8 @@ def _sweep(swap: Swap, stem: str) -> Panel:
 
 def _ranks(plan: Plan) -> Panel:
     caption = (
-        f"Ranks chosen for a rise of the loss by {100 * plan.budget:g} % at most: {plan.mean_rank:.1f} of "
-        f"{plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
+        f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
+        f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
         + " Promised: on calibration text that neither fitted nor chose them."
         * (plan.promised is not None)
     )

@@ -29,8 +29,8 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
     values = np.full((len(layers), len(heads)), np.nan)
     for key in plan.ranks:
         for head in key.heads:
-            values[layers.index(key.layer), heads.index(head)] = key.rank
-    top = max(key.head_dim for key in plan.ranks)
+            values[layers.index(key.layer), heads.index(head)] = key.rank / key.keys
+    top = max(key.head_dim / key.keys for key in plan.ranks)
     colours = (colormaps["viridis"], Normalize(0, top), "neither")
     bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], colours, named=named)
     bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)

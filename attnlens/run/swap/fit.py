@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +13,14 @@ from attnlens.attention import attend, weights
 from attnlens.attention.primal_scores import features
 from attnlens.hooks.padding import unpadded
 from attnlens.kernels import Kernel
+from attnlens.kernels.lowrank import MapsFit
 from attnlens.models import Loaded
-from attnlens.records import Call, Site
+from attnlens.records import Call, Site, Task
 from attnlens.registry import Fit, OutputFit
 from attnlens.run.progress import Tell
+from attnlens.run.swap.ranks.preparation import BATCHES, prepare
 from attnlens.texts import Batch, Batches
+from attnlens.texts.targets import feed
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way from the typed to the fitted parameters that are tried."""
@@ -70,12 +73,25 @@ def _with_sink(call: Call, rows: Tensor) -> Tensor:
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
 
-def fit(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Batches, progress: Tell) -> hooks.Swaps:
+def fit(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    batches: Batches,
+    progress: Tell,
+    task: Task = "hidden",
+    seed: int = 0,
+) -> hooks.Swaps:
     """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
     Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
     """
-    fits = _solvable(loaded, sites, swaps, batches, progress)
+    fits = _fits(swaps)
+    ranks = {site: found for site, found in fits.items() if isinstance(found, MapsFit)}
+    if any(found.by_output or found.before for found in ranks.values()):
+        fed = feed(loaded, replace(batches, batches=batches.batches[:BATCHES]), task, seed)
+        prepare(loaded, sites, swaps, ranks.items(), fed, task, seed)
+    _read(loaded, sites, swaps, fits, batches, progress)
     solved = {site: found.solve() for site, found in fits.items()}
     searches = {
         site: Search(swaps[site].kernel, fits[site].typed, fitted)
@@ -96,7 +112,9 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
     """
     bare = {s: swap for s, swap in swaps.items() if swap.kernel.info.trainable and not swap.kernel.fitted}
     found = dict(swaps)
-    for site, fitting in _solvable(loaded, sites, bare, batches, lambda _: None).items() if bare else ():
+    fits = _fits(bare)
+    _read(loaded, sites, bare, fits, batches, lambda _: None)
+    for site, fitting in fits.items():
         kernel = bare[site].kernel
         start = {
             name: torch.full_like(part, fitting.typed[name])
@@ -107,14 +125,21 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
     return found
 
 
-def _solvable(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch], progress: Tell
-) -> dict[Site, Fit | OutputFit]:
-    """The fit of every swapped site, which has seen the head's own queries and keys."""
-    fits: dict[Site, Fit | OutputFit] = {}
-    for site, swap in swaps.items():
-        if swap.kernel.info.fit is not None:
-            fits[site] = swap.kernel.info.fit(**swap.kernel.parameters)
+def _fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
+    """A fit of every swapped site whose kernel has free parameters."""
+    kernels = {site: swap.kernel for site, swap in swaps.items()}
+    return {site: kernel.info.fit(**kernel.parameters) for site, kernel in kernels.items() if kernel.info.fit}
+
+
+def _read(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    fits: Mapping[Site, Fit | OutputFit],
+    batches: Iterable[Batch],
+    progress: Tell,
+) -> None:
+    """Show every fit the head's own queries and keys."""
 
     def add(site: Site, part: Call) -> None:
         found = fits[site]
@@ -124,8 +149,8 @@ def _solvable(
         else:
             found.update(part)
 
-    _each(loaded, sites, swaps, batches, add, progress)
-    return fits
+    if fits:
+        _each(loaded, sites, swaps, batches, add, progress)
 
 
 def _each(

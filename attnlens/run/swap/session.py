@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts
+from attnlens.arguments import Budget
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipped, Summary, Swap, Task
@@ -159,15 +160,16 @@ class Swapping:
         if self.calibrated is None or info.fit is None or not (info.needs_fit or self.options.fit):
             return
         tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
-        fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell)
+        fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell, self.task, self.settings.seed)
         candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
 
-    def _chosen(self, swaps: hooks.Swaps, limit: float) -> Choice:
+    def _chosen(self, swaps: hooks.Swaps, limit: Budget) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
 
         def search(stage: str, work: int) -> Budgeting:
             tell = self._teller(stage, work)
-            return Budgeting(self.loaded, self.sites, swaps, self.task, self.options.path, self.settings.seed, tell)
+            how = self.options.path, self.settings.seed, tell, self.options.form_named
+            return Budgeting(self.loaded, self.sites, swaps, self.task, *how)
 
         if self.options.ranks is not None:
             (fitting,) = self.samples

@@ -177,13 +177,18 @@ def plan_rows(plan: Plan) -> Table:
     layers: dict[int, list[KeyRank]] = {}
     for key in plan.ranks:
         layers.setdefault(key.layer, []).append(key)
-    rows = list(layers.values())
-    means = (sum(k.rank * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
+    rows, shared = list(layers.values()), any(key.kv_heads for key in plan.ranks)
+    means = (sum(k.rank / k.keys * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
     names = (Column("", "layer", tuple(str(keys[0].layer) for keys in rows)),)
     columns = (
         Column("", "mean rank", tuple(f"{mean:.1f}" for mean in means)),
-        Column("", "of", tuple(str(keys[0].head_dim) for keys in rows)),
-        Column("", "rank by key head", tuple(" ".join(str(key.rank) for key in keys) for keys in rows), words=True),
+        Column("", "of", tuple(str(keys[0].head_dim // keys[0].keys) for keys in rows)),
+        Column(
+            "",
+            "numbers kept" if shared else "rank by key head",
+            tuple(" ".join(str(key.rank) for key in keys) for keys in rows),
+            words=True,
+        ),
     )
     return Table(names, columns)
 

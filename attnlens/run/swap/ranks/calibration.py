@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from attnlens import texts
@@ -14,6 +15,7 @@ from attnlens.records import Text
 from attnlens.statistics import Design
 from attnlens.statistics.design import FEWEST_TEXTS
 from attnlens.texts import MOST_SHARED, Batches, Content, Cut, shared_share
+from attnlens.texts.targets import Fed
 
 SEQUENCES = 192
 """Windows of calibration text that a budget asks for, over all texts and parts."""
@@ -99,6 +101,17 @@ def _check_repeated(loaded: Loaded, parts: Sequence[Batches]) -> None:
                 f"The calibration text repeats itself: {100 * share:.0f} % of {use} is {earlier} too.",
                 "Give a --calibration text that says things once.",
             )
+
+
+def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
+    """The batches of a part, those cut in two or more that hold windows of several texts, each with its text's name."""
+    found, start = [], 0
+    for one in fed:
+        names = part.batches.parts[start : start + texts.sequences_in(one.inputs)]
+        start += len(names)
+        edges = [0, *(at for at in range(1, len(names)) if names[at] != names[at - 1]), len(names)]
+        found += [(names[low], one.rows(low, high)) for low, high in pairwise(edges)]
+    return found
 
 
 def joined(parts: Iterable[Batches]) -> list[Text]:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.records import KeyRank, ModelInfo, Plan
-from attnlens.run.swap.ranks.calibration import Sample
+from attnlens.run.swap.ranks.calibration import Sample, by_text
 from attnlens.run.swap.ranks.search import Budgeting, Choice
-from attnlens.run.swap.ranks.sensitivity import bases
 from attnlens.texts.targets import feed
 
 
@@ -20,7 +19,7 @@ def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
     """
     here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
     problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
-    named = {(key.site, key.kv_head) for key in plan.ranks}
+    named = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
     missed = [where for where, found in here.items() if where not in named and _covered(plan, found, where[1])]
     if problem is None and missed:
         problem = f"it has no rank for key head {missed[0][1]} of {missed[0][0]}"
@@ -36,11 +35,11 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
     if found is None:
         return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
     where, head_dim = f"at {key.site} key head {key.kv_head}", found.call.query.shape[-1]
-    heads = _heads(found, key.kv_head)
+    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _heads(found, kv_head)]
     if key.heads != heads:
         return f"{where} serves query heads {_listed(key.heads)} in the plan, and {_listed(heads)} here"
-    if key.head_dim != head_dim:
-        return f"{where} has {key.head_dim} directions in the plan, and {head_dim} here"
+    if key.head_dim != head_dim * key.keys:
+        return f"{where} has {key.head_dim} directions in the plan, and {head_dim * key.keys} here"
     if (key.layer, key.part) != (found.site.layer, found.site.part):
         return (
             f"{key.site} is layer {key.layer} ({key.part}) in the plan, and {found.site.layer} ({found.site.part}) here"
@@ -72,9 +71,10 @@ def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
     model and the texts that it was found on.
     """
     fitted = feed(search.loaded, fitting.batches, search.task, search.seed)
-    search.found = bases(search.loaded, search.sites, search.swaps, fitted, search.progress)
+    form = next(iter(search.swaps.values())).kernel
+    search.take(search.gather(by_text(fitted, fitting), [form]), form)
     of = {(key.site, key.kv_head): key.rank for key in plan.ranks}
-    ranks = {site: [of[site.name, head] for head in basis.kv_heads] for site, basis in search.found.items()}
+    ranks = {site: [of[site.name, group[0]] for group in basis.groups] for site, basis in search.found.items()}
     return Choice(search.found, ranks, search.swapped(ranks), None, None, [], None)
 
 

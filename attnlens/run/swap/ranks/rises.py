@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attnlens.choices import Unit
 from attnlens.models import Loaded
 from attnlens.records import Rise, Task
 from attnlens.run.outcomes.differences import Differences
@@ -18,6 +19,10 @@ from attnlens.texts.targets import NOTHING, Fed
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+
+UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambda mean: mean}
+"""Of what mean losses have the difference log(after / before), of loss or of perplexity."""
 
 
 class Losses(NamedTuple):
@@ -48,8 +53,8 @@ def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -
     return Losses(means, counts, design.select(torch.cat(there).nonzero()[:, 0].tolist()))
 
 
-def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int) -> Rise | None:
-    """after / before − 1 of the mean losses over tokens, its paired 95 % interval; None where it diverges.
+def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
+    """after / before − 1 of the mean loss over tokens, or of perplexity, its exponential; None where it diverges.
 
     `after` is the mean loss of each sequence under the changed model. `names` are those of the design's texts, each of
     which has its own rise beside the common one where there are several.
@@ -57,13 +62,13 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int) -> R
     if not bool(after.isfinite().all()):
         return None
     design = before.design
-    share, interval = _share(before, after, seed)
+    share, interval = _share(before, after, seed, unit)
     alone = {}
     for number, name in enumerate(names if len(names) > 1 else ()):
         own = [at for at, text in enumerate(design.texts) if text == number]
         if own:
             part = Losses(before.means[own], before.counts[own], Design.plain(len(own)))
-            alone[name] = _share(part, after[own], seed)
+            alone[name] = _share(part, after[own], seed, unit)
     return Rise(
         share=share,
         ci95=interval,
@@ -74,15 +79,15 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int) -> R
     )
 
 
-def _share(before: Losses, after: Tensor, seed: int) -> tuple[float, tuple[float, float] | None]:
+def _share(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
     """The rise and its interval, None where there is no spread to judge by."""
     own, counts, design = before
-    found = paired_difference(own, after, design, weights=counts, of=torch.log, seed=seed)
+    found = paired_difference(own, after, design, weights=counts, of=UNITS[unit], seed=seed)
     share, low, high = (math.expm1(end) for end in found)
     return share, None if math.isnan(low) else (low, high)
 
 
-def rise_in(found: Differences, names: Sequence[str], seed: int) -> Rise | None:
+def rise_in(found: Differences, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
     """The same of a comparison on the evaluation text."""
     before, after, counts = (torch.cat(part) for part in (found.before, found.after, found.counts))
-    return rise_of(Losses(before, counts, found.sampled), after, names, seed)
+    return rise_of(Losses(before, counts, found.sampled), after, names, seed, unit)

@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from attnlens import hooks, texts, weights
-from attnlens.attention.costs import SiteSizes, costs
+from attnlens.arguments import Budget
+from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
 from attnlens.run.outcomes.differences import DIVERGED, Differences
 from attnlens.run.provenance import tool
 from attnlens.run.swap.ranks.calibration import Sample
+from attnlens.run.swap.ranks.forms import form_name
 from attnlens.run.swap.ranks.rises import rise_in
 from attnlens.run.swap.ranks.search import Choice
 from attnlens.weights import Factors
@@ -52,6 +54,7 @@ def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
         query_bias=bool(made.maps.query_bias.any()),
         key_bias=bool(made.maps.key_bias.any()),
         folds=made.rotation is None and not made.qk_norm and not site.repeated,
+        folds_before=not made.qk_norm and not site.repeated,
         keys_seen=float(keys if seen is None else seen.double().sum(-1).mean()),
         keys_a_query=keys / call.query.shape[2],
         number_bytes=call.key.element_size(),
@@ -70,35 +73,45 @@ def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, A
     both = [Counter[str](), Counter[str]()]
     known = {site: size for site, size in found.items() if isinstance(size, SiteSizes)}
     for site, size in known.items():
-        for rank in choice.ranks[site]:
-            for total, kept in zip(both, (size.head_dim, rank), strict=True):
-                total.update(asdict(costs(size, choice.bases[site].group, kept)))
+        for latent in _latents(choice, site):
+            whole = replace(latent, rank=size.head_dim * latent.keys)
+            for total, kept in zip(both, (whole, latent), strict=True):
+                total.update(asdict(costs(size, kept)))
     pairs = {field: Pair(before=both[0][name], after=both[1][name]) for name, field in names.items()}
     reasons = {}
     if any(site.repeated for site in known):
         reasons["parameters"] = SHARED
     if not any(size.cached for size in known.values()):
         reasons["cache_bytes_per_token"] = NO_CACHE
-    return pairs | {name: Pair(before=None, after=None) for name in reasons} | {"reasons": reasons}
+    more = {"rebuilding_flops": both[1]["rebuilding"] or None}
+    return pairs | more | {name: Pair(before=None, after=None) for name in reasons} | {"reasons": reasons}
+
+
+def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
+    basis = choice.bases[site]
+    before = basis.latents.turn is not None
+    return [
+        LatentSizes(len(basis.heads_of(at)), len(group), rank, before)
+        for at, (group, rank) in enumerate(zip(basis.groups, choice.ranks[site], strict=True))
+    ]
 
 
 def break_even(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> float | None:
     """How many keys a query must see before the maps cost fewer operations than they save; None where always."""
     added = saved = 0.0
     for site, size in found.items():
-        group = choice.bases[site].group
-        for rank in choice.ranks[site]:
+        for latent in _latents(choice, site):
             if isinstance(size, SiteSizes):
-                bare = replace(size, keys_seen=0.0)
-                added += costs(bare, group, rank).flops - costs(bare, group, size.head_dim).flops
-                saved += 2 * group * (size.head_dim - rank)
+                bare, whole = replace(size, keys_seen=0.0), replace(latent, rank=size.head_dim * latent.keys)
+                added += costs(bare, latent).flops - costs(bare, whole).flops
+                saved += 0 if latent.before else 2 * latent.heads * (size.head_dim - latent.rank)
     return added / saved if added > 0 and saved > 0 else None
 
 
 def planned(
     loaded: Loaded,
     choice: Choice,
-    budget: float,
+    budget: Budget,
     settings: Settings,
     inputs: dict[str, Tensor],
     compared: Mapping[str, Differences],
@@ -109,21 +122,26 @@ def planned(
     """
     found = sizes(loaded, list(choice.bases), inputs)
     names = [text.name for text in settings.texts]
-    measured = {stage: rise_in(comparison, names, settings.seed) for stage, comparison in compared.items()}
+    measured = {stage: rise_in(comparison, names, settings.seed, budget.unit) for stage, comparison in compared.items()}
     ranks = _ranks(choice)
     heads = sum(len(key.heads) for key in ranks)
     saved = saving(choice, found)
     reasons = {**saved.pop("reasons"), **_unknown(choice)}
+    form = next(iter(choice.swaps.values())).kernel
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
         tool=tool(),
         model=loaded.info,
         settings=settings,
-        kernel=next(iter(choice.swaps.values())).kernel.info.name,
-        budget=budget,
+        kernel=form.info.name,
+        budget=budget.share,
+        unit=budget.unit,
+        form=form_name(form),
+        forms=choice.forms,
+        held_out=choice.held_out,
         ranks=ranks,
-        mean_rank=sum(key.rank * len(key.heads) for key in ranks) / heads,
-        head_dim=sum(key.head_dim * len(key.heads) for key in ranks) / heads,
+        mean_rank=sum(key.rank / key.keys * len(key.heads) for key in ranks) / heads,
+        head_dim=sum(key.head_dim / key.keys * len(key.heads) for key in ranks) / heads,
         estimated=choice.estimated,
         promised=choice.promised,
         measured=measured.get("swapped"),
@@ -145,17 +163,18 @@ def _unknown(choice: Choice) -> dict[str, str]:
 
 
 def _ranks(choice: Choice) -> list[KeyRank]:
-    """Key head by key head."""
+    """Latent by latent."""
     return [
         KeyRank(
             site=site.name,
             layer=site.layer,
             part=site.part,
-            kv_head=kv_head,
-            heads=list(basis.heads[index * basis.group : (index + 1) * basis.group]),
-            rank=choice.ranks[site][index],
-            head_dim=basis.head_dim,
+            kv_head=group[0],
+            kv_heads=list(group) if len(group) > 1 else [],
+            heads=basis.heads_of(latent),
+            rank=choice.ranks[site][latent],
+            head_dim=basis.sizes[latent],
         )
         for site, basis in choice.bases.items()
-        for index, kv_head in enumerate(basis.kv_heads)
+        for latent, group in enumerate(basis.groups)
     ]

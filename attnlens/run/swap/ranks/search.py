@@ -1,26 +1,31 @@
-"""Searches the smallest ranks within a loss budget: nested plans, fitted, chosen and promised on separate windows."""
+"""Searches the smallest ranks within a budget: nested plans, fitted, chosen and promised on separate windows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnlens import hooks
+from attnlens import hooks, texts
+from attnlens.arguments import Budget
 from attnlens.attention import Route
+from attnlens.choices import Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.linalg.nested import nested
 from attnlens.models import Loaded
-from attnlens.records import PlanStep, Rise, Site, Task
+from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.run.progress import Tell
-from attnlens.run.swap.ranks.calibration import Sample
+from attnlens.run.swap.ranks.bases import Basis, Gathered, gathered
+from attnlens.run.swap.ranks.calibration import Sample, by_text
+from attnlens.run.swap.ranks.forms import by_output, form_name, possible_forms
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
-from attnlens.run.swap.ranks.sensitivity import Basis, bases, sensitivities
+from attnlens.run.swap.ranks.sensitivity import sensitivities
+from attnlens.statistics import Design
 from attnlens.texts.targets import HEADLESS, Fed, feed
 
 if TYPE_CHECKING:
@@ -32,6 +37,8 @@ all windows keeps the budget too, but the promise made from as much other text r
 with two in 5 % of them (benchmarks/promises.py), for ranks larger by 0.4 to 0.6 of 16."""
 TRIES = 7
 """How many nested plans are measured."""
+FORMS = 5
+"""How many forms of latents are compared at most."""
 
 
 def check_task(task: Task) -> None:
@@ -51,7 +58,7 @@ class Choice:
     bases: dict[Site, Basis]
     """The directions of every site."""
     ranks: dict[Site, list[int]]
-    """The rank of every swapped key head."""
+    """The numbers that every latent keeps."""
     swaps: hooks.Swaps
     """The swap that has them."""
     estimated: Rise | None
@@ -62,6 +69,10 @@ class Choice:
     """The nested plans that were measured, the largest ranks first."""
     reason: str | None
     """Why no direction could be spared."""
+    forms: list[FormTried] = field(default_factory=list)
+    """The forms of latents that were compared, at half of the numbers."""
+    held_out: bool = False
+    """Whether each text was judged by maps fitted to the others alone."""
 
 
 @dataclass
@@ -75,32 +86,81 @@ class Budgeting:
     path: Route
     seed: int
     progress: Tell
+    form_named: bool = False
+    """Whether the form of the latents is that of the kernel, and none is chosen."""
     margin: float = MARGIN
     """Half-widths of the estimate's interval that have to fit below the budget."""
+    found: dict[Site, Basis] = field(default_factory=dict)
+    """The directions of every site."""
+    left_out: dict[str, dict[Site, Basis]] = field(default_factory=dict)
+    """Those fitted to all texts but one, by that text's name."""
+    unit: Unit = "loss"
+    """What a rise is a share of."""
 
-    def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: float) -> Choice:
+    def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
         """The smallest ranks among nested plans whose rise on `choosing` stays below the budget by `margin` half-widths
         of its interval, and within it on every text alone, where there are several. `promising` chooses nothing.
 
-        Raises TextError where there is no loss, and what `bases` and `sensitivities` raise.
+        Where there are several texts, the rise on each is that of maps fitted to the others alone, so that the promise
+        covers a kind of text that was not fitted on. The form of the latents is that of least rise at half of the
+        numbers. Raises TextError where there is no loss, and what `gathered` and `sensitivities` raise.
         """
+        self.unit = budget.unit
         fitted = feed(self.loaded, fitting.batches, self.task, self.seed)
-        self.found = bases(self.loaded, self.sites, self.swaps, fitted, self.progress)
+        trial = Trial.of(self, choosing)
+        tried = self._formed(by_text(fitted, fitting), trial)
         costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
         self.table = _table([costs[site] for site in self.found])
         self.steps = nested(self.table)
-        best, tried = self._searched(Trial.of(self, choosing), budget)
+        best, steps = self._searched(trial, budget.share)
         chosen = self.ranks_after(best)
         reason = None if best else "no plan tried with fewer directions stayed well within the budget"
         return Choice(
             bases=self.found,
             ranks=self.by_site(chosen),
             swaps=self.swapped(self.by_site(chosen)),
-            estimated=tried[best].rise,
+            estimated=steps[best].rise,
             promised=Trial.of(self, promising).rise(chosen),
-            steps=[tried[number] for number in sorted(tried) if number],
+            steps=[steps[number] for number in sorted(steps) if number],
             reason=reason,
+            forms=tried,
+            held_out=bool(self.left_out),
         )
+
+    def _formed(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
+        """Fit every form there is, and keep that of least rise at half of the numbers; those tried, if several.
+
+        Pairs are weighted by the output in the best of them alone.
+        """
+        own = next(iter(self.swaps.values())).kernel
+        asked = [own] if self.form_named else possible_forms(self.loaded, self.swaps)
+        read = self.gather(fitted, asked)
+        if self.form_named:
+            self.take(read, own)
+            return []
+        tried = [(form, read, self._tried(read, form, trial)) for form in asked]
+        best = by_output(min(tried, key=_rise_of)[0])
+        again = self.gather(fitted, [best])
+        tried.append((best, again, self._tried(again, best, trial)))
+        self.take(*reversed(min(tried, key=_rise_of)[:2]))
+        return [one for _, _, one in tried]
+
+    def _tried(self, read: Gathered, form: Kernel, trial: Trial) -> FormTried:
+        """The rise where every latent of that form keeps half of its numbers."""
+        self.take(read, form)
+        ranks = [size // 2 for basis in self.found.values() for size in basis.sizes]
+        return FormTried(form=form_name(form), rise=trial.rise(ranks))
+
+    def gather(self, fitted: Sequence[tuple[str, Fed]], forms: Sequence[Kernel]) -> Gathered:
+        """What these forms read of the calibration texts."""
+        return gathered(self.loaded, self.sites, self.swaps, forms, fitted, self.task, self.seed, self.progress)
+
+    def take(self, read: Gathered, form: Kernel) -> None:
+        """Go on with that form, fitted to all texts, and to all but each where there are several."""
+        self.found = read.bases(form.spelling)
+        names = list(read.fits[form.spelling])
+        self.left_out = {name: read.bases(form.spelling, name) for name in names} if len(names) > 1 else {}
+        self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _searched(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
         """The step where the interval, widened to the margin, meets the budget, and those tried: guessed from what the
@@ -133,10 +193,10 @@ class Budgeting:
         return min(max(guess, low + least), high - least)
 
     def ranks_after(self, count: int) -> list[int]:
-        """The rank of every key head after so many steps."""
-        ranks = [basis.head_dim for basis in self.found.values() for _ in basis.kv_heads]
-        for head, rank in self.steps[:count]:
-            ranks[head] = rank
+        """The numbers of every latent after so many steps."""
+        ranks = [size for basis in self.found.values() for size in basis.sizes]
+        for latent, rank in self.steps[:count]:
+            ranks[latent] = rank
         return ranks
 
     def predicted(self, ranks: Sequence[int]) -> float:
@@ -144,24 +204,31 @@ class Budgeting:
         return float(self.table.gather(1, torch.tensor(ranks)[:, None]).sum())
 
     def mean_rank(self, ranks: Sequence[int]) -> float:
-        """Mean over query heads."""
-        groups = [basis.group for basis in self.found.values() for _ in basis.kv_heads]
-        return sum(rank * group for rank, group in zip(ranks, groups, strict=True)) / sum(groups)
+        """Numbers for each key head, mean over query heads."""
+        latents = [
+            (len(group), len(basis.heads_of(at)))
+            for basis in self.found.values()
+            for at, group in enumerate(basis.groups)
+        ]
+        total = sum(rank / keys * heads for rank, (keys, heads) in zip(ranks, latents, strict=True))
+        return total / sum(heads for _, heads in latents)
 
     def by_site(self, ranks: Sequence[int]) -> dict[Site, list[int]]:
-        """The ranks of each site's key heads."""
+        """The numbers of each site's latents."""
         left = iter(ranks)
-        return {site: [next(left) for _ in basis.kv_heads] for site, basis in self.found.items()}
+        return {site: [next(left) for _ in basis.sizes] for site, basis in self.found.items()}
 
-    def swapped(self, ranks: Mapping[Site, Sequence[int]]) -> hooks.Swaps:
-        """The swaps with these ranks; the kernel names the largest of them."""
-        most = max(max(found) for found in ranks.values())
+    def swapped(self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None) -> hooks.Swaps:
+        """The swaps with these numbers, of all texts' maps or of others; the kernel names the largest of them."""
+        bases = bases or self.found
+        keys = {site: [len(group) for group in bases[site].groups] for site in ranks}
+        most = max(-(-r // count) for s, found in ranks.items() for r, count in zip(found, keys[s], strict=True))
         kernel = next(iter(self.swaps.values())).kernel
-        named: Kernel = replace(kernel, parameters={"rank": max(1, most)})
+        named: Kernel = replace(kernel, parameters={**kernel.parameters, "rank": max(1, most)})
         return {
             site: hooks.Replacement(
-                named.with_fitted(self.found[site].maps(found)),
-                None if self.swaps[site].heads is None else self.found[site].heads,
+                named.with_fitted(bases[site].maps(found)),
+                None if self.swaps[site].heads is None else bases[site].heads,
             )
             for site, found in ranks.items()
         }
@@ -196,22 +263,31 @@ class Trial:
         return cls(search, part, fed, own)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """With the rank of every key head; None where it diverges."""
-        search = self.search
-        swaps = search.swapped(search.by_site(ranks))
-        with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
-            after = losses(search.loaded, self.fed, search.task, self.part.design)
-        search.progress(len(after.means))
-        return rise_of(self.own, after.means, self.part.names, search.seed)
+        """With the numbers of every latent; None where it diverges. Each text under maps that did not read it."""
+        search, found = self.search, []
+        by_site = search.by_site(ranks)
+        for name, fed in by_text(self.fed, self.part):
+            swaps = search.swapped(by_site, search.left_out.get(name))
+            with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
+                found.append(
+                    losses(search.loaded, [fed], search.task, Design.plain(texts.sequences_in(fed.inputs))).means
+                )
+            search.progress(len(found[-1]))
+        return rise_of(self.own, torch.cat(found), self.part.names, search.seed, search.unit)
+
+
+def _rise_of(tried: tuple[Kernel, Gathered, FormTried]) -> float:
+    rise = tried[2].rise
+    return math.inf if rise is None else rise.share
 
 
 def budget_work(fitting: Sample, choosing: Sample, promising: Sample) -> int:
-    """Sequences that go through the model at most: twice to fit, once for every plan tried, once to promise."""
+    """Sequences that go through the model at most: to fit, for every form and plan tried, and to promise."""
     sizes = (part.batches.sequences for part in (fitting, choosing, promising))
-    return sum(times * size for times, size in zip((2, TRIES, 1), sizes, strict=True))
+    return sum(times * size for times, size in zip((3, FORMS + TRIES, 1), sizes, strict=True))
 
 
-def _table(costs: Sequence[Tensor]) -> Float[Tensor, "kv_heads ranks"]:
-    """All sites below each other; ∞ beyond a site's own head_dim."""
+def _table(costs: Sequence[Tensor]) -> Float[Tensor, "latents ranks"]:
+    """All sites below each other; ∞ beyond a latent's own numbers."""
     wide = max(cost.shape[-1] for cost in costs)
     return torch.cat([torch.nn.functional.pad(c, (0, wide - c.shape[-1]), value=torch.inf) for c in costs]).double()
