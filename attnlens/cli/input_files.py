@@ -36,8 +36,9 @@ class Inputs:
         is not asked), UsageError for a plan that can't be read.
         """
         found = cls()
-        for option in ("text", "calibration"):
-            for path in given.get(option) or ():
+        for option in ("text", "calibration", "prompts"):
+            named = given.get(option) or ()
+            for path in (named,) if isinstance(named, str) else named:
                 if str(path) != STDIN:
                     found._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:
