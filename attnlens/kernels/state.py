@@ -8,6 +8,8 @@ from attnlens.kernels.loading import kernels
 from attnlens.kernels.modifiers import FILTERS, KeyFilter
 from attnlens.kernels.spec import Kernel
 
+ONE_KEY, FLOOR = "hard", "uniform"
+"""The kernels between which all others lie: all weight on one key, and on all keys alike."""
 SINKS, WIDTH = 4, 64
 """First tokens and nearest ones of the sink-window beside a kernel whose state grows with the text."""
 

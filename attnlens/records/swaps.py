@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from attnlens.choices import Part
+from attnlens.choices import ControlRole, Part
 from attnlens.records.measures import Number, Record
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -175,10 +175,10 @@ class Stage(Outcome):
 class Control(Outcome):
     """What a simple alternative to a kernel does to the model, at the same sites and heads, without any training."""
 
-    role: Literal["sink-window", "hard", "uniform", "window alone", "kernel alone"]
-    """sink-window: some first tokens and the nearest ones, in a cache of the kernel's size (64 with 4 first tokens
-    where it is not bounded); hard: the key of the largest score; uniform: the mean of the values, the floor; of a
-    kernel with a filter its two branches: the filter with the model's own kernel, and the kernel without a filter."""
+    role: ControlRole
+    """`same size`: some first tokens and the nearest ones, in a cache of the kernel's size (64 with 4 first tokens
+    where it is not bounded); `one key`: that of the largest score; `floor`: the mean of the values; of a kernel behind
+    a filter its two branches, `filter alone` with the model's own kernel, and `without filter`."""
     kernel: str | None
     """As it can be typed, of most sites where they differ; None where there is none, see `reasons`."""
     state: Number | None = None

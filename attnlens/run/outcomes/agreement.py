@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name")
 MOST = 16
-"""Evaluated windows whose first halves are continued."""
+"""Evaluated windows whose first halves are continued, and prompts in a batch."""
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 """Inputs of a model that reads text alone."""
 FAILED = (*FAILURES, ModelError, UsageError)
@@ -41,6 +41,11 @@ class Prompts:
     """0 at padding, which stands on the left."""
     source: str
     """`windows`, or the name of a file."""
+
+    def parts(self) -> Iterator[Prompts]:
+        """As batches of bounded size, so that many lines need no more memory than few."""
+        for ids, mask in zip(torch.split(self.ids, MOST), torch.split(self.mask, MOST), strict=True):
+            yield Prompts(ids, mask, self.source)
 
 
 @dataclass(frozen=True)
@@ -134,11 +139,12 @@ def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continue
         return "the prompts fill the model's context"
     try:
         with torch.no_grad():
-            chosen = torch.stack(list(_greedy(model, prompts, tokens)))
+            parts = [torch.stack(list(_greedy(model, part, tokens))) for part in prompts.parts()]
     except FAILED as error:
         if is_memory(error):
             raise
         return f"the model can't continue a text with a key-value cache ({first_line(error).rstrip('.')})"
+    chosen = torch.cat(parts, 1)
     return Continued(prompts, chosen, _ends(model, chosen))
 
 
@@ -170,14 +176,23 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
 
 
 def _until(model: PreTrainedModel, own: Continued) -> Int[Tensor, " prompts"]:
-    total = len(own.tokens)
-    alive = torch.ones_like(own.tokens[0], dtype=torch.bool)
-    found = torch.zeros_like(own.tokens[0])
-    for theirs, chosen in zip(own.tokens, _greedy(model, own.prompts, total), strict=False):
-        alive &= theirs == chosen
+    """Of each prompt, how many tokens both have in common from the first on; all of them where both texts end alike."""
+    every = torch.split(own.tokens, MOST, 1)
+    parts = zip(own.prompts.parts(), every, strict=True)
+    return torch.cat([_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in parts])
+
+
+def _common(
+    theirs: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
+) -> Int[Tensor, " prompts"]:
+    """The same of two texts step by step; no step is taken once all prompts differ or have ended."""
+    alive = torch.ones_like(theirs[0], dtype=torch.bool)
+    found = torch.zeros_like(theirs[0])
+    for own, new in zip(theirs, chosen, strict=False):
+        alive &= own == new
         found += alive
-        ended = alive & torch.isin(chosen, own.ends)
-        found[ended], alive = total, alive & ~ended
+        ended = alive & torch.isin(new, ends)
+        found[ended], alive = len(theirs), alive & ~ended
         if not bool(alive.any()):
             break
     return found

@@ -6,21 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlens import hooks
+from attnlens.choices import ControlRole
 from attnlens.errors import UsageError
 from attnlens.hooks import OWN, Reached
 from attnlens.kernels import Kernel, parsed
-from attnlens.kernels.state import HeadShape, branches, sink_window, state_numbers
+from attnlens.kernels.state import FLOOR, ONE_KEY, HeadShape, branches, sink_window, state_numbers
 from attnlens.models import Loaded
 from attnlens.records import Control, Site
 from attnlens.run.outcomes.differences import Differences, Variant
 
-Role = Literal["sink-window", "hard", "uniform", "window alone", "kernel alone"]
 CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
 WHOLE = "{what} holds all {tokens} keys: it is the model itself"
 
@@ -29,7 +29,7 @@ WHOLE = "{what} holds all {tokens} keys: it is the model itself"
 class Alternative:
     """A control of one kernel, before it is measured."""
 
-    role: Role
+    role: ControlRole
     swaps: hooks.Swaps
     """The kernel at each site; empty where there is none."""
     state: float | None = None
@@ -103,18 +103,18 @@ def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[A
     """The controls of a kernel as it is swapped before any healing; what is the kernel itself is left out."""
     every = [
         _sink_window(swaps, shapes),
-        _everywhere("hard", swaps, shapes, lambda _: parsed("hard")),
-        _everywhere("uniform", swaps, shapes, lambda _: parsed("uniform")),
+        _everywhere("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        _everywhere("floor", swaps, shapes, lambda _: parsed(FLOOR)),
         *_branches(swaps, shapes),
     ]
-    asked = Alternative("kernel alone", swaps).key
-    own = Alternative("kernel alone", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
+    asked = Alternative("without filter", swaps).key
+    own = Alternative("without filter", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
     return [one for one in every if not one.swaps or one.key not in (asked, own)]
 
 
 def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative]) -> int | str:
     """How many keys the kernel's own window holds, or that of its sink-window; or why there is no such number."""
-    control = next((one for one in found if one.role == "sink-window"), None)
+    control = next((one for one in found if one.role == "same size"), None)
     for some in (swaps, {} if control is None else control.swaps):
         filters = [swap.kernel.filter for swap in some.values() if swap.kernel.filter]
         widths = [one.parameters["width"] for one in filters if "width" in one.parameters]
@@ -126,7 +126,7 @@ def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative]) -> int | str
 def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
     """The sink-window that keeps as much at every site, or why there is none."""
     if any(site.part == "cross" for site in swaps):
-        return Alternative("sink-window", {}, reason=CROSSING)
+        return Alternative("same size", {}, reason=CROSSING)
     found: dict[Site, hooks.Replacement] = {}
     for site, swap in swaps.items():
         state = state_numbers(swap.kernel, shapes[site])
@@ -136,12 +136,12 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
         shape = shapes[next(iter(swaps))]
         state = mean_state(swaps, shapes)
         what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
-        return Alternative("sink-window", {}, state, WHOLE.format(what=what, tokens=shape.tokens))
-    return Alternative("sink-window", found, mean_state(found, shapes))
+        return Alternative("same size", {}, state, WHOLE.format(what=what, tokens=shape.tokens))
+    return Alternative("same size", found, mean_state(found, shapes))
 
 
 def _everywhere(
-    role: Role, swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape], of: Callable[[Kernel], Kernel]
+    role: ControlRole, swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape], of: Callable[[Kernel], Kernel]
 ) -> Alternative:
     """The kernel that `of` makes of each site's."""
     found = {site: hooks.Replacement(of(swap.kernel), swap.heads) for site, swap in swaps.items()}
@@ -153,6 +153,6 @@ def _branches(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alte
     if not all(swap.kernel.filter for swap in swaps.values()):
         return []
     return [
-        _everywhere("window alone", swaps, shapes, lambda kernel: branches(kernel)[0]),
-        _everywhere("kernel alone", swaps, shapes, lambda kernel: branches(kernel)[1]),
+        _everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]),
+        _everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]),
     ]
