@@ -11,7 +11,7 @@ import torch
 import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaded import apart, family, loaded, outputs, package, sites_of
+from loaded import BARE, apart, family, loaded, outputs, package, sites_of
 from program import attnlens as program
 from program import refused
 
@@ -35,7 +35,7 @@ from attnlens.texts import Cut
 from attnlens.texts.targets import feed
 
 RANK = parsed("rank:65536")
-SHORT = {"sequences": 16, "tokens": 64}
+SHORT = {"sequences": 16, "tokens": 64} | BARE
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import families
 import pytest
 import tiny
 import torch
-from loaded import apart, family, loaded, outputs, package, sites_of
+from loaded import BARE, apart, family, loaded, outputs, package, sites_of
 from typer.testing import CliRunner
 
 import attnlens
@@ -25,7 +25,7 @@ from attnlens.run.swap.healing import descent as room
 from attnlens.run.swap.healing.trainable import trainable
 from attnlens.run.swap.pipeline import swap_kernel
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
+READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
 
 
 # --- text that neither saw --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections import Counter
 import families
 import pytest
 import torch
-from loaded import apart, family, loaded, sites_of
+from loaded import BARE, apart, family, loaded, sites_of
 
 import attnlens
 from attnlens import hooks, texts
@@ -18,7 +18,7 @@ from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design, false_discovery, paired_difference
 from attnlens.texts.targets import feed, task_of
 
-READ = {"sequences": 4, "tokens": 16, "batch_size": 2}
+READ = {"sequences": 4, "tokens": 16, "batch_size": 2} | BARE
 SWEPT = ["gpt2", "llama", "gpt_neox", "gemma2", "gpt_oss", "bert", "albert", "t5", "bart", "whisper"]
 
 

@@ -182,7 +182,7 @@ class Control(Outcome):
     kernel: str | None
     """As it can be typed, of most sites where they differ; None where there is none, see `reasons`."""
     state: Number | None = None
-    """Numbers that a head keeps of the tokens it has read, mean over sites; None where it keeps all keys."""
+    """Numbers that a head keeps of a whole window's tokens, mean over sites."""
 
 
 class Effect(Record):
@@ -270,7 +270,8 @@ class Swap(Outcome):
     healing: Healing | None = None
     """How it was healed."""
     state: Number | None = None
-    """Numbers that a swapped head keeps of the tokens it has read, mean over sites; None where it keeps all keys."""
+    """Numbers that a swapped head keeps of a whole window's tokens, mean over sites: m·(value_dim + 1) by running sums
+    over m features, head_dim + value_dim for each key that a filter leaves in sight, or for each token without one."""
     controls: list[Control] = []
     """Simple alternatives, measured on the same windows."""
     sweep: list[Effect] = []

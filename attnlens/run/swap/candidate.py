@@ -81,7 +81,7 @@ class Candidate:
         last, reasons = list(outcomes.values())[-1], dict(gates["reasons"])
         found, kernel = list(self.found.values())[-1], self.kernel
         if kernel.info.form == "output":
-            reasons["off_simplex"] = "there is no attention matrix"
+            reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
         if peaks.after is None:
             reasons["peak_memory_bytes"] = "this platform does not tell it"
         return Swap(

@@ -33,7 +33,7 @@ class Alternative:
     swaps: hooks.Swaps
     """The kernel at each site; empty where there is none."""
     state: float | None = None
-    """Numbers that a head keeps, mean over sites; None where it keeps all keys."""
+    """Numbers that a head keeps, mean over sites."""
     reason: str = ""
     """Why there is none."""
     agreement: dict[str, Any] = field(default_factory=dict)
@@ -93,10 +93,11 @@ def _shape(found: Reached, heads: tuple[int, ...] | None) -> HeadShape:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Numbers that a swapped head keeps, mean over sites; None where some keeps all its keys."""
-    found = [state_numbers(swap.kernel, shapes[site]) for site, swap in swaps.items()]
-    known = [state for state in found if state is not None]
-    return fmean(known) if len(known) == len(found) else None
+    """Numbers that a swapped head keeps, mean over sites; None for kernels that keep neither keys nor sums of them."""
+    if any(swap.kernel.info.form == "output" for swap in swaps.values()):
+        return None
+    found = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
+    return fmean(shape.tokens * shape.token if state is None else state for state, shape in found)
 
 
 def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
@@ -133,10 +134,12 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
         kernel = sink_window(state, shapes[site])
         found[site] = hooks.Replacement(kernel or OWN, swap.heads)
     if all(swap.kernel.filter is None for swap in found.values()):
-        shape = shapes[next(iter(swaps))]
-        state = mean_state(swaps, shapes)
+        shape, state = (
+            shapes[next(iter(swaps))],
+            state_numbers(next(iter(swaps.values())).kernel, shapes[next(iter(swaps))]),
+        )
         what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
-        return Alternative("same size", {}, state, WHOLE.format(what=what, tokens=shape.tokens))
+        return Alternative("same size", {}, mean_state(swaps, shapes), WHOLE.format(what=what, tokens=shape.tokens))
     return Alternative("same size", found, mean_state(found, shapes))
 
 
