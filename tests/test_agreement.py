@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import family, sites_of, smollm2
+from loaded import family, sites_of
 from program import attnlens as program
 from program import refused
 from torch import Tensor
@@ -77,17 +77,6 @@ def test_a_model_agrees_with_itself_to_the_end(demo: models.Loaded) -> None:
     other = swap_kernel(demo, "hard", **READ).swap.agreement
     assert other.median < 8, "the control"
     assert other.never == 0
-
-
-def test_a_trained_model_of_rotations_and_grouped_heads_agrees_with_itself() -> None:
-    loaded = smollm2()
-    asked = prompts(loaded.model, 2, 8)
-    own = continued(loaded.model, asked, 5)
-    sites = sites_of(loaded.model, {"input_ids": asked.ids})
-    for words, whole in (("exponential", True), ("uniform", False)):
-        swaps = {site: hooks.Replacement(parsed(words)) for site in sites}
-        found = agreement(loaded.model, own, lambda swaps=swaps: hooks.replace(loaded.model, sites, swaps))
-        assert (found.until == [5, 5]) == whole
 
 
 def stepwise(*texts: list[int]) -> Iterator[Tensor]:

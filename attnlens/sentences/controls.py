@@ -54,9 +54,15 @@ def beside(swap: Swap) -> str:
     costs = ", ".join(f"{name} {rise_words(one.loss)}" for one, name in told if one.loss is not None)
     if not costs:
         return ""
-    better = [clean(one.kernel or "") for one, _ in told if one.loss is not None and one.loss.delta < swap.loss.delta]
-    judged = f" Less than the kernel cost{'s' * (len(better) == 1)}: {', '.join(better)}." if better else ""
+    better = [clean(one.kernel or "") for one, _ in told if _less(one.loss, swap.loss)]
+    verb = "costs" if len(better) == 1 else "cost"
+    judged = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
     return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
+
+
+def _less(one: Change | None, other: Change) -> bool:
+    """Whether its interval ends below the other's."""
+    return one is not None and one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
 
 
 def _named(control: Control) -> str:

@@ -96,6 +96,21 @@ def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
     )
 
 
+def place_rows(swap: Swap) -> Table:
+    """A row a part of the sequences: how many tokens, their loss before and after, and its change."""
+    parts = swap.loss_by_position
+    changes = [part.change for part in parts]
+    decimals = loss_decimals(changes)
+    columns = (
+        Column("", "count", tuple(str(part.tokens) for part in parts)),
+        Column("", "before", tuple(written(change.before, decimals) for change in changes)),
+        Column("", "after", tuple(_after(change, decimals) for change in changes)),
+        Column("", "Δ", tuple(_delta(change, decimals) for change in changes)),
+        Column("", "95 % interval", tuple(_interval(change, decimals) for change in changes)),
+    )
+    return Table((Column("", "tokens", tuple(f"{part.first}–{part.last}" for part in parts)),), columns)
+
+
 def kernel_rows(swaps: Sequence[Swap]) -> Table:
     """A row a kernel with its controls below it, the original first; what is every kernel's control stands last."""
     losses = [swap.loss for swap in swaps if swap.loss is not None]

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import Effect, Report, Swap
 from attnlens.sections.section import Section
-from attnlens.sections.swaps.outcomes import BESIDE, cosine_rows, kernel_rows, measured, stage_rows, text_rows
+from attnlens.sections.swaps.outcomes import (
+    BESIDE,
+    cosine_rows,
+    kernel_rows,
+    measured,
+    place_rows,
+    stage_rows,
+    text_rows,
+)
 from attnlens.sections.swaps.tables import MARK, place, plan_rows, site_rows, sweep_rows, sweeps_rows, tested
 from attnlens.sentences import controls, effects
 from attnlens.sentences.judged import UNITS, effect_name
@@ -30,13 +38,16 @@ def swap_sections(report: Report, swap: Swap) -> Iterator[Section]:
 
 
 def site_sections(report: Report) -> Iterator[Section]:
-    """Every exchanged site of every kernel."""
+    """Every exchanged site of every kernel, and what it costs by place in the sequence."""
     for swap in report.swaps:
         of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
         notes = (
             "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values.",
         )
         yield Section(f"Sites{of}", table=site_rows(swap), notes=notes)
+        if swap.loss_by_position:
+            notes = (f"loss in {UNITS[swap.task]} by place in the sequence, counted from 1; Δ with a paired interval.",)
+            yield Section(f"By place{of}", table=place_rows(swap), notes=notes)
 
 
 def _one(report: Report, swap: Swap) -> Iterator[Section]:
