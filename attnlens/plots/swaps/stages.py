@@ -10,14 +10,14 @@ from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
 from attnlens.plots.swaps.kernels import GREY
 from attnlens.sentences.controls import rise_interval, rise_words
-from attnlens.sentences.effects import loss_decimals
+from attnlens.sentences.effects import figures, loss_decimals
 from attnlens.sentences.judged import distance, distance_ci95, effect_name
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from attnlens.records import Outcome, Swap
+    from attnlens.records import Control, Outcome, Swap
 
 NAME = 26
 """Characters of a control's name."""
@@ -26,20 +26,17 @@ BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
     """The loss of original, swapped, fitted, healed, and in grey of its controls; without a loss, their distance."""
-    controls = [one for one in swap.controls if one.loss is not None] if draws_loss(swap) else []
-    spelled = [fitted(clean(one.kernel or one.role), NAME) for one in controls]
-    names = ["original", *(stage.name for stage in swap.stages), *spelled]
+    controls = drawn_controls(swap)
+    names = names_of(swap)
     own = _original(swap)
-    places = [place for one in (*swap.stages, *controls) if (place := _place(swap, one)) is not None]
-    span = min([*places, own or 0.0]), max([*places, own or 0.0])
     if own is not None:
         axes.axvline(own, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
         axes.plot([own], [0], "o", color=INK, markersize=5)
-        _label(axes, own, 0, "center", _decimals(swap))
+        _label(axes, own, 0, _decimals(swap))
     for row, stage in enumerate(swap.stages, 1):
-        _draw(axes, swap, stage, row, span)
+        _draw(axes, swap, stage, row)
     for row, control in enumerate(controls, 1 + len(swap.stages)):
-        _draw(axes, swap, control, row, span, GREY)
+        _draw(axes, swap, control, row, GREY)
     axes.set_yticks(range(len(names)), names)
     for label in axes.get_yticklabels()[1 + len(swap.stages) :]:
         label.set_color(MUTED)
@@ -54,6 +51,31 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
         axes.set_xticks([])
 
 
+def drawn_controls(swap: Swap) -> list[Control]:
+    """The controls that have a loss to draw; none of a model without one."""
+    return [one for one in swap.controls if one.loss is not None] if draws_loss(swap) else []
+
+
+def names_of(swap: Swap) -> list[str]:
+    """Original, stages and controls, and under each its perplexity: by how much it rises, with the interval."""
+    controls = drawn_controls(swap)
+    spelled = [fitted(clean(one.kernel or one.role), NAME) for one in controls]
+    changed: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
+    changed += zip(spelled, controls, strict=True)
+    gap = " " if controls else "\n"  # few rows leave room for a third line, and other panels need the width
+    first = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
+    own = f"original\nperplexity {figures(first)}" if first is not None and draws_loss(swap) else "original"
+    return [own, *(f"{name}{_rise(one, gap) if draws_loss(swap) else ''}" for name, one in changed)]
+
+
+def _rise(found: Outcome, gap: str) -> str:
+    """On a line of its own `+5.6 %`, after a gap `(4.9 to 6.4 %)`; empty where there is none."""
+    if found.perplexity is None or found.loss is None:
+        return ""
+    ends = rise_interval(found.loss)
+    return f"\n{rise_words(found.loss)}{f'{gap}({ends})' if ends else ''}"
+
+
 def draws_loss(swap: Swap) -> bool:
     """Whether there is a loss to draw."""
     return swap.judged_by == "loss"
@@ -65,7 +87,7 @@ def _original(swap: Swap) -> float | None:
     return next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
 
 
-def _draw(axes: Axes, swap: Swap, stage: Outcome, row: int, span: tuple[float, float], colour: str = BLUE) -> None:
+def _draw(axes: Axes, swap: Swap, stage: Outcome, row: int, colour: str = BLUE) -> None:
     place = _place(swap, stage)
     if place is None:
         text = "diverged" if stage.diverged else "no value"
@@ -75,16 +97,7 @@ def _draw(axes: Axes, swap: Swap, stage: Outcome, row: int, span: tuple[float, f
     if ends is not None:
         axes.plot(ends, [row, row], color=colour, linewidth=1.6, alpha=0.55, solid_capstyle="butt")
     axes.plot([place], [row], "o", color=colour, markersize=5)
-    more = _perplexity(stage) if draws_loss(swap) else ""
-    _label(axes, place, row, _side(place, span) if more else "center", _decimals(swap), more)
-
-
-def _perplexity(stage: Outcome) -> str:
-    """`perplexity +5.6 %, 4.9 to 6.4 %`; empty where there is none."""
-    if stage.perplexity is None or stage.loss is None:
-        return ""
-    ends = rise_interval(stage.loss)
-    return f"perplexity {rise_words(stage.loss)}{f' ({ends})' if ends else ''}"
+    _label(axes, place, row, _decimals(swap))
 
 
 def _place(swap: Swap, stage: Outcome) -> float | None:
@@ -103,18 +116,11 @@ def _ends(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
     return stage.loss.before + low, stage.loss.before + high
 
 
-def _side(place: float, span: tuple[float, float]) -> str:
-    """On which side of a place its label begins, so that it stays within the axes."""
-    share = (place - span[0]) / (span[1] - span[0]) if span[1] > span[0] else 0.5
-    return "left" if share < 0.4 else "right" if share > 0.6 else "center"
-
-
-def _label(axes: Axes, place: float, row: int, side: str, decimals: int, more: str = "") -> None:
-    text = typeset(place, decimals) + (f" · {more}" if more else "")
+def _label(axes: Axes, place: float, row: int, decimals: int) -> None:
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    shift = {"left": -8, "right": 8}.get(side, 0)
+    text = typeset(place, decimals)
     axes.annotate(
-        text, (place, row), (shift, 7), textcoords="offset points", ha=side, fontsize=7, color=INK, bbox=white
+        text, (place, row), (0, 7), textcoords="offset points", ha="center", fontsize=7, color=INK, bbox=white
     )
 
 
