@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import families
 import pytest
 import torch
-from loaded import BARE, family
+from loaded import BARE, family, loaded
 from program import DEMO
 from torch import Tensor
 
@@ -203,11 +204,15 @@ def test_cross_attention_has_no_window() -> None:
     assert controls["one key"].kl > 0
 
 
-def test_a_model_without_a_loss_has_controls_by_its_hidden_states() -> None:
-    swap = swap_kernel(family("bert"), "rbf", sequences=2, tokens=24, batch_size=2).swap
+@pytest.mark.parametrize("headless", [False, True])
+def test_a_model_of_both_directions_has_controls_and_no_places(headless: bool) -> None:
+    model = family("bert") if not headless else loaded(families.build("bert").bert)
+    swap = swap_kernel(model, "rbf", sequences=2, tokens=24, batch_size=2).swap
+    assert (swap.loss is None) == headless
     assert "next token alone" in swap.reasons["beyond_window"]
     assert "next token alone" in swap.reasons["agreement"]
     assert by_role(swap)["floor"].hidden_cosine < 1
+    assert not swap.loss_by_position
 
 
 def test_bidirectional_heads_keep_as_many_keys_on_both_sides() -> None:

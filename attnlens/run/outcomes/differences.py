@@ -127,8 +127,9 @@ class Differences:
         """
         predicted, states = self._predicted(seed, texts), self._states(seed, texts)
         placed: dict[str, Any] = {"reasons": {}}
-        if window is not None and predicted.get("loss") is not None:
-            placed = self._placed(seed, window)
+        if window is not None:
+            why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
+            placed = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
         return (
             predicted
             | states

@@ -119,11 +119,11 @@ def _reading_help(swap: Swap, report: Report) -> str:
     ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({about})" if about else "")
     states = "CKA compares the last hidden states too; 1 is the original's own"
     if swap.judged_by == "hidden":
-        return f"hidden cosine{ends}; {states}."
+        return f"hidden cosine{ends}; {states}.{_beside_help(report.swaps)}"
     unit, top = UNITS[swap.task], "top-1: share of the same first choice"
     if swap.judged_by == "kl":
         states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
-        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}"
+        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}{_beside_help(report.swaps)}"
     delta = none or f"Δ{ends.replace('a boot', 'a paired boot')}"
     more = "; rise: of the perplexity, e^Δ − 1" * (swap.perplexity is not None)
     return f"loss and KL in {unit}; {delta}{more}; KL(original ‖ changed); {top}.{_beside_help(report.swaps)}"
