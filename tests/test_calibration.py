@@ -213,7 +213,7 @@ def test_the_option_of_a_convention_is_named_as_it_is_typed():
 
 
 def test_models_without_text_are_read_as_before():
-    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4))
+    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4, **BARE))
 
 
 # --- several texts, and a budget on each ------------------------------------------------------------------------------
