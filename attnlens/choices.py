@@ -30,3 +30,7 @@ SHOWN = "selection"
 """The analyzer whose findings can be shown head by head, and which a series of checkpoints runs too."""
 ATTENTION = "attention"
 """What can be shown of many heads: their attention rows on one sequence."""
+ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter"]
+"""What stands beside a swapped kernel: in a cache of its size some first tokens and the nearest ones; the key of the
+largest score; the mean of the values; of a kernel behind a filter, the filter with the model's own kernel, and the
+kernel without the filter."""

@@ -18,7 +18,9 @@ from attnlens.choices import Part
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo, Site
 
-SMALL: dict[str, Any] = {"sequences": 4, "tokens": 16, "batch_size": 2}
+BARE: dict[str, Any] = {"controls": False, "generate": 0}
+"""For runs of `swap_kernel` whose subject is neither controls nor generated texts."""
+SMALL: dict[str, Any] = {"sequences": 4, "tokens": 16, "batch_size": 2} | BARE
 
 
 def loaded(model: Any, tokenizer: Any = None) -> models.Loaded:

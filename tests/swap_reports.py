@@ -8,9 +8,11 @@ from typing import Any, Literal
 import numpy as np
 from reports import synthetic_report
 
-from attnlens.choices import Part
+from attnlens.choices import ControlRole, Part
 from attnlens.records import (
+    Agreement,
     Change,
+    Control,
     Coverage,
     Effect,
     Healing,
@@ -106,6 +108,29 @@ def swapped(
     }
     top = outcomes[-1] | {"reasons": {"mask_error": "the sequences have no padding"} | outcomes[-1].get("reasons", {})}
     return Swap(**(fields | top | changes))
+
+
+def controls(deltas: Sequence[float | None] = (0.05, 5.5, 3.9)) -> list[Control]:
+    """A sink-window, hard and uniform, which cost so much; and a sink-window that there is none of."""
+    roles: list[tuple[ControlRole, str, float]] = [
+        ("same size", "sink-window:4,64", 8704.0),
+        ("one key", "hard", 16384.0),
+        ("floor", "uniform", 65.0),
+    ]
+    agreement = agreed([64, 10, 64, 12])
+    return [
+        Control(role=role, kernel=kernel, state=state, agreement=agreement, **outcome(delta))
+        for (role, kernel, state), delta in zip(roles, deltas, strict=True)
+    ]
+
+
+def agreed(until: list[int], tokens: int = 64) -> Agreement:
+    """Prompts whose continuations differ after so many tokens."""
+    ordered = sorted(until)
+    low, middle, high = (ordered[(len(until) - 1) * part // 4] for part in (1, 2, 3))
+    never = sum(one == tokens for one in until)
+    facts: dict[str, Any] = {"prompts": len(until), "source": "windows", "prompt_tokens": 64, "tokens": tokens}
+    return Agreement(**facts, until=until, median=middle, quartiles=(low, high), never=never)
 
 
 def healing(steps: int = 1000) -> Healing:

@@ -11,7 +11,7 @@ import torch
 import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaded import apart, family, loaded, outputs, package, sites_of
+from loaded import BARE, apart, family, loaded, outputs, package, sites_of
 from program import attnlens as program
 from program import refused
 
@@ -37,13 +37,13 @@ from attnlens.texts import Cut
 from attnlens.texts.targets import feed
 
 RANK = parsed("rank:65536")
-SHORT = {"sequences": 16, "tokens": 64}
+SHORT = {"sequences": 16, "tokens": 64} | BARE
 
 
 @pytest.fixture(scope="module")
 def report(demo):
     """The plan of 1 % for `demo`, on other windows of its own text."""
-    return swap_kernel(demo, "rank", budget="loss:1%")
+    return swap_kernel(demo, "rank", budget="loss:1%", **BARE)
 
 
 @pytest.fixture
@@ -410,7 +410,7 @@ def test_several_texts_keep_the_budget_each_by_itself(demo, tmp_path):
         path.write_text(text)
     (tmp_path / "begin.txt").write_text(BOOK[0].text[:20000])
     given = {"text": str(tmp_path / "begin.txt"), "calibration": list(map(str, paths)), "sequences": 8}
-    found = swap_kernel(demo, "rank", budget="loss:2%", **given)
+    found = swap_kernel(demo, "rank", budget="loss:2%", **given, **BARE)
     estimated = found.plan.estimated
     assert set(estimated.by_text) == set(found.plan.promised.by_text) == {"book.txt", "capitals.txt"}
     assert estimated.bound(room.MARGIN) <= 0.02
@@ -424,14 +424,14 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, tmp_path):
     """In capitals `demo` predicts badly whatever its heads do: what they need for the Bible is not seen there."""
     other = tmp_path / "other.txt"
     other.write_text(BOOK[0].text[20000:].upper())
-    found = swap_kernel(demo, "rank", budget="loss:1%", tokens=64, calibration=[str(other)])
+    found = swap_kernel(demo, "rank", budget="loss:1%", tokens=64, calibration=[str(other)], **BARE)
     assert found.plan.promised.high <= 0.01 < found.plan.measured.share
     assert not found.plan.kept
     assert any("the promise does not hold on this text" in line for line in plan_lines(found.plan))
 
 
 def test_a_healed_plan_has_both_rises(demo, few):
-    found = swap_kernel(demo, "rank:group=1", budget="loss:10%", heal=6, tokens=32, sequences=8)
+    found = swap_kernel(demo, "rank:group=1", budget="loss:10%", heal=6, tokens=32, sequences=8, **BARE)
     assert found.plan.healed is not None
     assert found.plan.healed.share < found.plan.measured.share
     assert found.plan.healed.share == pytest.approx(found.swap.loss.after / found.swap.loss.before - 1)
@@ -518,14 +518,14 @@ def test_sizes_are_those_of_the_weights(name, folds, bias):
 
 def test_an_encoder_has_no_cache_to_shrink():
     model = family("bert")
-    found = swap_kernel(model, "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2)
+    found = swap_kernel(model, "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2, **BARE)
     assert found.plan.cache_bytes_per_token.after is None
     assert "cache" in found.plan.reasons["cache_bytes_per_token"]
     assert found.plan.parameters.after <= found.plan.parameters.before
 
 
 def test_a_module_of_several_sites_has_no_weights_to_cut():
-    found = swap_kernel(family("albert"), "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2)
+    found = swap_kernel(family("albert"), "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2, **BARE)
     assert found.plan.parameters.after is None
     assert "several sites" in found.plan.reasons["parameters"]
     assert found.plan.flops_per_token.after is not None
@@ -587,7 +587,9 @@ def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
 def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
     found = swap_kernel(demo, "rank", budget="loss:5%", save=tmp_path / "cut", **SHORT)
     again = attnlens.load_swapped(tmp_path / "cut")
-    evaluated = feed(demo, texts.batches(demo, BOOK, Cut(**SHORT)), "causal", 0)
+    evaluated = feed(
+        demo, texts.batches(demo, BOOK, Cut(sequences=SHORT["sequences"], tokens=SHORT["tokens"])), "causal", 0
+    )
     try:
         own = losses(replace(demo, model=again.model), evaluated, "causal", Design.plain(16))
     finally:
@@ -647,12 +649,12 @@ def test_budgets_are_shares():
 )
 def test_other_kernels_are_refused(demo, kernels):
     with pytest.raises(UsageError, match="A budget chooses the ranks"):
-        swap_kernel(demo, kernels, budget="loss:1%")
+        swap_kernel(demo, kernels, budget="loss:1%", **BARE)
 
 
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(UsageError, match="no loss to spend"):
-        swap_kernel(family("vit"), "rank", budget="loss:1%", sequences=2)
+        swap_kernel(family("vit"), "rank", budget="loss:1%", sequences=2, **BARE)
 
 
 def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(demo, tmp_path):
@@ -664,9 +666,9 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
         (tmp_path / f"{count}.txt").write_text(text)
     given = {"budget": "loss:50%", "sequences": 8, "tokens": 32}
     with pytest.raises(TextError, match=r"19\.txt has 11 windows that are not evaluated; a budget needs 12") as refusal:
-        swap_kernel(demo, "rank", text=str(tmp_path / "19.txt"), **given)
+        swap_kernel(demo, "rank", text=str(tmp_path / "19.txt"), **given, **BARE)
     assert "--tokens" in refusal.value.remedy
-    found = swap_kernel(demo, "rank", text=str(tmp_path / "20.txt"), **given).plan
+    found = swap_kernel(demo, "rank", text=str(tmp_path / "20.txt"), **given, **BARE).plan
     assert (found.estimated.sequences, found.promised.sequences) == (4, 4)
 
 

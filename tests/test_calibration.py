@@ -6,7 +6,7 @@ import pytest
 import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaded import family
+from loaded import BARE, family
 from test_heal import watched
 
 from attnlens import texts
@@ -15,7 +15,7 @@ from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration
 from attnlens.texts import overlap
 
-READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"}
+READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"} | BARE
 CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
 OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
@@ -213,7 +213,7 @@ def test_the_option_of_a_convention_is_named_as_it_is_typed():
 
 
 def test_models_without_text_are_read_as_before():
-    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4))
+    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4, **BARE))
 
 
 # --- several texts, and a budget on each ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import tiny
 import torch
 import transformers as tf
 import views
-from loaded import loaded
+from loaded import BARE, loaded
 
 import attnlens
 from attnlens.errors import AttnlensError
@@ -80,8 +80,8 @@ VERBS = {
     "ksvd": lambda model: attnlens.inspect(model, analyzers=["ksvd"], **SMALL),
     "doctor": lambda model: attnlens.doctor(model, **SMALL),
     "rbf": lambda model: attnlens.swap_kernel(model, ["rbf", "linear"], allow_signed=True, **SMALL),
-    "rank": lambda model: attnlens.swap_kernel(model, "rank:1", **SMALL),
-    "sweep": lambda model: attnlens.swap_kernel(model, "rbf", sweep="layers", **SMALL),
+    "rank": lambda model: attnlens.swap_kernel(model, "rank:1", **SMALL, **BARE),
+    "sweep": lambda model: attnlens.swap_kernel(model, "rbf", sweep="layers", **SMALL, **BARE),
     "head": lambda model: attnlens.converge_head(model, head=(0, 0), iterations=5, **SMALL),
 }
 

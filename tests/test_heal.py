@@ -8,7 +8,7 @@ import families
 import pytest
 import tiny
 import torch
-from loaded import apart, family, loaded, outputs, package, sites_of
+from loaded import BARE, apart, family, loaded, outputs, package, sites_of
 from typer.testing import CliRunner
 
 import attnlens
@@ -25,7 +25,7 @@ from attnlens.run.swap.healing import descent as room
 from attnlens.run.swap.healing.trainable import trainable
 from attnlens.run.swap.pipeline import swap_kernel
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
+READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
 
 
 # --- text that neither saw --------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("And God said, Let there be light: and there was light. " * 2)
     with pytest.raises(TextError, match="two batches"):
-        swap_kernel(demo, "rbf", heal=1, calibration=str(other), sequences=4, tokens=16, batch_size=8)
+        swap_kernel(demo, "rbf", heal=1, calibration=str(other), sequences=4, tokens=16, batch_size=8, **BARE)
 
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
@@ -175,7 +175,7 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
 
 
 def test_a_fitted_rbf_costs_the_demo_less_than_a_plain_one(demo):
-    swap = swap_kernel(demo, "rbf", fit=True, sequences=8, tokens=48).swap
+    swap = swap_kernel(demo, "rbf", fit=True, sequences=8, tokens=48, **BARE).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "fitted"]
     plain, fitted = swap.stages
     assert fitted.loss.after < plain.loss.after
@@ -185,7 +185,7 @@ def test_a_fitted_rbf_costs_the_demo_less_than_a_plain_one(demo):
 
 
 def test_a_full_rank_is_the_model_itself_and_a_low_one_is_not(demo):
-    swaps = {rank: swap_kernel(demo, f"rank:{rank}", sequences=4, tokens=32).swap for rank in (16, 12, 4, 1)}
+    swaps = {rank: swap_kernel(demo, f"rank:{rank}", sequences=4, tokens=32, **BARE).swap for rank in (16, 12, 4, 1)}
     whole = swaps[16]
     assert [stage.name for stage in whole.stages] == ["swapped"]
     assert whole.loss.delta == pytest.approx(0, abs=1e-4)
@@ -350,7 +350,7 @@ def test_weights_that_other_calls_share_are_not_trained():
 
 @pytest.fixture(scope="module")
 def healed(demo):
-    return swap_kernel(demo, "rbf", heal=60, sequences=8, tokens=32, seed=1).swap
+    return swap_kernel(demo, "rbf", heal=60, sequences=8, tokens=32, seed=1, **BARE).swap
 
 
 def test_healing_brings_the_demo_nearer(healed):

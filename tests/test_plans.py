@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loaded import BARE
 from program import attnlens as program
 from program import refused
 from test_budget import grouped
@@ -18,7 +19,7 @@ from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks import search as room
 from attnlens.sentences.plans import plan_lines
 
-READ = {"sequences": 8, "tokens": 32, "batch_size": 4}
+READ = {"sequences": 8, "tokens": 32, "batch_size": 4} | BARE
 
 
 @pytest.fixture(scope="module", autouse=True)

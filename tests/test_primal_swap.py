@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loaded import SMALL, apart, family, outputs
+from loaded import BARE, SMALL, apart, family, outputs
 from test_heal import READ
 
 from attnlens import hooks, texts
@@ -251,14 +251,14 @@ def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
 
 @pytest.mark.slow
 def test_healing_takes_some_of_the_loss_back(demo):
-    swap = swap_kernel(demo, "primal:16", sequences=8, tokens=64, heal=60, eta=0.2, ksvd_convention="code").swap
+    swap = swap_kernel(demo, "primal:16", sequences=8, tokens=64, heal=60, eta=0.2, ksvd_convention="code", **BARE).swap
     stages = {stage.name: stage.loss.after for stage in swap.stages}
     assert swap.loss.before < stages["healed"] < stages["swapped"] - 0.05
     assert (swap.healing.eta, swap.healing.ksvd_convention) == (0.2, "code")
 
 
 def test_demo_loses_and_the_report_says_what_there_is(demo):
-    report = swap_kernel(demo, "primal:32", sequences=8, tokens=32)
+    report = swap_kernel(demo, "primal:32", sequences=8, tokens=32, **BARE)
     swap = report.swap
     assert swap.loss.before < swap.loss.after < math.log(1024)
     assert swap.causality_error == 0
@@ -270,7 +270,7 @@ def test_demo_loses_and_the_report_says_what_there_is(demo):
     assert {site.path for site in swap.sites} == {"primal scores"}
     assert report.settings.calibration is not None
     assert swap.healing is None
-    exact = swap_kernel(demo, "primal:16", sequences=8, tokens=32).swap
+    exact = swap_kernel(demo, "primal:16", sequences=8, tokens=32, **BARE).swap
     assert exact.loss.after == swap.loss.after
     assert not any("head_dim bounds" in note for note in exact.notes)
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import transformers as tf
-from loaded import apart, family, outputs, sites_of
+from loaded import BARE, apart, family, outputs, sites_of
 from program import attnlens as program
 from program import python, refused
 from safetensors.torch import load_file, save_file
@@ -25,7 +25,7 @@ from attnlens.run.swap.restored import load_swapped
 from attnlens.run.swap.saved import UnsavedError, save_swapped
 from attnlens.run.swap.session import Swapping
 
-READ = {"sequences": 4, "tokens": 16, "batch_size": 4}
+READ = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from loaded import apart, outputs, package, sites_of, smollm2
 import attnlens
 from attnlens import hooks
 from attnlens.kernels import parsed
+from attnlens.run.outcomes.agreement import Prompts, agreement, continued
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.restored import load_swapped
 
@@ -43,6 +44,17 @@ def test_smollm2_is_read_whole():
     assert len(report.heads[0].curves["weights.symmetry_by_distance"]) == 64
     report_doctor = attnlens.doctor(loaded, layers=[0, 14], tokens=32)
     assert all(check.passed for check in report_doctor.doctor)
+
+
+def test_a_model_of_rotations_and_grouped_heads_generates_what_it_does():
+    """Greedy continuations of its own kernel through the door are the original's to the end."""
+    model, ids = smollm2().model, torch.randint(3, 40000, (2, 8), generator=torch.Generator().manual_seed(0))
+    own = continued(model, Prompts(ids, torch.ones_like(ids), "windows"), 5)
+    sites = sites_of(model, {"input_ids": ids})
+    for words, whole in (("exponential", True), ("uniform", False)):
+        swaps = {site: hooks.Replacement(parsed(words)) for site in sites}
+        found = agreement(model, own, lambda swaps=swaps: hooks.replace(model, sites, swaps))
+        assert (found.until == [5, 5]) == whole
 
 
 def test_a_dequantised_gguf_model_is_saved_too(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers as tf
-from loaded import SMALL, apart, family, loaded, outputs, sites_of
+from loaded import BARE, SMALL, apart, family, loaded, outputs, sites_of
 from program import SMALL as WORDS
 from program import attnlens as program
 from program import refused
@@ -31,7 +31,7 @@ from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.statistics import Design, paired_difference
 from attnlens.texts.targets import NOTHING, feed, task_of
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 2}
+READ = {"sequences": 4, "tokens": 24, "batch_size": 2} | BARE
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def broken():
 
 
 def batches(model, *, pack=True, text=(), **more):
-    given = {name: number for name, number in (READ | more).items() if name != "batch_size"}
+    given = {name: number for name, number in (READ | more).items() if name not in ("batch_size", *BARE)}
     contents = texts.read_each(text) or texts.sample(model.info.id)
     return texts.batches(model, contents, texts.Cut(batch_size=2, pack=pack, **given))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as standard
 import io
+import math
 import re
 
 import numpy as np
@@ -11,7 +12,19 @@ import pytest
 import views
 from matplotlib.figure import Figure
 from program import DEMO, attnlens, refused, without_torch
-from swap_reports import DIVERGED, HEADLESS, NOISE, healing, outcome, planned, several, swap_report, swapped
+from swap_reports import (
+    DIVERGED,
+    HEADLESS,
+    NOISE,
+    agreed,
+    controls,
+    healing,
+    outcome,
+    planned,
+    several,
+    swap_report,
+    swapped,
+)
 from test_plots_layout import overlapping
 
 from attnlens.choices import Part
@@ -19,7 +32,7 @@ from attnlens.kernels import TIES
 from attnlens.plots import panel_figure, swap_overview, swap_panels
 from attnlens.plots.style import house_style, new_figure
 from attnlens.plots.swaps.healing import draw_healing, named_steps
-from attnlens.plots.swaps.kernels import draw_kernels
+from attnlens.plots.swaps.kernels import GREY, draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
 from attnlens.records import Coverage, Effect, Pair, Plan, Report, Rise, Text, TextCosine
@@ -45,6 +58,11 @@ def whole() -> Report:
     return swap_report(swapped(deltas=(3.28, 1.12, 0.09), healed=True, sweep="heads"))
 
 
+def beside(**changes: object) -> Report:
+    """A kernel that costs 0.4 nats beside its controls, of which the sink-window costs less."""
+    return swap_report(swapped(deltas=(0.4,), controls=controls(), agreement=agreed([1, 2, 3, 64]), **changes))
+
+
 def hostile() -> Report:
     """Strangers' strings wherever a swap has strings."""
     names = {"kernel": HOSTILE, "formula": HOSTILE, "fitted": [HOSTILE], "notes": [HOSTILE]}
@@ -66,6 +84,66 @@ def test_one_kernel_is_told_with_its_numbers_stage_by_stage() -> None:
     assert "identity error 3.2e-07, causality error 0, mask error –" in said
     assert "mask error: the sequences have no padding" in said
     assert "15,134 → 12,043 tokens per second (× 0.80); 440 → 457 MiB at most (× 1.04)" in said
+
+
+def test_perplexity_is_told_with_the_interval_of_its_rise() -> None:
+    """Its ends are e^Δ − 1 at those of Δ."""
+    said = flowing(beside())
+    rise, ends = math.expm1(0.4), [math.expm1(0.4 + sign * (0.0202 + 0.02)) for sign in (-1, 1)]
+    interval = f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f} %"
+    assert f"Perplexity 11.4 → 16.9 (+{100 * rise:.1f} %, 95 % interval {interval})." in said
+    assert row(views.summary(beside(), 120), "swapped")[6:13] == ["16.9", f"+{100 * rise:.1f}", "%", *interval.split()]
+    assert "+9.4 %" in effects.verdict(swapped(deltas=(0.09,)))
+
+
+def test_controls_are_rows_apart_and_named_where_they_cost_less() -> None:
+    text = views.summary(beside(), 120)
+    rows = [line.split()[:3] for line in text.splitlines() if line.startswith("vs ")]
+    assert rows[:3] == [["vs", "sink-window:4,64", "2.480"], ["vs", "hard", "7.930"], ["vs", "uniform", "6.330"]]
+    assert "Less than the kernel costs, intervals apart: sink-window:4,64." in flowing(beside())
+    assert "vs" not in views.summary(swap_report(swapped()), 120).split(), "the control"
+    dear = swap_report(swapped(deltas=(0.04,), controls=controls()))
+    assert "Less than" not in flowing(dear), "their intervals meet"
+
+
+def test_several_kernels_have_their_own_controls_below_and_the_common_ones_last() -> None:
+    swaps = [swapped(kernel=name, deltas=(delta,), controls=controls()) for name, delta in (("elu", 1.0), ("l2", 2.0))]
+    text = views.summary(swap_report(*swaps), 140)
+    lines = text[text.index("original") :].splitlines()[1:7]
+    assert [line.split()[:2][-1] for line in lines] == [
+        "3.430", "sink-window:4,64", "4.430", "sink-window:4,64", "hard", "uniform"
+    ]  # fmt: skip
+
+
+def test_agreement_is_censored_where_half_never_differs() -> None:
+    assert "are the original's for 2 of 64 tokens in the median (quartiles 1 to 3); 1 of 4 never differ." in flowing(
+        beside()
+    )
+    report = swap_report(swapped(agreement=agreed([64, 64, 64, 3])))
+    assert "are the original's for ≥ 64 of 64 tokens" in flowing(report)
+
+
+def test_a_control_has_a_row_of_its_own_in_the_csv() -> None:
+    rows = list(standard.DictReader(io.StringIO(views.csv(beside()))))
+    assert [(found["stage"], found["control"]) for found in rows] == [
+        ("swapped", ""), ("", "sink-window:4,64"), ("", "hard"), ("", "uniform")
+    ]  # fmt: skip
+    assert [found["state"] for found in rows[1:]] == ["8704", "16384", "65"]
+    assert {found["tokens_per_second.after"] for found in rows[1:]} == {""}
+    assert {"perplexity.delta.low", "perplexity.delta.high", "greedy.median"} <= set(rows[0])
+
+
+def test_controls_are_drawn_in_grey_at_their_losses() -> None:
+    swap = beside().swap
+    assert swap is not None
+    axes = drawn(draw_kernels, [swap]).axes[0]
+    grey = sorted(line.get_xdata()[0] for line in axes.lines if line.get_color() == GREY)
+    assert grey == [pytest.approx(0.05), pytest.approx(3.9), pytest.approx(5.5)]
+    stages = drawn(draw_stages, swap).axes[0]
+    assert [label.get_text().split("\n")[0] for label in stages.get_yticklabels()] == [
+        "original", "swapped", "sink-window:4,64", "hard", "uniform"
+    ]  # fmt: skip
+    assert "+49.2 % (43.3 to 55.3 %)" in stages.get_yticklabels()[1].get_text()
 
 
 @pytest.mark.parametrize(
@@ -351,9 +429,11 @@ def settle(figure: Figure) -> None:
 
 
 @pytest.mark.parametrize("size", SHAPES)
-@pytest.mark.parametrize("kind", ["heads", "layers", "several"])
+@pytest.mark.parametrize("kind", ["heads", "layers", "several", "controls"])
 def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str) -> None:
-    if kind == "several":
+    if kind == "controls":
+        report = swap_report(swapped(*size, deltas=(3.28, 1.12, 0.09), healed=True, controls=controls()))
+    elif kind == "several":
         report = several(*size, sweep="layers")
     else:
         report = swap_report(swapped(*size, deltas=(3.28, 1.12, 0.09), healed=True, sweep=kind))  # type: ignore[arg-type]

@@ -36,8 +36,13 @@ class Inputs:
         is not asked), UsageError for a plan that can't be read.
         """
         found = cls()
-        for option in ("text", "calibration"):
-            for path in given.get(option) or ():
+        prompts = [] if given.get("prompts") is None else [Path(given["prompts"])]
+        for option, named in (
+            ("text", given.get("text")),
+            ("calibration", given.get("calibration")),
+            ("prompts", prompts),
+        ):
+            for path in named or ():
                 if str(path) != STDIN:
                     found._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:

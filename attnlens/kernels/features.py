@@ -80,3 +80,15 @@ def random_features(
     exponent: Tensor = x @ orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
     bounded: Tensor = exponent.clamp_max(LARGEST_EXPONENT)
     return bounded.exp() / math.sqrt(count)
+
+
+@kernel(
+    "uniform",
+    formula="0",
+    source="the floor of every comparison",
+    **SUMMED,
+    reads=False,
+)
+def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
+    """Every visible key alike, φ = 1: attention is the mean of the values, whatever queries and keys say."""
+    return wide(x).new_ones(*x.shape[:-1], 1)

@@ -80,8 +80,8 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether attention has a gradient: eigenvalues of which many meet at 0 have none."""
-        return not self.info.hard and self.tie not in ("mercer", "negativeless")
+        """Whether attention has a gradient in queries and keys: eigenvalues of which many meet at 0 have none."""
+        return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepared(self, call: Call) -> tuple[Call, Kernel]:
         """The call and the kernel of which attention is computed: itself, or a call whose exponential kernel it is."""

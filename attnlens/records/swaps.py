@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from attnlens.choices import Part
+from attnlens.choices import ControlRole, Part
 from attnlens.records.measures import Number, Record
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -62,6 +62,59 @@ class TextChange(Record):
     """How many of the sequences are its."""
     change: Change
     """The loss, with its interval over this text's sequences."""
+    perplexity: Change | None = None
+    """exp(loss), its interval from the same draws; None where it is too large for a number, or an older attnlens wrote
+    the record."""
+
+
+class PositionChange(Record):
+    """How the loss changed on the tokens at some places of their sequences."""
+
+    first: int
+    """The first of these places, counted from 1 over a sequence's predicted tokens."""
+    last: int
+    """The last one."""
+    tokens: int
+    """How many tokens there are, over all sequences."""
+    change: Change
+    """Their loss."""
+
+
+class BeyondWindow(Record):
+    """How the loss changed on tokens whose evidence lies further back than a window reaches.
+
+    That are those whose pair (token before, token) stood in the sequence before, and last so that it ends more than
+    `window` tokens back.
+    """
+
+    window: int
+    """Keys that the window holds, the query's own included: the kernel's own, or that of its sink-window control."""
+    tokens: int
+    """How many such tokens there are."""
+    change: Change
+    """Their loss."""
+
+
+class Agreement(Record):
+    """For how long two models continue the same prompts with the same tokens, each choosing its likeliest."""
+
+    prompts: int
+    """How many prompts there are."""
+    source: str
+    """What they are: `windows` (the first halves of evaluated ones), or the name of their file."""
+    prompt_tokens: int
+    """Tokens of the longest prompt."""
+    tokens: int
+    """How many tokens were generated at most."""
+    until: list[int]
+    """Of each prompt, the tokens until the first that differs; `tokens` where none does, also where both texts ended
+    alike before."""
+    median: Number
+    """Their lower median; at `tokens` it says no more than that half of the prompts never differ."""
+    quartiles: tuple[Number, Number]
+    """Their lower quartiles."""
+    never: int
+    """Prompts whose continuations never differ."""
 
 
 class TextCosine(Record):
@@ -84,6 +137,10 @@ class Outcome(Record):
     """Nats per predicted token over all sequences; None where there is nothing to predict, or it diverged."""
     loss_by_text: list[TextChange] = []
     """The same for each text, where there are several."""
+    loss_by_position: list[PositionChange] = []
+    """The same by place in the sequence, from the front, of causal models."""
+    beyond_window: BeyondWindow | None = None
+    """The same on tokens whose evidence no window reaches, of causal models."""
     perplexity: Change | None = None
     """exp(loss)."""
     kl: Number | None = None
@@ -100,6 +157,8 @@ class Outcome(Record):
     """The same for each text, where there are several."""
     hidden_cka: Number | None = None
     """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
+    agreement: Agreement | None = None
+    """For how long greedy continuations are the original's, with a key-value cache; None where nothing is generated."""
     diverged: bool = False
     """Whether the changed model's predictions or hidden states are not finite."""
     reasons: dict[str, str] = {}
@@ -111,6 +170,19 @@ class Stage(Outcome):
 
     name: Literal["swapped", "fitted", "healed"]
     """Which."""
+
+
+class Control(Outcome):
+    """What a simple alternative to a kernel does to the model, at the same sites and heads, without any training."""
+
+    role: ControlRole
+    """`same size`: some first tokens and the nearest ones, in a cache of the kernel's size (64 with 4 first tokens
+    where it is not bounded); `one key`: that of the largest score; `floor`: the mean of the values; of a kernel behind
+    a filter its two branches, `filter alone` with the model's own kernel, and `without filter`."""
+    kernel: str | None
+    """As it can be typed, of most sites where they differ; None where there is none, see `reasons`."""
+    state: Number | None = None
+    """Numbers that a head keeps of a whole window's tokens, mean over sites."""
 
 
 class Effect(Record):
@@ -197,6 +269,11 @@ class Swap(Outcome):
     """As swapped, then fitted, then healed, as far as was asked for."""
     healing: Healing | None = None
     """How it was healed."""
+    state: Number | None = None
+    """Numbers that a swapped head keeps of a whole window's tokens, mean over sites: m·(value_dim + 1) by running sums
+    over m features, head_dim + value_dim for each key that a filter leaves in sight, or for each token without one."""
+    controls: list[Control] = []
+    """Simple alternatives, measured on the same windows."""
     sweep: list[Effect] = []
     """Each head or layer swapped alone, the most harmful first."""
     notes: list[str] = []

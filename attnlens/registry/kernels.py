@@ -85,6 +85,8 @@ class KernelInfo:
     """Fitted parameters that healing may train on."""
     equal_lengths: str = ""
     """What it becomes where all keys of a head have one length; empty where nothing else."""
+    reads: bool = True
+    """Whether it depends on queries and keys at all."""
     needs_fit: bool = False
     """Whether it is nothing without calibration text (rank)."""
 

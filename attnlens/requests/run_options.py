@@ -247,6 +247,28 @@ class SwapRequest(ModelRequest, total=False):
             noun="--ksvd-convention",
         ),
     ]
+    controls: Annotated[
+        bool,
+        Option(
+            "Measure simple alternatives beside each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
+            "each branch of a kernel with a filter.",
+            True,
+            flag="--controls/--no-controls",
+        ),
+    ]
+    generate: Annotated[
+        int,
+        Option(
+            "Continue prompts greedily by at most so many tokens, and count those until the swapped model differs.",
+            64,
+            least=0,
+            most=65536,
+        ),
+    ]
+    prompts: Annotated[
+        Place,
+        _file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows."),
+    ]
     path: Annotated[
         Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
     ]

@@ -45,12 +45,17 @@ class SwapOptions:
     eta: float | None
     """None where nothing is regularised."""
     convention: Convention
+    controls: bool
+    """Whether simple alternatives are measured too."""
+    generate: int
+    """How many tokens greedy continuations have at most."""
+    prompts: str | None
+    """The file of what is continued; None: evaluated windows."""
 
     @classmethod
     def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
         """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
-        if "-" in asked["text"] and "-" in asked["calibration"]:
-            raise UsageError("--text and --calibration both read stdin.", "Give one of them a file.")
+        _refuse_shared_stdin(asked)
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:
@@ -71,6 +76,9 @@ class SwapOptions:
             form_named=":" in next(iter(words("kernels", kernels)), ""),
             eta=_eta(asked, kernels_asked),
             convention=asked["ksvd_convention"],
+            controls=asked["controls"],
+            generate=asked["generate"],
+            prompts=None if asked["prompts"] is None else arguments.path("prompts", asked["prompts"]),
         )
         options._check()
         return options
@@ -94,6 +102,8 @@ class SwapOptions:
                 "Calibration text is given and nothing reads it.",
                 "Add --fit, --heal, --budget or --ranks, or leave it out.",
             )
+        if self.prompts is not None and not self.generate:
+            raise UsageError("Prompts are given and nothing continues them.", "Leave out --prompts, or --generate 0.")
         if self.save is not None:
             check_folder(self.save)
 
@@ -116,6 +126,14 @@ class SwapOptions:
         if layers is not None or heads is not None:
             raise UsageError(*BOTH)
         return self.ranks.settings.layers, self.ranks.settings.heads
+
+
+def _refuse_shared_stdin(asked: Mapping[str, Any]) -> None:
+    """Raise UsageError where two options read standard input."""
+    given = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
+    reading = [f"--{name}" for name, files in given.items() if "-" in files]
+    if len(reading) > 1:
+        raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
 
 
 def _check_fit(kernel: Kernel, *, alone: bool) -> None:

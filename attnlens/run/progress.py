@@ -34,3 +34,16 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
         yield
     finally:
         timings[stage] = time.perf_counter() - start
+
+
+def telling(progress: Progress, stage: str, total: int) -> Tell:
+    """Tells how much of a stage is done, from how much more is; nothing at first."""
+    done = 0
+
+    def tell(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(stage, done, total)
+
+    tell(0)
+    return tell

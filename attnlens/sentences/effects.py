@@ -7,6 +7,7 @@ from statistics import median
 
 from attnlens.kernels import TIES
 from attnlens.records import Change, Healing, Pair, Report, Stage, Swap
+from attnlens.sentences.controls import perplexity
 from attnlens.sentences.judged import EFFECTS, UNITS, distance
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
 
@@ -20,6 +21,8 @@ WORDS = {
     "hidden_cosine": "hidden cosine",
     "hidden_cka": "CKA",
     "off_simplex": "off-simplex share",
+    "beyond_window": "loss beyond a window",
+    "agreement": "greedy agreement",
 }
 """Fields of a Swap whose name in words is not their own."""
 
@@ -32,7 +35,7 @@ def verdict(swap: Swap) -> str:
     if swap.diverged:
         return "The model diverges: with this kernel its predictions are no finite numbers."
     if swap.loss is not None:
-        return _loss_sentence(swap.loss, UNITS[swap.task])
+        return " ".join(filter(None, (_loss_sentence(swap.loss, UNITS[swap.task]), perplexity(swap))))
     if swap.kl is not None and swap.top1_agreement is not None:
         return (
             f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL{_bounded(swap.kl_ci95, swap.kl)}) from the "
@@ -59,12 +62,15 @@ def cautions(swaps: Sequence[Swap]) -> list[str]:
 def ranking(swaps: Sequence[Swap]) -> str:
     """Which kernels harm least and most, which not measurably, and which diverge; empty where none has a value."""
     losses = [(swap.loss, clean(swap.kernel)) for swap in swaps if swap.loss is not None]
+    powers = {clean(swap.kernel): perplexity(swap).rstrip(".") for swap in swaps}
     ranked = sorted(losses, key=lambda found: found[0].delta)
     told = []
     if ranked:
         decimals = loss_decimals([loss for loss, _ in ranked])
-        least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in (ranked[0], ranked[-1]))
+        ends = ranked[0], ranked[-1]
+        least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in ends)
         told.append(f"The loss is lowest under {least}, highest under {most}.")
+        told += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
     told += [] if ranked else _nearest(swaps)
     same = [name for loss, name in losses if _unchanged(loss)]
     lost = [swap.kernel for swap in swaps if swap.diverged]

@@ -1,4 +1,4 @@
-"""The cost of each kernel as a dot with its interval."""
+"""The cost of each kernel as a dot with its interval, beside its controls in grey."""
 
 from __future__ import annotations
 
@@ -10,15 +10,34 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
+from attnlens.sentences.controls import rise_interval, rise_words
 from attnlens.sentences.judged import distance, distance_ci95, effect_name
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from attnlens.records import Swap
+    from attnlens.choices import ControlRole
+    from attnlens.records import Control, Swap
 
 COLOUR = CATEGORIES[0]
+GREY = "#8c8c8c"
+MARKS: dict[ControlRole, tuple[str, str]] = {
+    "same size": ("D", "◆"),
+    "one key": ("v", "▼"),
+    "floor": ("X", "✖"),
+    "filter alone": ("<", "◀"),
+    "without filter": (">", "▶"),
+}
+"""How controls are drawn, and the same in a text."""
+ROLES: dict[ControlRole, str] = {
+    "same size": "sinks and window of its size",
+    "one key": "one key",
+    "floor": "all keys alike",
+    "filter alone": "filter alone",
+    "without filter": "without its filter",
+}
+"""What they are, in a few words."""
 WIDE = 30.0
 """How many times as large as the smallest effect the largest must be for the axis to become logarithmic."""
 FINEST = 1e-3
@@ -31,15 +50,46 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     """Δ of the loss, or a distance where there is no loss, with its 95 % interval; diverged ones are named."""
     axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     for row, swap in enumerate(swaps):
+        draw_controls(axes, swap, row)
         _draw(axes, swap, row)
-    _scale(axes, [effect for swap in swaps if (effect := effect_of(swap)) is not None])
-    axes.set_yticks(range(len(swaps)), [fitted(clean(swap.kernel), NAME) for swap in swaps])
+    every = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
+    _scale(axes, [effect for effect in every if effect is not None])
+    axes.set_yticks(range(len(swaps)), list(map(name_of, swaps)))
     axes.set_ylim(len(swaps) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_controls(axes: Axes, swap: Swap, row: int) -> None:
+    """Its controls as grey marks of their own shapes in the kernel's row; nothing without a loss."""
+    for control in swap.controls:
+        cost = cost_of(control)
+        if cost is not None and swap.judged_by == "loss":
+            axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
+
+
+def cost_of(control: Control) -> float | None:
+    """Δ of the loss under a control."""
+    return None if control.loss is None else control.loss.delta
+
+
+def legend_of(swaps: Sequence[Swap]) -> str:
+    """What the grey marks are, in words; empty where there are none."""
+    there = dict.fromkeys(one.role for swap in swaps for one in swap.controls if cost_of(one) is not None)
+    told = ", ".join(f"{sign} {ROLES[role]}" for role, (_, sign) in MARKS.items() if role in there)
+    return f"grey: {told}" if told else ""
+
+
+def name_of(swap: Swap) -> str:
+    """The kernel, and under it by how much the perplexity rises, with its interval."""
+    name = fitted(clean(swap.kernel), NAME)
+    if swap.loss is None or swap.perplexity is None:
+        return name
+    ends = rise_interval(swap.loss)
+    return f"{name}\nperplexity {rise_words(swap.loss)}{f' ({ends})' if ends else ''}"
 
 
 def effect_of(swap: Swap) -> float | None:

@@ -11,10 +11,10 @@ import numpy as np
 from attnlens.plots.page import Panel
 from attnlens.plots.panel_pages import panels_overview
 from attnlens.plots.swaps.healing import draw_healing
-from attnlens.plots.swaps.kernels import NAME, draw_kernels, effect_of
+from attnlens.plots.swaps.kernels import draw_kernels, effect_of, legend_of, name_of
 from attnlens.plots.swaps.ranks import draw_ranks
 from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
-from attnlens.plots.swaps.stages import draw_stages
+from attnlens.plots.swaps.stages import draw_stages, drawn_controls, names_of
 from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
 from attnlens.sentences.effects import cautions, formula
@@ -59,8 +59,12 @@ def swap_panels(report: Report) -> list[Panel]:
 def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
     lossy = swap.judged_by == "loss"
     name = "loss by stage" if lossy else "distance by stage"
-    note = f"bars: 95 % interval{' of the difference' if lossy else ''}; dashed: the original"
-    yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), left=0.62)
+    controls = drawn_controls(swap)
+    note = f"{'in %: perplexity, ' if lossy else 'bars: '}95 % interval; dashed: the original"
+    note = "in %: perplexity, 95 % interval; grey: controls" if controls else note
+    left = 0.2 + 0.062 * max(len(line) for name in names_of(swap) for line in name.splitlines())
+    rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 1
+    yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), rows, left=max(0.62, left))
     note = "on the original's queries, keys and values"
     yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
     if plan is not None:
@@ -80,8 +84,8 @@ def _several(report: Report) -> Iterator[Panel]:
     )
     caption = " ".join([caption, *cautions(swaps)])
     lines = legend_lines([swap.kernel for swap in swaps])
-    left = 0.25 + 0.062 * min(NAME, max(len(swap.kernel) for swap in swaps))
-    note = "" if any(effect_of(swap) is not None for swap in swaps) else "no kernel has a value"
+    left = 0.25 + 0.062 * max(len(line) for swap in swaps for line in name_of(swap).splitlines())
+    note = legend_of(swaps) if any(effect_of(swap) is not None for swap in swaps) else "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, left)
     yield Panel("sites", "output error by layer", "", f"{ERROR}.", partial(_site_lines, swaps=swaps), 12, legend=lines)
     swept = [swap for swap in report.swaps if swap.sweep]

@@ -34,7 +34,7 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
     colours = (colormaps["viridis"], Normalize(0, top), "neither")
     bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], colours, named=named)
     bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
-    bar.update_ticks()
+    bar.set_ticks([tick for tick in bar.get_ticks() if tick <= top])  # none beyond the scale
     wide, high = size_in_points(axes)
     if min(wide / len(heads), high / len(layers)) >= LEGIBLE:
         for row, column in np.argwhere(~np.isnan(values)):

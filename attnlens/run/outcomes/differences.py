@@ -20,8 +20,11 @@ from attnlens.run.outcomes.outputs import (
     run,
     sequence_losses,
     sequence_means,
+    token_losses,
     tokens_in,
 )
+from attnlens.run.outcomes.paired import LARGEST_LOSS, paired_change
+from attnlens.run.outcomes.positions import TokenLosses
 from attnlens.run.progress import Tell
 from attnlens.statistics import Design, paired_difference
 from attnlens.statistics.likeness import Likeness
@@ -33,8 +36,7 @@ if TYPE_CHECKING:
 Name = TypeVar("Name")
 Variant = Callable[[], AbstractContextManager[object]]
 """Makes a changed model of the original one, inside `with`."""
-LARGEST_LOSS = 700.0
-"""Loss whose exponential is still a number."""
+NOT_CAUSAL = "told of models that predict the next token alone"
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 
 
@@ -63,6 +65,8 @@ class Differences:
     """Mean cosine of each sequence's hidden states."""
     real: list[Tensor] = field(default_factory=list)
     """How many real tokens of each sequence were compared by these."""
+    by_token: TokenLosses = field(default_factory=TokenLosses)
+    """The loss of each predicted token, of causal models."""
     directionless: bool = False
     """Whether a hidden state is zero, so that no angle is formed with it."""
     likeness: Likeness | None = None
@@ -73,25 +77,31 @@ class Differences:
     sizes: list[int] = field(default_factory=list)
     """Tokens of each pass."""
 
-    def add(self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int) -> None:
-        """Take in one batch."""
+    def add(
+        self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
+    ) -> None:
+        """Take in one batch; `ids` are the tokens of a causal model."""
         self.seconds.append(new.seconds)
         self.own_seconds.append(own.seconds)
         self.sizes.append(sizes)
         if own.logits is not None and new.logits is not None:
-            self._add_predictions(own.logits, new.logits, targets)
+            self._add_predictions(own.logits, new.logits, targets, ids)
         if own.hidden is not None and own.owners is not None and new.hidden is not None:
             self._add_hidden(own.hidden, new.hidden, own.owners)
 
-    def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None) -> None:
+    def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None, ids: Tensor | None) -> None:
         if targets is None:
             targets = own.argmax(-1, keepdim=True)
-        self.kept.append((targets != NOTHING).any(1).cpu())
-        for logits, losses in ((own, self.before), (new, self.after)):
-            means, counts = sequence_losses(logits, targets)
-            losses.append(means)
+        there = targets != NOTHING
+        self.kept.append(there.any(1).cpu())
+        each = [token_losses(logits, targets) for logits in (own, new)]
+        for losses, found in zip(each, (self.before, self.after), strict=True):
+            means, counts = sequence_means(losses, there)
+            found.append(means)
         self.counts.append(counts)
-        self.divergences.append(sequence_means(divergence(own, new), targets != NOTHING)[0])
+        if ids is not None and self.task == "causal":
+            self.by_token.add(each, targets, ids)
+        self.divergences.append(sequence_means(divergence(own, new), there)[0])
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
@@ -110,10 +120,34 @@ class Differences:
         self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
         self.likeness.add(own, new)
 
-    def outcome(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
-        """The fields of an Outcome; `texts` are the names of the texts that the sequences are of."""
+    def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
+        """The fields of an Outcome; `texts` are the names of the texts that the sequences are of.
+
+        `window`: beyond how many keys some tokens' evidence lies, or why there is no such number; None: not asked.
+        """
         predicted, states = self._predicted(seed, texts), self._states(seed, texts)
-        return predicted | states | {"reasons": predicted["reasons"] | states["reasons"]}
+        placed: dict[str, Any] = {"reasons": {}}
+        if window is not None:
+            why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
+            placed = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
+        return (
+            predicted
+            | states
+            | placed
+            | {
+                "reasons": predicted["reasons"] | states["reasons"] | placed["reasons"],
+            }
+        )
+
+    def _placed(self, seed: int, window: int | str) -> dict[str, Any]:
+        """The losses by place, and of tokens whose evidence lies beyond a window."""
+        if not self.by_token.before:
+            return {"reasons": {"beyond_window": NOT_CAUSAL}}
+        placed = self.by_token.by_position(self.design, seed)
+        beyond = self.by_token.beyond(window, self.design, seed) if isinstance(window, int) else window
+        if isinstance(beyond, str):
+            return {"loss_by_position": placed, "reasons": {"beyond_window": beyond}}
+        return {"loss_by_position": placed, "beyond_window": beyond, "reasons": {}}
 
     def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
         """Those of the predictions."""
@@ -189,15 +223,15 @@ class Differences:
         return self._change(seed, torch.exp)
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
-        """The loss on each text alone with its interval over that text's windows, where there are several texts."""
-        return [
-            TextChange(
-                name=name,
-                sequences=len(own),
-                change=self._change(seed, lambda mean: mean, own, Design.plain(len(own))),
-            )
-            for name, own in _by_text(self.sampled, texts)
-        ]
+        """Loss and perplexity on each text alone, their intervals over that text's windows, where there are several."""
+        return [self._of_text(seed, name, own) for name, own in _by_text(self.sampled, texts)]
+
+    def _of_text(self, seed: int, name: str, own: Tensor) -> TextChange:
+        design = Design.plain(len(own))
+        loss = self._change(seed, lambda mean: mean, own, design)
+        large = loss.after >= LARGEST_LOSS
+        powers = None if large else self._change(seed, torch.exp, own, design)
+        return TextChange(name=name, sequences=len(own), change=loss, perplexity=powers)
 
     @property
     def sampled(self) -> Design:
@@ -218,9 +252,7 @@ class Differences:
     ) -> Change:
         """A function of the mean loss of `some` sequences: before, after, and its difference with its interval."""
         before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
-        delta, low, high = paired_difference(before, after, design or self.sampled, weights=counts, of=of, seed=seed)
-        first, second = (float(of((part * counts).sum() / counts.sum())) for part in (before, after))
-        return Change(before=first, after=second, delta=delta, ci95=(low, high) if low == low else None)
+        return paired_change(before, after, counts, design or self.sampled, seed, of)
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
@@ -246,7 +278,7 @@ def compare(
         for name, variant in variants.items():
             with variant():
                 new = run(model, fed, task)
-            found[name].add(own, new, fed.targets, tokens_in(fed))
+            found[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
             progress(tokens_in(fed))
     return found
 

@@ -33,10 +33,14 @@ class PassOutputs:
     """How long it took."""
 
 
+def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]:
+    """The loss of each predicted token, in nats."""
+    return torch.nn.functional.cross_entropy(logits, targets[targets != NOTHING], reduction="none")
+
+
 def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
     """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
-    there = targets != NOTHING
-    return sequence_means(torch.nn.functional.cross_entropy(logits, targets[there], reduction="none"), there)
+    return sequence_means(token_losses(logits, targets), targets != NOTHING)
 
 
 def sequence_means(

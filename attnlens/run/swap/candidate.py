@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnlens import hooks, texts
 from attnlens.kernels import Kernel
-from attnlens.records import Healing, ModelInfo, Pair, Stage, Swap
+from attnlens.kernels.state import HeadShape
+from attnlens.records import Control, Healing, ModelInfo, Pair, Settings, Site, Stage, Swap
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.outcomes.differences import Differences
+from attnlens.run.perplexity import guess_notes
+from attnlens.run.swap.controls.alternatives import Alternative, alternatives, mean_state, window_beyond
 from attnlens.run.swap.ranks.from_plan import origin
 from attnlens.run.swap.ranks.search import Choice
 from attnlens.run.swap.resources import speed
@@ -35,11 +40,39 @@ class Candidate:
     """Healed weights by name."""
     choice: Choice | None = None
     """The ranks that a budget allows."""
+    controls: list[Alternative] = field(default_factory=list)
+    """The simple alternatives to it."""
+    measured: dict[object, Differences] = field(default_factory=dict)
+    """What was measured of them, by their keys."""
+    window: int | str = ""
+    """Beyond how many keys evidence may lie, or why there is no such number."""
+    state: float | None = None
+    """Numbers that a swapped head keeps."""
+    agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """How long each stage's greedy continuations are the original's, as fields of an Outcome."""
 
     @property
     def last(self) -> hooks.Swaps:
         """The swap at the last stage."""
         return list(self.stages.values())[-1]
+
+    def weigh(self, shapes: Mapping[Site, HeadShape]) -> None:
+        """Find its state, and the controls of that size."""
+        self.controls, self.state = alternatives(self.last, shapes), mean_state(self.last, shapes)
+        self.window = window_beyond(self.last, self.controls)
+
+    def outcomes(self, seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The fields of an Outcome at each stage; `names` are those of the texts."""
+        outcomes = {}
+        for stage, found in self.found.items():
+            outcome, agreement = found.outcome(seed, names, self.window), self.agreements.get(stage, {})
+            reasons = outcome["reasons"] | agreement.get("reasons", {})
+            outcomes[stage] = outcome | agreement | {"reasons": reasons}
+        return outcomes
+
+    def control_records(self, seed: int, names: Sequence[str]) -> list[Control]:
+        """What was measured of its controls."""
+        return [one.record(self.measured.get(one.key), seed, names, self.window) for one in self.controls]
 
     def record(
         self, outcomes: Mapping[str, dict[str, Any]], local: Local, gates: dict[str, Any], peaks: Pair, **facts: Any
@@ -48,7 +81,7 @@ class Candidate:
         last, reasons = list(outcomes.values())[-1], dict(gates["reasons"])
         found, kernel = list(self.found.values())[-1], self.kernel
         if kernel.info.form == "output":
-            reasons["off_simplex"] = "there is no attention matrix"
+            reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
         if peaks.after is None:
             reasons["peak_memory_bytes"] = "this platform does not tell it"
         return Swap(
@@ -66,18 +99,29 @@ class Candidate:
             peak_memory_bytes=peaks,
             stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
             healing=self.healing,
+            state=self.state,
             **facts,
         )
 
 
-def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, kernel: Kernel) -> list[str]:
+def guessed(found: Differences, settings: Settings, vocabulary: int | None) -> list[str]:
+    """A note for each text that the original guesses worse than evenly."""
+    texts_of, sampled = [text.name for text in settings.texts], found.sampled
+    means, counts = torch.cat(found.before), torch.cat(found.counts)
+    return guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary or math.inf)
+
+
+def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate: Candidate) -> list[str]:
     """What a reader must know of the options, a sentence each; `shared`: share of tokens that calibrated as well."""
     notes = [] if options.ranks is None else origin(options.ranks, model)
     if shared:
         share = f"{100 * shared:.2g} % of the evaluated tokens"
         notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
-    if options.fit and kernel.info.needs_fit:
-        notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
+    info = candidate.kernel.info
+    if options.fit and info.needs_fit:
+        notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
     if options.sweep and options.heal:
         notes.append("The sweep shows the heads and layers as they are before healing.")
-    return notes
+    if any(control.swaps for control in candidate.controls) and options.heal:
+        notes.append("Controls are of the model as it is before healing.")
+    return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]

@@ -16,6 +16,7 @@ from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
+from attnlens.run.outcomes.agreement import of_file
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
@@ -46,13 +47,16 @@ def swap_kernel(
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(reading.files(given))
     others = texts.read_each(options.calibration)
+    lines = texts.read_each([] if options.prompts is None else [options.prompts])
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)
+    prompts = [of_file(loaded, content) for content in lines]
     cut = feeding.cut_of(asked, given)
     work = _prepared(loaded, options, asked, contents, others, cut, progress)
+    work.prompts = next(iter(prompts), None)
     return _reported(work, start)
 
 
@@ -118,7 +122,7 @@ def _prepared(
     fed = feed(loaded, evaluated, task, asked.seed)
     design = feeding.design_of(asked, evaluated)
     settings = feeding.fed(asked, evaluated, loaded)
-    return Swapping(loaded, options, settings, task, fed, design, calibrated, samples, progress, shared)
+    return Swapping(loaded, options, settings, task, fed, design, calibrated, samples, progress, shared=shared)
 
 
 def _calibrated(

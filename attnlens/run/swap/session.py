@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnlens import hooks, models, texts
 from attnlens.arguments import Budget
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
+from attnlens.kernels.state import HeadShape
 from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipped, Summary, Swap, Task
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
+from attnlens.run.outcomes.agreement import Prompts, agreements, of_windows
 from attnlens.run.outcomes.differences import Differences, Variant, compare, mean_loss
 from attnlens.run.outcomes.outputs import run, tokens_in
 from attnlens.run.outcomes.windows import windows_of
-from attnlens.run.perplexity import guess_notes
-from attnlens.run.progress import Progress, Tell, timed
+from attnlens.run.progress import Progress, Tell, telling, timed
 from attnlens.run.provenance import report_of
-from attnlens.run.swap.candidate import Candidate, swap_notes
+from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
+from attnlens.run.swap.controls import measuring
+from attnlens.run.swap.controls.alternatives import shapes_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Healer, changed_weights, heal
@@ -60,12 +61,16 @@ class Swapping:
     samples: tuple[Sample, ...]
     """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
     progress: Progress
+    prompts: Prompts | None = None
+    """What is continued greedily; None: evaluated windows."""
     shared: float = 0.0
     """Share of the evaluated tokens that stand in the calibration text too."""
     sites: tuple[Site, ...] = ()
     heads_of: dict[Site, int] = field(default_factory=dict)
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
     """Where the kernel is swapped, and in which heads; None means all."""
+    shapes: dict[Site, HeadShape] = field(default_factory=dict)
+    """What the state of the chosen heads depends on."""
     idle: list[Skipped] = field(default_factory=list)
     """Attention that the evaluated input does not run."""
     identity_error: float = 0.0
@@ -100,6 +105,9 @@ class Swapping:
         if self.options.heal and self.calibrated is not None:
             with timed(self.timings, "heal"):
                 self._heal(candidates[0], self.calibrated)
+        if self.options.generate:
+            with timed(self.timings, "generate"):
+                self._generate(candidates)
         if (choice := candidates[0].choice) is not None and self.options.limit is not None:
             with timed(self.timings, "plan"):
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
@@ -129,6 +137,7 @@ class Swapping:
         if self.options.ranks is not None:
             check_fits(self.options.ranks, reached)
         self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
+        self.shapes = shapes_of(reached, self.chosen)
         self.idle = idle_sites(self.loaded.model, self._probe, reached, self.settings.layers)
 
     def _kernels(self) -> list[Kernel]:
@@ -179,26 +188,29 @@ class Swapping:
         return search("budget", work).choose(fitting, choosing, promising, limit)
 
     def _compare(self, candidates: list[Candidate]) -> None:
-        variants = {
-            (index, stage): self._variant(swaps)
-            for index, candidate in enumerate(candidates)
-            for stage, swaps in candidate.stages.items()
-        }
-        tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
-        for (index, stage), found in compare(
-            self.loaded.model, self.fed, variants, self.task, tell, self.design
-        ).items():
-            candidates[index].found[stage] = found
+        """Every candidate as far as it has come, and its controls."""
+        measuring.prepare(
+            candidates, self.shapes, self.loaded, self._probe, self._variant, controls=self.options.controls
+        )
+        every = measuring.variants(candidates, self._variant)
+        tell = self._teller("compare", len(every) * sum(map(tokens_in, self.fed)))
+        found = compare(self.loaded.model, self.fed, every, self.task, tell, self.design)
+        measuring.keep_differences(candidates, found)
         if self.task in ("causal", "masked"):
-            self._tell_of_guesses(next(iter(candidates[0].found.values())))
+            one = next(iter(candidates[0].found.values()))
+            self._note(guessed(one, self.settings, texts.vocabulary(self.loaded.model)))
 
-    def _tell_of_guesses(self, found: Differences) -> None:
-        """A note for each text that the original guesses worse than evenly."""
-        texts_of, sampled = [text.name for text in self.settings.texts], found.sampled
-        means, counts = torch.cat(found.before), torch.cat(found.counts)
-        vocabulary = texts.vocabulary(self.loaded.model)
-        told = guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary or math.inf)
-        self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
+    def _generate(self, candidates: list[Candidate]) -> None:
+        """For how long greedy continuations are the original's, of every stage and control."""
+        every = measuring.variants(candidates, self._variant)
+        prompts = self.prompts or of_windows(self.loaded.model, self.fed, self.task)
+        tell = self._teller("generate", len(every) + 1)
+        found, notes = agreements(self.loaded.model, prompts, self.options.generate, every, tell)
+        measuring.keep_agreements(candidates, found)
+        self._note(notes)
+
+    def _note(self, notes: list[str]) -> None:
+        self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *notes]})
 
     def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
         model = self.loaded.model
@@ -223,11 +235,11 @@ class Swapping:
 
     def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
         names = [text.name for text in self.settings.texts]
-        outcomes = {stage: found.outcome(self.settings.seed, names) for stage, found in candidate.found.items()}
+        outcomes = candidate.outcomes(self.settings.seed, names)
         self.found |= {(candidate.kernel.spelling, stage): found for stage, found in candidate.found.items()}
         with self._variant(candidate.last, candidate.weights)():
             peak = peak_of(self.loaded.model, self._pass)
-        notes = swap_notes(self.options, self.loaded.info, self.shared, candidate.kernel)
+        notes = swap_notes(self.options, self.loaded.info, self.shared, candidate)
         return candidate.record(
             outcomes,
             local,
@@ -236,6 +248,7 @@ class Swapping:
             task=self.task,
             noise=self.fed[0].noise,
             identity_error=self.identity_error,
+            controls=candidate.control_records(self.settings.seed, names),
             notes=[*meanings(self.task, noise=self.fed[0].noise), *local.notes(candidate.kernel), *notes],
         )
 
@@ -283,12 +296,4 @@ class Swapping:
         run(self.loaded.model, self.fed[0], self.task)
 
     def _teller(self, stage: str, total: int) -> Tell:
-        done = 0
-
-        def tell(more: int) -> None:
-            nonlocal done
-            done += more
-            self.progress(stage, done, total)
-
-        tell(0)
-        return tell
+        return telling(self.progress, stage, total)

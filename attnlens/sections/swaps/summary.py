@@ -6,20 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import Effect, Report, Swap
 from attnlens.sections.section import Section
-from attnlens.sections.swaps.tables import (
-    MARK,
+from attnlens.sections.swaps.outcomes import (
+    BESIDE,
     cosine_rows,
     kernel_rows,
-    place,
-    plan_rows,
-    site_rows,
+    measured,
+    place_rows,
     stage_rows,
-    sweep_rows,
-    sweeps_rows,
-    tested,
     text_rows,
 )
-from attnlens.sentences import effects
+from attnlens.sections.swaps.tables import MARK, place, plan_rows, site_rows, sweep_rows, sweeps_rows, tested
+from attnlens.sentences import controls, effects
 from attnlens.sentences.judged import UNITS, effect_name
 from attnlens.sentences.plans import explained, plan_lines
 from attnlens.sentences.population import no_errors, population
@@ -41,20 +38,24 @@ def swap_sections(report: Report, swap: Swap) -> Iterator[Section]:
 
 
 def site_sections(report: Report) -> Iterator[Section]:
-    """Every exchanged site of every kernel."""
+    """Every exchanged site of every kernel, and what it costs by place in the sequence."""
     for swap in report.swaps:
         of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
         notes = (
             "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values.",
         )
         yield Section(f"Sites{of}", table=site_rows(swap), notes=notes)
+        if swap.loss_by_position:
+            notes = (f"loss in {UNITS[swap.task]} by place in the sequence, counted from 1; Δ with a paired interval.",)
+            yield Section(f"By place{of}", table=place_rows(swap), notes=notes)
 
 
 def _one(report: Report, swap: Swap) -> Iterator[Section]:
     unit = UNITS[swap.task]
     yield Section(lines=_said(effects.kernel(swap), effects.reach(report), _calibration(report)))
     help_ = () if swap.diverged else (_reading_help(swap, report),)
-    lines = _said(effects.verdict(swap), effects.stages_sentence(swap))
+    lines = _said(effects.verdict(swap), effects.stages_sentence(swap), controls.beside(swap), controls.greedy(swap))
+    lines += _said(controls.beyond(swap), _texts(swap, report))
     yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
     yield from _by_text([swap])
     if report.plan is not None:
@@ -70,11 +71,20 @@ def _several(report: Report) -> Iterator[Section]:
     first = report.swaps[0]
     yield Section(lines=_said(effects.reach(report), _calibration(report)))
     lines = _said(effects.ranking(report.swaps) or effects.verdict(first))
+    lines += _said(
+        *(f"{clean(swap.kernel)}: {controls.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text)
+    )
+    lines += _said(_texts(first, report) if not first.loss_by_text else "")
     table, notes = kernel_rows(report.swaps), (_reading_help(first, report),)
     yield Section("What they do", lines=lines, table=table, notes=notes)
     yield from _by_text(report.swaps)
     yield Section("Kernels", items=tuple(map(effects.kernel, report.swaps)))
     yield Section("Checks", items=(effects.proof(report.swaps),))
+
+
+def _texts(swap: Swap, report: Report) -> str:
+    """Which text costs most, or that there was one alone."""
+    return controls.worst_text(swap) or controls.one_text(swap, [text.name for text in report.settings.texts])
 
 
 def _said(*sentences: str) -> tuple[str, ...]:
@@ -87,7 +97,9 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
     help_ = "{} with a 95 % interval over that text's windows; one text is not another."
     help_ += " One window has no spread: no interval." * (1 in counts)
     if any(swap.loss_by_text for swap in swaps):
-        yield Section("Text by text", table=text_rows(swaps), notes=(help_.format("Δ of the loss"),))
+        yield Section(
+            "Text by text", table=text_rows(swaps), notes=(help_.format("Δ of the loss and rise of the perplexity"),)
+        )
     elif swaps[0].judged_by == "hidden" and any(swap.hidden_cosine_by_text for swap in swaps):
         notes = (help_.format("Cosine of the last hidden states"),)
         yield Section("Text by text", table=cosine_rows(swaps), notes=notes)
@@ -107,13 +119,30 @@ def _reading_help(swap: Swap, report: Report) -> str:
     ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({about})" if about else "")
     states = "CKA compares the last hidden states too; 1 is the original's own"
     if swap.judged_by == "hidden":
-        return f"hidden cosine{ends}; {states}."
+        return f"hidden cosine{ends}; {states}.{_beside_help(report.swaps)}"
     unit, top = UNITS[swap.task], "top-1: share of the same first choice"
     if swap.judged_by == "kl":
         states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
-        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}"
+        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}{_beside_help(report.swaps)}"
     delta = none or f"Δ{ends.replace('a boot', 'a paired boot')}"
-    return f"loss and KL in {unit}; {delta}; KL(original ‖ changed); {top}."
+    more = "; rise: of the perplexity, e^Δ − 1" * (swap.perplexity is not None)
+    return f"loss and KL in {unit}; {delta}{more}; KL(original ‖ changed); {top}.{_beside_help(report.swaps)}"
+
+
+def _beside_help(swaps: Sequence[Swap]) -> str:
+    """What the rows of controls and the columns of places and generated tokens are."""
+    told = ""
+    if any(map(measured, swaps)):
+        told += (
+            f" {BESIDE}: controls, the same heads without training: a sink-window that keeps as much as the kernel "
+            "(64 tokens and the first 4 where it keeps all), one key (hard), all alike (uniform), and a filter and its "
+            "kernel alone."
+        )
+    if any(swap.beyond_window for swap in swaps):
+        told += " Δ beyond: of the tokens whose evidence no such window holds."
+    if any(swap.agreement for swap in swaps):
+        told += " greedy: tokens that generated texts have in common with the original's, median."
+    return told
 
 
 def _sweep(swap: Swap, report: Report) -> Section:

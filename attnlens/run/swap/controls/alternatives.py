@@ -1,0 +1,161 @@
+"""The simple alternatives to each asked kernel: a sink-window of its size, hard, uniform, and its own branches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.choices import ControlRole
+from attnlens.errors import UsageError
+from attnlens.hooks import OWN, Reached
+from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.state import FLOOR, ONE_KEY, HeadShape, branches, sink_window, state_numbers
+from attnlens.models import Loaded
+from attnlens.records import Control, Site
+from attnlens.run.outcomes.differences import Differences, Variant
+
+CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
+WHOLE = "{what} holds all {tokens} keys: it is the model itself"
+
+
+@dataclass
+class Alternative:
+    """A control of one kernel, before it is measured."""
+
+    role: ControlRole
+    swaps: hooks.Swaps
+    """The kernel at each site; empty where there is none."""
+    state: float | None = None
+    """Numbers that a head keeps, mean over sites."""
+    reason: str = ""
+    """Why there is none."""
+    agreement: dict[str, Any] = field(default_factory=dict)
+    """For how long its greedy continuations are the original's, or why that is not known."""
+
+    @property
+    def key(self) -> tuple[tuple[Site, int | str], ...]:
+        """Equal for alternatives that are the same at every site, which are measured once."""
+        # fitted maps have no spelling: kernels that hold some are known by themselves
+        return tuple(
+            (site, id(swap.kernel) if swap.kernel.fitted else swap.kernel.spelling) for site, swap in self.swaps.items()
+        )
+
+    @property
+    def spelling(self) -> str | None:
+        """The kernel of most sites."""
+        counted = Counter(swap.kernel.spelling for swap in self.swaps.values())
+        return counted.most_common(1)[0][0] if counted else None
+
+    def refuse(self, loaded: Loaded, inputs: Mapping[str, Tensor], variant: Callable[[hooks.Swaps], Variant]) -> None:
+        """Leave it out, with the reason, where a site refuses its kernel."""
+        if not self.swaps:
+            return
+        try:
+            with torch.no_grad(), variant(self.swaps)():
+                hooks.forward(loaded.model, inputs)
+        except UsageError as error:
+            self.swaps, self.reason = {}, error.problem.rstrip(".")
+
+    def record(self, found: Differences | None, seed: int, names: Sequence[str], window: int | str) -> Control:
+        """What was measured of it."""
+        if found is None:
+            return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
+        outcome = found.outcome(seed, names, window)
+        reasons = outcome["reasons"] | self.agreement.get("reasons", {})
+        return Control(
+            role=self.role, kernel=self.spelling, state=self.state, **outcome | self.agreement | {"reasons": reasons}
+        )
+
+
+def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
+    """What the state of each chosen site's heads depends on, at the length of the inputs that reached it."""
+    return {found.site: _shape(found, chosen[found.site]) for found in reached if found.site in chosen}
+
+
+def _shape(found: Reached, heads: tuple[int, ...] | None) -> HeadShape:
+    call, seen = found.call, found.call.visible()
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    above = torch.ones(queries, keys, dtype=torch.bool, device=call.query.device).triu(1)
+    return HeadShape(
+        heads=call.query.shape[1] if heads is None else len(heads),
+        head_dim=call.key.shape[-1],
+        value_dim=call.value.shape[-1],
+        tokens=keys,
+        causal=seen is not None and not bool((seen & above).any()),
+    )
+
+
+def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
+    """Numbers that a swapped head keeps, mean over sites; None for kernels that keep neither keys nor sums of them."""
+    if any(swap.kernel.info.form == "output" for swap in swaps.values()):
+        return None
+    found = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
+    return fmean(shape.tokens * shape.token if state is None else state for state, shape in found)
+
+
+def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
+    """The controls of a kernel as it is swapped before any healing; what is the kernel itself is left out."""
+    every = [
+        _sink_window(swaps, shapes),
+        _everywhere("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        _everywhere("floor", swaps, shapes, lambda _: parsed(FLOOR)),
+        *_branches(swaps, shapes),
+    ]
+    asked = Alternative("without filter", swaps).key
+    own = Alternative("without filter", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
+    return [one for one in every if not one.swaps or one.key not in (asked, own)]
+
+
+def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative]) -> int | str:
+    """How many keys the kernel's own window holds, or that of its sink-window; or why there is no such number."""
+    control = next((one for one in found if one.role == "same size"), None)
+    for some in (swaps, {} if control is None else control.swaps):
+        filters = [swap.kernel.filter for swap in some.values() if swap.kernel.filter]
+        widths = [one.parameters["width"] for one in filters if "width" in one.parameters]
+        if widths:
+            return max(widths)
+    return "the kernel has no window" if control is None else control.reason
+
+
+def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
+    """The sink-window that keeps as much at every site, or why there is none."""
+    if any(site.part == "cross" for site in swaps):
+        return Alternative("same size", {}, reason=CROSSING)
+    found: dict[Site, hooks.Replacement] = {}
+    for site, swap in swaps.items():
+        state = state_numbers(swap.kernel, shapes[site])
+        kernel = sink_window(state, shapes[site])
+        found[site] = hooks.Replacement(kernel or OWN, swap.heads)
+    if all(swap.kernel.filter is None for swap in found.values()):
+        shape, state = (
+            shapes[next(iter(swaps))],
+            state_numbers(next(iter(swaps.values())).kernel, shapes[next(iter(swaps))]),
+        )
+        what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
+        return Alternative("same size", {}, mean_state(swaps, shapes), WHOLE.format(what=what, tokens=shape.tokens))
+    return Alternative("same size", found, mean_state(found, shapes))
+
+
+def _everywhere(
+    role: ControlRole, swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape], of: Callable[[Kernel], Kernel]
+) -> Alternative:
+    """The kernel that `of` makes of each site's."""
+    found = {site: hooks.Replacement(of(swap.kernel), swap.heads) for site, swap in swaps.items()}
+    return Alternative(role, found, mean_state(found, shapes))
+
+
+def _branches(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
+    """What the kernel is made of, each branch alone."""
+    if not all(swap.kernel.filter for swap in swaps.values()):
+        return []
+    return [
+        _everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]),
+        _everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]),
+    ]

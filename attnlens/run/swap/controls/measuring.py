@@ -1,0 +1,65 @@
+"""Collects all that is compared with the original: each kernel at each stage, and each control once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from attnlens import hooks
+from attnlens.kernels.state import HeadShape
+from attnlens.models import Loaded
+from attnlens.records import Site
+from attnlens.run.outcomes.differences import Differences, Variant
+from attnlens.run.swap.candidate import Candidate
+
+
+class Changing(Protocol):
+    """Makes a variant of swaps, and of weights beside them."""
+
+    def __call__(self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
+        """The model with these kernels in place, and with these weights."""
+
+
+def prepare(
+    candidates: Sequence[Candidate],
+    shapes: Mapping[Site, HeadShape],
+    loaded: Loaded,
+    inputs: Mapping[str, Tensor],
+    changing: Callable[[hooks.Swaps], Variant],
+    *,
+    controls: bool,
+) -> None:
+    """Find each candidate's state and controls, and leave those out that a site refuses on these inputs."""
+    for candidate in candidates:
+        candidate.weigh(shapes)
+        candidate.controls = candidate.controls if controls else []
+        for control in candidate.controls:
+            control.refuse(loaded, inputs, changing)
+
+
+def variants(candidates: Sequence[Candidate], changing: Changing) -> dict[object, Variant]:
+    """Every candidate at every stage, by its number and stage, and every control that is not another's too."""
+    found: dict[object, Variant] = {}
+    for index, candidate in enumerate(candidates):
+        for stage, swaps in candidate.stages.items():
+            found[index, stage] = changing(swaps, candidate.weights if stage == "healed" else None)
+    for candidate in candidates:
+        found |= {control.key: changing(control.swaps) for control in candidate.controls if control.swaps}
+    return found
+
+
+def keep_differences(candidates: Sequence[Candidate], found: Mapping[object, Differences]) -> None:
+    """Give each candidate what was measured of its stages and controls."""
+    for index, candidate in enumerate(candidates):
+        candidate.found |= {stage: found[index, stage] for stage in candidate.stages}
+        candidate.measured = {one.key: found[one.key] for one in candidate.controls if one.swaps}
+
+
+def keep_agreements(candidates: Sequence[Candidate], found: Mapping[object, dict[str, Any]]) -> None:
+    """Give each candidate the agreements of its stages and controls."""
+    for index, candidate in enumerate(candidates):
+        candidate.agreements = {stage: found[index, stage] for stage in candidate.stages}
+        for control in candidate.controls:
+            control.agreement = found[control.key] if control.swaps else {}

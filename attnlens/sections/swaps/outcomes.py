@@ -1,0 +1,248 @@
+"""Tables of what a swap does to a model's predictions: by stage, by kernel, beside its controls, text by text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attnlens.records import Change, Control, Outcome, Swap, TextChange, TextCosine
+from attnlens.sections.section import Column, Table
+from attnlens.sentences.controls import agreed, rise_interval, rise_words
+from attnlens.sentences.effects import figures, interval, loss_decimals, percent, ratio
+from attnlens.wording import NO_VALUE, clean, decimals_for, written
+
+DIVERGED = "diverged"
+SHARED = ("one key", "floor")
+"""Controls that are the same beside every kernel."""
+BESIDE = "vs"
+"""What the name of a control begins with."""
+
+
+def stage_rows(swap: Swap) -> Table:
+    """The original, a row a stage, a row a control; a column for what any of them has."""
+    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
+    decimals = loss_decimals(losses)
+    before = losses[0] if losses else None
+    powers = [stage.perplexity for stage in swap.stages if stage.perplexity is not None]
+    rows: list[Outcome] = [*swap.stages, *measured(swap)]
+    found: list[tuple[str, str, Callable[[Outcome], str]]] = [
+        ("loss", "" if before is None else written(before.before, decimals), lambda o: _after(o.loss, decimals)),
+        ("Δ", "", lambda o: _delta(o.loss, decimals)),
+        ("95 % interval", "", lambda o: _interval(o.loss, decimals)),
+        ("perplexity", figures(powers[0].before) if powers else "", lambda o: _figures(o.perplexity)),
+        *((title, "", tell) for title, tell in (*RISES, *_predictions(swap), *_states(swap), *_placed(rows))),
+    ]
+    columns = []
+    for title, original, tell in found:
+        cells = [tell(row) for row in rows]
+        if set(cells) != {NO_VALUE}:
+            columns.append(Column("", title, (original, *cells)))
+    if any(row.diverged for row in rows):
+        cells = [DIVERGED if row.diverged else "" for row in rows]
+        columns.insert(0, Column("", "outcome", ("", *cells), words=True))
+    told = (*(stage.name for stage in swap.stages), *map(_beside, measured(swap)))
+    names = Column("", "stage", ("original", *told), words=True)
+    return Table((names,), tuple(columns))
+
+
+def measured(swap: Swap) -> list[Control]:
+    """Its controls but those that there are none of."""
+    return [control for control in swap.controls if control.kernel is not None]
+
+
+def _beside(control: Control) -> str:
+    """`vs sink-window:4,64`."""
+    return f"{BESIDE} {clean(control.kernel or '')}"
+
+
+def text_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a text: how many of its windows were read, and what each swap does to the loss there."""
+    texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
+    columns = []
+    for swap in swaps:
+        changes = {text.name: text.change for text in swap.loss_by_text}
+        found = [changes.get(text.name) for text in texts]
+        decimals = loss_decimals([change for change in found if change is not None])
+        group = clean(swap.kernel) if len(swaps) > 1 else ""
+        powers = {text.name: text.perplexity for text in swap.loss_by_text}
+        both = [change if powers.get(text.name) else None for text, change in zip(texts, found, strict=True)]
+        columns += [
+            Column(group, "Δ", tuple(_delta(change, decimals) for change in found)),
+            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
+            Column(group, "perplexity", tuple(_figures(powers.get(text.name)) for text in texts)),
+            Column(group, "rise", tuple(map(_rise, both))),
+            Column(group, "95 % interval of rise", tuple(map(_rise_interval, both))),
+        ]
+    return Table(_text_names(texts), tuple(columns))
+
+
+def cosine_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
+    texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
+    columns = []
+    for swap in swaps:
+        known = {text.name: text for text in swap.hidden_cosine_by_text}
+        found = [known.get(text.name) for text in texts]
+        group = clean(swap.kernel) if len(swaps) > 1 else ""
+        cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
+        ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
+        columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
+    return Table(_text_names(texts), tuple(columns))
+
+
+def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
+    return (
+        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
+        Column("", "windows", tuple(str(text.sequences) for text in texts)),
+    )
+
+
+def place_rows(swap: Swap) -> Table:
+    """A row a part of the sequences: how many tokens, their loss before and after, and its change."""
+    parts = swap.loss_by_position
+    changes = [part.change for part in parts]
+    decimals = loss_decimals(changes)
+    columns = (
+        Column("", "count", tuple(str(part.tokens) for part in parts)),
+        Column("", "before", tuple(written(change.before, decimals) for change in changes)),
+        Column("", "after", tuple(_after(change, decimals) for change in changes)),
+        Column("", "Δ", tuple(_delta(change, decimals) for change in changes)),
+        Column("", "95 % interval", tuple(_interval(change, decimals) for change in changes)),
+    )
+    return Table((Column("", "tokens", tuple(f"{part.first}–{part.last}" for part in parts)),), columns)
+
+
+def kernel_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a kernel with its controls below it, the original first; what is every kernel's control stands last."""
+    losses = [swap.loss for swap in swaps if swap.loss is not None]
+    decimals = loss_decimals(losses)
+    powers = [swap.perplexity for swap in swaps if swap.perplexity is not None]
+    loss: Cells = (
+        ("loss", lambda swap: _after(swap.loss, decimals)),
+        ("Δ", lambda swap: _delta(swap.loss, decimals)),
+        ("95 % interval", lambda swap: _interval(swap.loss, decimals)),
+        ("perplexity", lambda swap: _figures(swap.perplexity)),
+        *RISES,
+    )
+    rows, predictions, states = _rows(swaps), _predictions(swaps[0]), _states(swaps[0])
+    (first, tell), *others = {
+        "loss": (*loss, *predictions, *_placed([row for _, row in rows])),
+        "kl": (*predictions, *states),
+        "hidden": states,
+    }[swaps[0].judged_by]
+    original = {first: written(losses[0].before, decimals) if losses else ""}
+    original["perplexity"] = figures(powers[0].before) if powers else ""
+    outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
+    columns = [Column("", first, (original[first], *outcomes))]
+    columns += [Column("", title, (original.get(title, ""), *(told(row) for _, row in rows))) for title, told in others]
+    columns.append(Column("", "speed", ("", *(_speed(row) if isinstance(row, Swap) else "" for _, row in rows))))
+    columns = [column for column in columns if column.title not in OPTIONAL or set(column.cells[1:]) != {NO_VALUE}]
+    names = Column("", "kernel", ("original", *(name for name, _ in rows)), words=True)
+    return Table((names,), tuple(columns))
+
+
+def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
+    """Each kernel, what stands beside it alone, and at the end what stands beside all; each under its name."""
+    rows: list[tuple[str, Outcome]] = []
+    shared: dict[str, Control] = {}
+    for swap in swaps:
+        rows.append((_named(swap), swap))
+        for control in measured(swap):
+            if control.role in SHARED:
+                shared.setdefault(_beside(control), control)
+            else:
+                rows.append((_beside(control), control))
+    return [*rows, *shared.items()]
+
+
+def _named(swap: Swap) -> str:
+    """The kernel's spelling, and whether its parameters are fitted."""
+    return clean(swap.kernel) + (" (fitted)" if swap.fitted else "")
+
+
+def _after(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else written(change.after, decimals)
+
+
+def _delta(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else written(change.delta, decimals)
+
+
+def _interval(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else interval(change.ci95, decimals)
+
+
+def _figures(change: Change | None) -> str:
+    return NO_VALUE if change is None else figures(change.after)
+
+
+def number(found: float | None) -> str:
+    """Three figures, or that there is no value."""
+    return NO_VALUE if found is None else figures(found)
+
+
+def share(found: float | None) -> str:
+    """A share in per cent, or that there is no value."""
+    return NO_VALUE if found is None else percent(found, 1)
+
+
+def _speed(swap: Swap) -> str:
+    times = ratio(swap.tokens_per_second)
+    return NO_VALUE if times is None else f"× {written(times, 2)}"
+
+
+Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
+"""Titles of columns, and what stands in them."""
+
+
+def _rise(change: Change | None) -> str:
+    return NO_VALUE if change is None else rise_words(change)
+
+
+def _rise_interval(change: Change | None) -> str:
+    return (NO_VALUE if change is None else rise_interval(change)) or NO_VALUE
+
+
+def _in_perplexity(outcome: Outcome) -> Change | None:
+    """The loss, where the perplexity is a number."""
+    return None if outcome.perplexity is None else outcome.loss
+
+
+RISES: Cells = (
+    ("rise", lambda found: _rise(_in_perplexity(found))),
+    ("95 % interval of rise", lambda found: _rise_interval(_in_perplexity(found))),
+)
+"""By how much the perplexity rises."""
+
+
+def _placed(rows: Sequence[Outcome]) -> Cells:
+    """What is lost beyond a window, and for how many tokens generated texts are the original's."""
+    decimals = loss_decimals([row.beyond_window.change for row in rows if row.beyond_window is not None])
+
+    def beyond(found: Outcome) -> str:
+        return _delta(found.beyond_window.change if found.beyond_window else None, decimals)
+
+    return ("Δ beyond", beyond), ("greedy", lambda found: agreed(found.agreement) or NO_VALUE)
+
+
+OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")
+"""Columns that are left out where nothing stands in them."""
+
+
+def _predictions(swap: Swap) -> Cells:
+    """KL, with its interval where the swap is judged by it, and how many first choices are the same."""
+    ends: Cells = (("95 % interval", lambda found: _ends(found.kl, found.kl_ci95)),)
+    more = ends if swap.judged_by == "kl" else ()
+    return (("KL", lambda found: number(found.kl)), *more, ("top-1", lambda found: share(found.top1_agreement)))
+
+
+def _states(swap: Swap) -> Cells:
+    """The hidden states' cosine, with its interval where the swap is judged by it, and their CKA."""
+    ends: Cells = (("95 % interval", lambda found: interval(found.hidden_cosine_ci95, 3)),)
+    more = ends if swap.judged_by == "hidden" else ()
+    cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
+    return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
+
+
+def _ends(number: float | None, bounds: tuple[float, float] | None) -> str:
+    """An interval with as many decimals as three figures of its number take."""
+    return NO_VALUE if number is None else interval(bounds, decimals_for([number], 3))

@@ -1,0 +1,146 @@
+"""Sentences of a swap in perplexity, beside its controls, by place, text by text, and in generated tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from attnlens.records import Agreement, Change, Control, Outcome, Swap
+from attnlens.wording import clean, counted, decimals_for, written
+
+
+def rise(loss: Change) -> float:
+    """By which share the perplexity is larger: e^Δ − 1, Δ being that of the loss."""
+    return math.expm1(loss.delta)
+
+
+def rise_ends(loss: Change) -> tuple[float, float] | None:
+    """Its 95 % interval, from the ends of that of Δ."""
+    return None if loss.ci95 is None else (math.expm1(loss.ci95[0]), math.expm1(loss.ci95[1]))
+
+
+def rise_words(loss: Change) -> str:
+    """`+5.6 %`, with as many decimals as its interval bears, two at most."""
+    number = written(100 * rise(loss), _decimals(loss))
+    return f"{'' if number.startswith('-') else '+'}{number} %"
+
+
+def rise_interval(loss: Change) -> str:
+    """`4.9 to 6.4 %`; empty where there is none."""
+    ends, decimals = rise_ends(loss), _decimals(loss)
+    return "" if ends is None else f"{written(100 * ends[0], decimals)} to {written(100 * ends[1], decimals)} %"
+
+
+def _decimals(loss: Change) -> int:
+    ends = rise_ends(loss)
+    size = 100 * ((ends[1] - ends[0]) / 2 if ends else abs(rise(loss)))
+    return 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
+
+
+def perplexity(found: Outcome) -> str:
+    """`Perplexity 14.3 → 15.1 (+5.6 %, 95 % interval 4.9 to 6.4 %).`; empty where there is none."""
+    if found.perplexity is None or found.loss is None:
+        return ""
+    both = " → ".join(_figures(number) for number in (found.perplexity.before, found.perplexity.after))
+    ends = rise_interval(found.loss)
+    return f"Perplexity {both} ({rise_words(found.loss)}{f', 95 % interval {ends}' if ends else ''})."
+
+
+def beside(swap: Swap) -> str:
+    """What the sink-window and the kernel's branches cost beside it, and the floor; empty without controls."""
+    if swap.loss is None or swap.diverged:
+        return ""
+    told = [(one, _named(one)) for one in swap.controls if one.loss is not None and one.perplexity is not None]
+    costs = ", ".join(f"{name} {rise_words(one.loss)}" for one, name in told if one.loss is not None)
+    if not costs:
+        return ""
+    better = [clean(one.kernel or "") for one, _ in told if _less(one.loss, swap.loss)]
+    verb = "costs" if len(better) == 1 else "cost"
+    judged = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
+    return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
+
+
+def _less(one: Change | None, other: Change) -> bool:
+    """Whether its interval ends below the other's."""
+    return one is not None and one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
+
+
+def _named(control: Control) -> str:
+    """The control's spelling, and what it is there for."""
+    what = {"floor": " (the floor)", "filter alone": " (the filter alone)", "without filter": " (without the filter)"}
+    return f"{clean(control.kernel or '')}{what.get(control.role, '')}"
+
+
+def worst_text(swap: Swap) -> str:
+    """`Worst on a.txt: perplexity +8.1 % (95 % interval …), least on b.txt: +1 %.`; empty with one text."""
+    texts = [text for text in swap.loss_by_text if text.perplexity is not None]
+    if len(texts) < 2:
+        return ""
+    texts = sorted(texts, key=lambda text: text.change.delta)
+    (least, worst), ends = (texts[0], texts[-1]), rise_interval(texts[-1].change)
+    bounds = f" (95 % interval {ends})" if ends else ""
+    return (
+        f"Worst on {clean(worst.name)}: perplexity {rise_words(worst.change)}{bounds}; least on {clean(least.name)}: "
+        f"{rise_words(least.change)}."
+    )
+
+
+def one_text(swap: Swap, names: Sequence[str]) -> str:
+    """That the figures are of one text alone, where they are."""
+    if swap.loss is None or len(names) != 1:
+        return ""
+    return f"These figures hold for windows of {clean(names[0])} only; another --text, unlike it, may cost more."
+
+
+def beyond(swap: Swap) -> str:
+    """What the swap costs where the evidence is out of a window's reach, and from the first to the last place."""
+    told = []
+    if (found := swap.beyond_window) is not None:
+        told.append(
+            f"On the {counted(found.tokens, 'token')} whose pair with the token before stood last more than "
+            f"{found.window} tokens back the loss changes by {_bounded(found.change)}."
+        )
+    if len(swap.loss_by_position) > 1:
+        first, last = swap.loss_by_position[0], swap.loss_by_position[-1]
+        told.append(
+            f"By place: {_bounded(first.change)} on tokens {first.first} to {first.last} of a sequence, "
+            f"{_bounded(last.change)} on {last.first} to {last.last}."
+        )
+    return " ".join(told)
+
+
+def _bounded(change: Change) -> str:
+    size = abs(change.delta) if change.ci95 is None else (change.ci95[1] - change.ci95[0]) / 2
+    decimals = min(4, max(2, decimals_for([size or 0.02], 2)))
+    if change.ci95 is None:
+        return written(change.delta, decimals)
+    return f"{written(change.delta, decimals)} ({written(change.ci95[0], decimals)} to " + (
+        f"{written(change.ci95[1], decimals)})"
+    )
+
+
+def greedy(swap: Swap) -> str:
+    """For how long the generated texts are the original's, in a sentence; empty where nothing was generated."""
+    found = swap.agreement
+    if found is None:
+        return ""
+    quartiles = " to ".join(_tokens(number, found) for number in found.quartiles)
+    what = "first halves of windows" if found.source == "windows" else f"lines of {clean(found.source)}"
+    return (
+        f"Greedy continuations of {counted(found.prompts, 'prompt')} ({what}) are the original's for "
+        f"{_tokens(found.median, found)} of {found.tokens} tokens in the median (quartiles {quartiles}); "
+        f"{found.never} of {found.prompts} never differ."
+    )
+
+
+def agreed(found: Agreement | None) -> str:
+    """`12`, or `≥ 64` where half of the prompts never differ; empty where nothing was generated."""
+    return "" if found is None else _tokens(found.median, found)
+
+
+def _tokens(number: float, found: Agreement) -> str:
+    return f"≥ {found.tokens}" if number >= found.tokens else f"{number:.0f}"
+
+
+def _figures(number: float) -> str:
+    return written(number, decimals_for([number], 3))
