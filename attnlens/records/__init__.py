@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
     from attnlens.records.plans import KeyRank, Plan, PlanStep, Rise, read_plan
+    from attnlens.records.predictions import Prediction, Predictor, SweepOrder, Unswept
     from attnlens.records.provenance import AdapterInfo, Conventions, File, ModelInfo, Settings, Text, Tool
     from attnlens.records.report import (
         Environment,
@@ -52,6 +53,7 @@ _NAMES = {
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
     "plans": "KeyRank Plan PlanStep Rise read_plan",
+    "predictions": "Prediction Predictor SweepOrder Unswept",
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
@@ -98,6 +100,8 @@ __all__ = [
     "Pick",
     "Plan",
     "PlanStep",
+    "Prediction",
+    "Predictor",
     "QueryKey",
     "Record",
     "Relation",
@@ -117,6 +121,7 @@ __all__ = [
     "Stage",
     "Summary",
     "Swap",
+    "SweepOrder",
     "Task",
     "Text",
     "TextChange",
@@ -124,6 +129,7 @@ __all__ = [
     "TextSummary",
     "Tool",
     "Trajectory",
+    "Unswept",
     "Verdict",
     "Windows",
     "json_schema",

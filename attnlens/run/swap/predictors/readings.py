@@ -1,0 +1,87 @@
+"""Reads inspect's measures of the heads that are swept, on the windows on which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlens import models, registry
+from attnlens.records import Settings
+from attnlens.registry import Analyzer
+from attnlens.run import checks
+from attnlens.run.inspect.collector import Collector
+from attnlens.run.inspect.survey import Inspection
+from attnlens.run.progress import silent
+from attnlens.statistics import Design
+from attnlens.texts import Batches
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from attnlens.run.swap.sweep import Unit
+
+ANALYZERS = ("symmetry", "spectrum", "ksvd")
+"""Those that are read: each a small part of what one swapped head costs."""
+OF_KSVD = ("ksvd.rank90",)
+"""Of the last of them only these: every measure more makes each harder to name."""
+CONSTANT = "the same in every head"
+
+
+@dataclass(frozen=True)
+class HeadMeasures:
+    """The scalar measures of some heads."""
+
+    values: dict[str, Float[Tensor, " units"]]
+    """By name; NaN in heads without a value."""
+    windows: dict[str, Float[Tensor, "windows units"]]
+    """The same sequence by sequence, of those that are means over them."""
+    reasons: dict[str, str]
+    """Why a measure is in neither: no head has a value, or all have the same."""
+
+    def of(self, places: Sequence[int]) -> HeadMeasures:
+        """Those of some of the heads, by their places; without what is the same in all of these."""
+        some = {name: value[list(places)] for name, value in self.values.items() if name not in self.reasons}
+        alike = {name for name, value in some.items() if not bool((value[~value.isnan()].diff() != 0).any())}
+        return HeadMeasures(
+            {name: value for name, value in some.items() if name not in alike},
+            {name: value[:, list(places)] for name, value in self.windows.items() if name in some.keys() - alike},
+            self.reasons | dict.fromkeys(sorted(alike), CONSTANT),
+        )
+
+
+def head_measures(
+    loaded: models.Loaded,
+    batches: Batches,
+    units: Sequence[Unit],
+    settings: Settings,
+    design: Design,
+) -> HeadMeasures:
+    """What `inspect` reads of these heads: one forward pass over the batches, and the weights of their sites."""
+    wanted = [found for found in registry.analyzers(ANALYZERS) if isinstance(found, Analyzer)]
+    collector = Collector(settings.heads, design=design)
+    inspection = Inspection(loaded, settings, wanted, collector, silent, {})
+    inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches.batches)
+    values: dict[str, Tensor] = {}
+    windows: dict[str, Tensor] = {}
+    reasons: dict[str, str] = {}
+    for name in _names(wanted):
+        found = [collector.drafts[site, head or 0].measures.get(name) for site, head in units]
+        numbers = [torch.nan if one is None or one.value is None else one.value for one in found]
+        values[name] = torch.tensor(numbers, dtype=torch.float64)
+        if bool(values[name].isnan().all()):
+            told = [one.reason for one in found if one is not None and one.reason]
+            reasons[name] = told[0] if told else "no head has a value"
+        elif all((site, name) in collector.windows for site, _ in units):
+            rows = [collector.windows[site, name][:, head or 0] for site, head in units]
+            windows[name] = torch.stack(rows, 1)
+    return HeadMeasures(values, windows, reasons).of(range(len(units)))
+
+
+def _names(wanted: Sequence[Analyzer]) -> list[str]:
+    """The scalars that are compared."""
+    infos = [info for found in wanted for info in found.measures if not info.curve and not info.labels]
+    return [info.name for info in infos if not info.name.startswith("ksvd.") or info.name in OF_KSVD]
