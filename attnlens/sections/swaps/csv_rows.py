@@ -9,7 +9,7 @@ from attnlens.sections.section import Cell
 def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
     """One row per kernel and stage; where units were swapped alone, one row per kernel and unit."""
     if any(swap.sweep for swap in swaps):
-        return [_effect(swap, effect) for swap in swaps for effect in swap.sweep]
+        return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
     return [_stage(swap, stage) for swap in swaps for stage in swap.stages]
 
 
@@ -33,10 +33,12 @@ def _stage(swap: Swap, stage: Stage) -> dict[str, Cell]:
     }
 
 
-def _effect(swap: Swap, effect: Effect) -> dict[str, Cell]:
+def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
+    """What a unit alone does, and what is measured of it, where that was read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged}
+    read = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged, **read}
 
 
 def _change(name: str, change: Change | None) -> dict[str, Cell]:

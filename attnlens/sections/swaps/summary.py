@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import Effect, Report, Swap
 from attnlens.sections.section import Section
+from attnlens.sections.swaps.predictors import prediction_section
 from attnlens.sections.swaps.tables import (
     MARK,
     cosine_rows,
@@ -35,6 +36,9 @@ def swap_sections(report: Report, swap: Swap) -> Iterator[Section]:
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
         yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0], report)
+    predicted = [swap for swap in swept if swap.prediction is not None]
+    if predicted:
+        yield prediction_section(predicted)
     for title, lines in (("Notes", effects.notes(report.swaps)), ("No value", effects.without_value(report.swaps))):
         if lines:
             yield Section(title, items=tuple(lines))

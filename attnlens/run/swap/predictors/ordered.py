@@ -28,7 +28,7 @@ STEPS = 24
 
 
 @dataclass(frozen=True)
-class Search:
+class SweepSearch:
     """How a sweep in the order of a measure went."""
 
     swept: list[int]
@@ -53,7 +53,7 @@ def ordered(
     measures: Float[Tensor, "measures heads"],
     harm_of: Callable[[list[int]], Float[Tensor, " some"]],
     seed: int,
-) -> Search:
+) -> SweepSearch:
     """Sweep a random part of the heads, then the others from the largest predicted harm on.
 
     `harm_of` sweeps the heads at some places; NaN where one diverged. The measure of least permutation p over the
@@ -73,7 +73,7 @@ def ordered(
     if not rest or not p_value < LEVEL:
         if rest:
             harm_of(rest)
-        return Search(swept + rest, first, most, p_corrected=p_value)
+        return SweepSearch(swept + rest, first, most, p_corrected=p_value)
     rho = rank_correlation(measures[best, swept], harm, draws=2).value
     score = math.copysign(1.0, rho) * measures[best]
     rest.sort(key=lambda place: -math.inf if math.isnan(score[place]) else -float(score[place]))
@@ -88,4 +88,4 @@ def ordered(
         harm = torch.cat([harm, harm_of(some)])
         swept = swept + some
     last = expected if rest else math.nan
-    return Search(swept, first, most, best, rho, p_value, tuple(rest), last)
+    return SweepSearch(swept, first, most, best, rho, p_value, tuple(rest), last)

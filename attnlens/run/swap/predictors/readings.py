@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnlens import models, registry
 from attnlens.records import Settings
-from attnlens.registry import Analyzer
 from attnlens.run import checks
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
     from attnlens.run.swap.sweep import Unit
 
-ANALYZERS = ("symmetry", "spectrum", "ksvd")
-"""Those that are read: each a small part of what one swapped head costs."""
-OF_KSVD = ("ksvd.rank90",)
-"""Of the last of them only these: every measure more makes each harder to name."""
 CONSTANT = "the same in every head"
 
 
@@ -61,27 +56,22 @@ def head_measures(
     design: Design,
 ) -> HeadMeasures:
     """What `inspect` reads of these heads: one forward pass over the batches, and the weights of their sites."""
-    wanted = [found for found in registry.analyzers(ANALYZERS) if isinstance(found, Analyzer)]
+    wanted = registry.beside_sweeps()
     collector = Collector(settings.heads, design=design)
     inspection = Inspection(loaded, settings, wanted, collector, silent, {})
     inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches.batches)
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
     reasons: dict[str, str] = {}
-    for name in _names(wanted):
-        found = [collector.drafts[site, head or 0].measures.get(name) for site, head in units]
-        numbers = [torch.nan if one is None or one.value is None else one.value for one in found]
+    infos = [info for found in wanted for info in found.measures]
+    for name in [info.name for info in infos if not info.curve and not info.labels]:
+        read = [collector.drafts[site, head or 0].measures.get(name) for site, head in units]
+        numbers = [torch.nan if one is None or one.value is None else one.value for one in read]
         values[name] = torch.tensor(numbers, dtype=torch.float64)
         if bool(values[name].isnan().all()):
-            told = [one.reason for one in found if one is not None and one.reason]
+            told = [one.reason for one in read if one is not None and one.reason]
             reasons[name] = told[0] if told else "no head has a value"
         elif all((site, name) in collector.windows for site, _ in units):
             rows = [collector.windows[site, name][:, head or 0] for site, head in units]
             windows[name] = torch.stack(rows, 1)
     return HeadMeasures(values, windows, reasons).of(range(len(units)))
-
-
-def _names(wanted: Sequence[Analyzer]) -> list[str]:
-    """The scalars that are compared."""
-    infos = [info for found in wanted for info in found.measures if not info.curve and not info.labels]
-    return [info.name for info in infos if not info.name.startswith("ksvd.") or info.name in OF_KSVD]

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from attnlens.records import Effect, Prediction, Predictor, SweepOrder, Unswept
 from attnlens.run.swap.predictors.joined import listed, predicted_by
-from attnlens.run.swap.predictors.ordered import LEVEL, MISSED, Search, ordered
+from attnlens.run.swap.predictors.ordered import LEVEL, MISSED, SweepSearch, ordered
 from attnlens.run.swap.predictors.readings import HeadMeasures
 from attnlens.run.swap.sweep import Alone, Unit
 from attnlens.statistics.remaining import FREEDOM
 
-Sweeping = Callable[[Sequence[Unit]], Alone]
+SweepSome = Callable[[Sequence[Unit]], Alone]
 """Swaps each of some heads alone."""
 
 
-def all_swept(units: Sequence[Unit], alone: Sweeping, measures: HeadMeasures, seed: int) -> dict[str, Any]:
+def all_swept(units: Sequence[Unit], alone: SweepSome, measures: HeadMeasures, seed: int) -> dict[str, Any]:
     """The fields of a Swap whose heads were all swept."""
     found = alone(units)
     return _fields(found.effects(seed), predicted_by(found, measures, seed), units, measures)
 
 
-def swept_in_order(units: Sequence[Unit], alone: Sweeping, measures: HeadMeasures, seed: int) -> dict[str, Any]:
+def swept_in_order(units: Sequence[Unit], alone: SweepSome, measures: HeadMeasures, seed: int) -> dict[str, Any]:
     """The fields of a Swap whose heads were swept in the order of a measure, as far as was needed.
 
     Where some were not swept, measures are compared over the heads drawn at random alone: the others were chosen by
@@ -50,7 +50,7 @@ def swept_in_order(units: Sequence[Unit], alone: Sweeping, measures: HeadMeasure
     return _fields(found.effects(seed), (predictors, prediction), units, measures)
 
 
-def _order(search: Search, names: list[str], units: Sequence[Unit]) -> SweepOrder:
+def _order(search: SweepSearch, names: list[str], units: Sequence[Unit]) -> SweepOrder:
     """How the sweep went, as a record."""
     named = None if search.chosen is None else names[search.chosen]
     left = []
@@ -71,7 +71,7 @@ def _order(search: Search, names: list[str], units: Sequence[Unit]) -> SweepOrde
     )
 
 
-def _rule(search: Search, named: str | None, heads: int) -> str:
+def _rule(search: SweepSearch, named: str | None, heads: int) -> str:
     """By which rule it stopped, or why it did not."""
     most = f"the {search.most} most harmful" if search.most > 1 else "the most harmful head"
     if search.left:
