@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-FREEDOM = 3
+FREEDOM = 4
 """Degrees of freedom of Student's law for residuals: far heavier tails than the normal law's."""
 NORMAL_MAD = 1.4826
 """The standard deviation of a normal law in units of its median absolute deviation."""
@@ -20,12 +20,12 @@ NORMAL_MAD = 1.4826
 def expected_above(
     predictor: Float[Tensor, " known"], values: Float[Tensor, " known"], rest: Float[Tensor, " rest"], most: int
 ) -> float:
-    """Expected number of unknown values above the `most`-th largest known one, τ: Σ_j P(t₃ > (g(τ) − f(x_j))/s).
+    """Expected number of unknown values above the `most`-th largest known one, τ: Σ_j P(t₄ > (g(τ) − f(x_j))/s).
 
     g = asinh((value − median)/(1.4826 · MAD)) tames large values, f is the regression of g on the `predictor` that
     rises nowhere but with it (isotonic least squares), s the residuals' root mean square or, where they are skewed
     upwards, √2 times that of their positive side, over the degrees of freedom that f leaves. It holds as far as the
-    residuals of those unknown are like those known, and none is heavier in the tail than Student's t₃; by Markov's
+    residuals of those unknown are like those known, and none is heavier in the tail than Student's t₄; by Markov's
     inequality it bounds the chance that any of them is above τ. ∞ where all known values are alike.
     """
     from scipy import stats

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.records import Prediction, Predictor
-from attnlens.run.swap.predictors.readings import HeadMeasures
+from attnlens.run.swap.predictors.readings import SweptMeasures
 from attnlens.run.swap.sweep import Alone
 from attnlens.statistics import Interval, rank_correlation
 from attnlens.statistics.associations import PERMUTATIONS, over_windows, permutation_tests, split_half
@@ -26,7 +26,7 @@ TOO_FEW = "fewer than four heads have both, or the harm is the same in all of th
 PARTIAL = "some heads have no value in each window"
 
 
-def predicted_by(alone: Alone, measures: HeadMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
+def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
     """Each measure's rank correlation with the harm of these heads, the surest first; and what was looked at.
 
     Heads that diverged have no harm, and are left out.
@@ -48,7 +48,7 @@ def predicted_by(alone: Alone, measures: HeadMeasures, seed: int) -> tuple[list[
 def _predictor(
     name: str,
     alone: Alone,
-    measures: HeadMeasures,
+    measures: SweptMeasures,
     harm: Float[Tensor, " units"],
     p_values: tuple[float, float],
     seed: int,
@@ -78,7 +78,7 @@ def _predictor(
 
 
 def _over_windows(
-    name: str, alone: Alone, measures: HeadMeasures, value: float, seed: int
+    name: str, alone: Alone, measures: SweptMeasures, value: float, seed: int
 ) -> tuple[tuple[float, float] | None, str]:
     """The interval over windows, or why there is none."""
     there = ~(measures.values[name] + alone.harms).isnan()

@@ -27,7 +27,7 @@ CONSTANT = "the same in every head"
 
 
 @dataclass(frozen=True)
-class HeadMeasures:
+class SweptMeasures:
     """The scalar measures of some heads."""
 
     values: dict[str, Float[Tensor, " units"]]
@@ -37,11 +37,11 @@ class HeadMeasures:
     reasons: dict[str, str]
     """Why a measure is in neither: no head has a value, or all have the same."""
 
-    def of(self, places: Sequence[int]) -> HeadMeasures:
+    def of(self, places: Sequence[int]) -> SweptMeasures:
         """Those of some of the heads, by their places; without what is the same in all of these."""
         some = {name: value[list(places)] for name, value in self.values.items() if name not in self.reasons}
         alike = {name for name, value in some.items() if not bool((value[~value.isnan()].diff() != 0).any())}
-        return HeadMeasures(
+        return SweptMeasures(
             {name: value for name, value in some.items() if name not in alike},
             {name: value[:, list(places)] for name, value in self.windows.items() if name in some.keys() - alike},
             self.reasons | dict.fromkeys(sorted(alike), CONSTANT),
@@ -54,7 +54,7 @@ def head_measures(
     units: Sequence[Unit],
     settings: Settings,
     design: Design,
-) -> HeadMeasures:
+) -> SweptMeasures:
     """What `inspect` reads of these heads: one forward pass over the batches, and the weights of their sites."""
     wanted = registry.beside_sweeps()
     collector = Collector(settings.heads, design=design)
@@ -74,4 +74,4 @@ def head_measures(
         elif all((site, name) in collector.windows for site, _ in units):
             rows = [collector.windows[site, name][:, head or 0] for site, head in units]
             windows[name] = torch.stack(rows, 1)
-    return HeadMeasures(values, windows, reasons).of(range(len(units)))
+    return SweptMeasures(values, windows, reasons).of(range(len(units)))

@@ -10,7 +10,7 @@ from attnlens.records import Settings, Site, Swap, Task
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.progress import Tell, timed
 from attnlens.run.swap.predictors.joined import FEWEST_HEADS
-from attnlens.run.swap.predictors.readings import HeadMeasures, head_measures
+from attnlens.run.swap.predictors.readings import SweptMeasures, head_measures
 from attnlens.run.swap.predictors.swept import all_swept, swept_in_order
 from attnlens.run.swap.sweep import Alone, Unit, sweep, units
 from attnlens.statistics import Design
@@ -41,7 +41,7 @@ class Sweeping:
     sites: tuple[Site, ...]
     """All sites of the model."""
     heads_of: Mapping[Site, int]
-    measures: HeadMeasures | None = None
+    measures: SweptMeasures | None = None
     """What predicts harm is sought among; read for the first kernel whose heads are swept, and the same for all."""
 
     def swept(
@@ -67,7 +67,7 @@ class Sweeping:
 
     def _measures(
         self, chosen: Sequence[Unit], teller: Callable[[str, int], Tell], timings: dict[str, float]
-    ) -> HeadMeasures:
+    ) -> SweptMeasures:
         if self.measures is None:
             tell = teller("predictors", 1)
             with timed(timings, "predictors"):

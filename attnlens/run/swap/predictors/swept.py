@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlens.records import Effect, Prediction, Predictor, SweepOrder, Unswept
 from attnlens.run.swap.predictors.joined import listed, predicted_by
 from attnlens.run.swap.predictors.ordered import LEVEL, MISSED, SweepSearch, ordered
-from attnlens.run.swap.predictors.readings import HeadMeasures
+from attnlens.run.swap.predictors.readings import SweptMeasures
 from attnlens.run.swap.sweep import Alone, Unit
 from attnlens.statistics.remaining import FREEDOM
 
@@ -19,13 +19,13 @@ SweepSome = Callable[[Sequence[Unit]], Alone]
 """Swaps each of some heads alone."""
 
 
-def all_swept(units: Sequence[Unit], alone: SweepSome, measures: HeadMeasures, seed: int) -> dict[str, Any]:
+def all_swept(units: Sequence[Unit], alone: SweepSome, measures: SweptMeasures, seed: int) -> dict[str, Any]:
     """The fields of a Swap whose heads were all swept."""
     found = alone(units)
     return _fields(found.effects(seed), predicted_by(found, measures, seed), units, measures)
 
 
-def swept_in_order(units: Sequence[Unit], alone: SweepSome, measures: HeadMeasures, seed: int) -> dict[str, Any]:
+def swept_in_order(units: Sequence[Unit], alone: SweepSome, measures: SweptMeasures, seed: int) -> dict[str, Any]:
     """The fields of a Swap whose heads were swept in the order of a measure, as far as was needed.
 
     Where some were not swept, measures are compared over the heads drawn at random alone: the others were chosen by
@@ -97,7 +97,7 @@ def _rule(search: SweepSearch, named: str | None, heads: int) -> str:
 
 
 def _fields(
-    sweep: list[Effect], found: tuple[list[Predictor], Prediction], units: Sequence[Unit], measures: HeadMeasures
+    sweep: list[Effect], found: tuple[list[Predictor], Prediction], units: Sequence[Unit], measures: SweptMeasures
 ) -> dict[str, Any]:
     """The effects; the predictors with each measure's values in the order of these; what was looked at."""
     at = {(site.layer, head): place for place, (site, head) in enumerate(units)}
