@@ -1,6 +1,6 @@
 """Whether lm-eval's log-likelihoods of a saved swap are those of attnlens itself.
 
-python benchmarks/lm_eval_client.py [--kernel SPELLING] [--json FILE]
+python benchmarks/lm_eval_client.py [--quick] [--kernel SPELLING] [--json FILE]
 
 `demo` is swapped and saved, loaded by `attnlens.load_swapped`, and handed to lm-eval's HFLM, which scores the choices
 of a local multiple-choice task, one by one and in padded batches. Ours are computed apart from both: a forward pass a
@@ -11,9 +11,11 @@ the original model too. Needs lm-eval (requirements.txt); nothing is fetched.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,10 @@ import attnlens
 
 TASK = "attnlens_verses"
 QUESTIONS = (
-    ("In the beginning God created the", ["heaven and the earth.", "waters of the sea, and all that is in them.", "man."]),
+    (
+        "In the beginning God created the",
+        ["heaven and the earth.", "waters, and all that is in them.", "man."],
+    ),
     ("And God said, Let there be", ["light: and there was light.", "bread.", "a king over this people for ever."]),
     ("And he said unto them,", ["Go ye into all the world.", "The.", "Whosoever shall ask of the way, let him go."]),
     ("Blessed are the meek: for they", ["shall inherit the earth.", "said.", "went up into the house of the LORD."]),
@@ -34,6 +39,8 @@ QUESTIONS = (
 """Contexts, and choices of unlike length, so that a batch is padded; the first is the verse's own."""
 SIZES = (1, 4, 16)
 """Choices in a batch."""
+TOLERANCE = 1e-4
+"""Nats by which both may differ: float32 through two ways of batching."""
 
 
 def main() -> None:
@@ -41,16 +48,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", default="rbf", help="what the model is swapped to")
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="in padded batches alone")
     given = parser.parse_args()
-    found = compared(given.kernel)
+    if importlib.util.find_spec("lm_eval") is None:
+        print("lm-eval is not installed: no ratio was measured")
+        return
+    found = compared(given.kernel, SIZES[1:2] if given.quick else SIZES)
     for size, apart in found["apart"].items():
-        print(f"batches of {size}: HFLM and attnlens differ by {apart:.1e} nats at most")
+        ratio = f"ratio to {TOLERANCE:g}: {apart / TOLERANCE:.2f}"
+        print(f"batches of {size}: HFLM and attnlens differ by {apart:.1e} nats at most, {ratio}")
     print(f"control: without the swap they differ by {found['control']:.2f} nats at most")
     if given.json:
         Path(given.json).write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
-def compared(kernel: str) -> dict[str, Any]:
+def compared(kernel: str, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
     """The largest |difference| in nats between lm-eval's log-likelihoods and ours, by batch size; and the control's."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -59,7 +71,7 @@ def compared(kernel: str) -> dict[str, Any]:
         own = ours(kernel)
         swapped = attnlens.load_swapped(folder / "swapped")
         try:
-            theirs = {size: scored(swapped.model, swapped.tokenizer, folder, size) for size in SIZES}
+            theirs = {size: scored(swapped.model, swapped.tokenizer, folder, size) for size in sizes}
         finally:
             swapped.close()
         demo = attnlens.load("demo")
@@ -80,7 +92,7 @@ def task(folder: Path) -> None:
     said = {
         "task": TASK,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
         "output_type": "multiple_choice",
         "test_split": "test",
         "doc_to_text": "{{question}}",
