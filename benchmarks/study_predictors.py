@@ -129,8 +129,8 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
             axes.set_title(f"{one['model']}, {one['heads']} heads, {one['windows']} windows")
         figure.supxlabel(
             "Spearman's ρ of a measure with the harm of a kernel, over heads. Bold: holds after correction for all "
-            "measures and over layers. In brackets: the largest ρ that\nthe harm's noise allows. Hatched: causal heads "
-            "have no such share, since their mask hides pairs, which leaves it open; or it is the same in all heads.",
+            "measures and over layers. In brackets: the ρ expected of a measure\nthat told the harm but for its noise. "
+            "Hatched: causal heads have no such share, since their mask hides pairs, which leaves it open.",
             fontsize=6,
             color=style.MUTED,
         )

@@ -240,12 +240,13 @@ def dense(predictor, values, rest, most):
             break
         pools[fall : fall + 2] = [pools[fall] + pools[fall + 1]]
     fit = np.concatenate([[np.mean(pool)] * len(pool) for pool in pools])
+    pooled = np.concatenate([[len(pool)] * len(pool) for pool in pools])
     residuals = tame[order] - fit
     squares = max((residuals**2).sum(), 2 * (np.maximum(residuals, 0) ** 2).sum())
     size = math.sqrt(squares / max(2, len(fit) - len(pools)))
     known = predictor[order]
-    at = [fit[max(0, int((known <= x).sum()) - 1)] for x in rest]
-    return sum(t.sf((np.sort(tame)[-most] - f) / size, 4) for f in at)
+    at = [max(0, int((known <= x).sum()) - 1) for x in rest]
+    return sum(t.sf((np.sort(tame)[-most] - fit[i]) / size - 1 / math.sqrt(pooled[i]), 4) for i in at)
 
 
 def test_the_expected_number_is_that_of_the_formula():
@@ -259,6 +260,7 @@ def test_the_expected_number_is_that_of_the_formula():
 
 LAWS = {
     "normal": lambda heads, seed: drawn(seed, heads),
+    "t4": lambda heads, seed: torch.from_numpy(np.random.default_rng(seed).standard_t(4, heads)) / math.sqrt(2),
     "Laplace": lambda heads, seed: drawn(seed, heads).abs() * drawn(seed + 10**6, heads).sign() * 1.2,
     "lognormal harm": lambda heads, seed: drawn(seed, heads),
 }

@@ -83,7 +83,7 @@ class Prediction(Record):
     reliability: Number | None = None
     """2r/(1 + r), r Spearman's ρ over heads of the harms on two halves of the windows; at least 0."""
     ceiling: Number | None = None
-    """√reliability: the largest ρ that noise of the windows leaves to a measure that has none."""
+    """√reliability: the ρ expected of a measure that told the harm but for the noise of the windows."""
     left_out: dict[str, str] = {}
     """Measures that were not compared, and why."""
     order: SweepOrder | None = None

@@ -62,7 +62,8 @@ def prediction_help(swaps: Sequence[Swap]) -> str:
     )
     ceilings = [written(one.ceiling, 2) for one in map(_of, swaps) if one is not None and one.ceiling is not None]
     if ceilings:
-        said += f"; noise of the windows alone bounds it by {' and '.join(dict.fromkeys(ceilings))} (split halves)"
+        least = " and ".join(dict.fromkeys(ceilings))
+        said += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
     lost = sum(one.diverged for one in map(_of, swaps) if one is not None)
     return said + (f"; {counted(lost, 'diverged head')} left out." if lost else ".")
 

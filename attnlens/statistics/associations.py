@@ -133,8 +133,8 @@ def split_half(
     """Reliability 2r/(1 + r) of the heads' harms, r Spearman's ρ between two halves of the windows; at least 0.
 
     The median over random halvings, within each text where all have two windows (Spearman 1910, Brown 1910). Its root
-    bounds the ρ that noise of the windows leaves to a measure without any. NaN for fewer than two windows or four
-    heads.
+    is the ρ expected of a measure that tells the harm but for the noise of the windows. NaN for fewer than two windows
+    or four heads.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

@@ -20,11 +20,12 @@ NORMAL_MAD = 1.4826
 def expected_above(
     predictor: Float[Tensor, " known"], values: Float[Tensor, " known"], rest: Float[Tensor, " rest"], most: int
 ) -> float:
-    """Expected number of unknown values above the `most`-th largest known one, τ: Σ_j P(t₄ > (g(τ) − f(x_j))/s).
+    """Expected number of unknown values above the `most`-th largest known, τ: Σ_j P(t₄ > (g(τ) − f(x_j))/s − 1/√m_j).
 
     g = asinh((value − median)/(1.4826 · MAD)) tames large values, f is the regression of g on the `predictor` that
     rises nowhere but with it (isotonic least squares), s the residuals' root mean square or, where they are skewed
-    upwards, √2 times that of their positive side, over the degrees of freedom that f leaves. It holds as far as the
+    upwards, √2 times that of their positive side, over the degrees of freedom that f leaves, and m_j the known values
+    that f pools at x_j: at the lower end it is a minimum of means, and too low by about s/√m. It holds as far as the
     residuals of those unknown are like those known, and none is heavier in the tail than Student's t₄; by Markov's
     inequality it bounds the chance that any of them is above τ. ∞ where all known values are alike.
     """
@@ -46,8 +47,10 @@ def expected_above(
     if not squares > 0:
         return math.inf
     place = (torch.searchsorted(x, rest.double(), right=True) - 1).clamp(min=0)
-    gap = (threshold - torch.from_numpy(fit.x)[place]) / math.sqrt(squares / freedom)
-    return float(stats.t.sf(gap.numpy(), FREEDOM).sum())
+    size = math.sqrt(squares / freedom)
+    pooled = torch.from_numpy(fit.blocks).diff().double()
+    reach = torch.from_numpy(fit.x) + size / pooled.repeat_interleave(pooled.long()).sqrt()  # one standard error above f
+    return float(stats.t.sf(((threshold - reach[place]) / size).numpy(), FREEDOM).sum())
 
 
 def _tamed(values: Float[Tensor, " known"]) -> Float[Tensor, " known"] | None:

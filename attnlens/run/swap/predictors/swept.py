@@ -76,10 +76,10 @@ def _rule(search: SweepSearch, named: str | None, heads: int) -> str:
     most = f"the {search.most} most harmful" if search.most > 1 else "the most harmful head"
     if search.left:
         return (
-            f"The sweep stopped where at most {MISSED} of {most} were expected among the heads left: P(t > "
-            f"(g(τ) − f(x))/s) summed over them, τ the harm that is the last of {most} so far, g the harm's asinh in "
-            f"units of its spread, f its monotone regression on {named}, s the residuals' size, t Student's with "
-            f"{FREEDOM} degrees of freedom."
+            f"The sweep stopped where at most {MISSED} of {most} were expected among the heads left: Σ P(t > "
+            f"(g(τ) − f(x))/s − 1/√m), τ the harm that is the last of {most} so far, g the harm's asinh in units of "
+            f"its spread, f its monotone regression on {named}, m the heads that f pools at x, s the residuals' size, "
+            f"t Student's with {FREEDOM} degrees of freedom."
         )
     if search.drawn == heads:
         return f"All heads were swept: {search.drawn} at least are drawn at random before any measure can order them."
