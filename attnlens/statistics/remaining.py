@@ -49,7 +49,8 @@ def expected_above(
     place = (torch.searchsorted(x, rest.double(), right=True) - 1).clamp(min=0)
     size = math.sqrt(squares / freedom)
     pooled = torch.from_numpy(fit.blocks).diff().double()
-    reach = torch.from_numpy(fit.x) + size / pooled.repeat_interleave(pooled.long()).sqrt()  # one standard error above f
+    # one standard error above f, whose lower end is a minimum of means
+    reach = torch.from_numpy(fit.x) + size / pooled.repeat_interleave(pooled.long()).sqrt()
     return float(stats.t.sf(((threshold - reach[place]) / size).numpy(), FREEDOM).sum())
 
 
