@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attnlens import hooks, models, run, texts
 from attnlens.kernels import parsed
-from attnlens.run.swap.fit import fit
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design, rank_correlation
 from attnlens.statistics.design import FEWEST_TEXTS
@@ -77,9 +76,7 @@ def inspected(loaded: models.Loaded, files: Sequence[str], cut: texts.Cut, sourc
     return run.inspect(loaded, source=source, analyzers=analyzers, text=files, **size)
 
 
-def harms(
-    loaded: models.Loaded, made: texts.Batches, words: str, calibrated: texts.Batches | None = None
-) -> tuple[Tensor, list[int], list[object]]:
+def harms(loaded: models.Loaded, made: texts.Batches, words: str) -> tuple[Tensor, list[int], list[object]]:
     """What each block loses by the swap of each head alone, (blocks, heads); each head's layer, and its weights.
 
     The rise of the loss in nats; of a headless model 1 − cosine of its last hidden states. Layers that share a module
@@ -89,17 +86,11 @@ def harms(
     reached = hooks.survey(loaded.model, made.batches[0].inputs)
     sites = tuple(one.site for one in reached)
     swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in sites}
-    if calibrated is not None:
-        swaps = fit(loaded, sites, swaps, calibrated, lambda _: None)
     every = units(swaps, "heads", {one.site: one.call.query.shape[1] for one in reached})
-    rows = []
-    for fed, batch in zip(feed(loaded, made, task, seed=0), made, strict=True):
-        design = Design.plain(batch.size)
-        found = sweep(loaded, sites, swaps, every, [fed], task, design, 0, "auto", lambda _: None)
-        deltas = {(one.layer, one.head): math.nan if one.delta is None else one.delta for one in found}
-        rows.append([deltas[site.layer, head] for site, head in every])
-    own = [(site.path, head) for site, head in every]
-    return torch.tensor(rows, dtype=torch.float64), [site.layer for site, _ in every], own
+    work = (loaded, sites, swaps, every)
+    blocks = zip(feed(loaded, made, task, seed=0), made, strict=True)
+    rows = [sweep(*work, [fed], task, Design.plain(one.size), "auto", lambda _: None).harms for fed, one in blocks]
+    return torch.stack(rows), [site.layer for site, _ in every], [(site.path, head) for site, head in every]
 
 
 def reliability(values: Tensor, names: Sequence[str]) -> float:

@@ -1,18 +1,16 @@
-"""Rank correlation over heads of each measure with what another kernel costs.
+"""Which measure of a head predicts what another kernel costs it: a map over models, kernels and measures.
 
 python benchmarks/study_predictors.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
 
-Every scalar measure of attnlens that is a property of the model, against the harm of five kernels that stand alone in
-one head at a time, untrained: the rise of the loss, or 1 − cosine of the last hidden states. A correlation is named
-only where it holds after Holm's correction for all measures looked at (permutations of heads, kernel by kernel) and
-its 95 % interval over layers lies on one side of 0. Simultaneous intervals over heads have level 1 − 0.05/measures.
+`attnlens swap-kernel --sweep heads` for five kernels, untrained, that stand alone in one head at a time; what it says
+of each measure is printed and drawn for all models and kernels together. SmolLM2 is swept with two kernels and few
+windows.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +21,14 @@ from matplotlib.patches import Rectangle
 from subjects import machine
 from subjects import models as installed
 
-from attnlens import models, run, texts
+from attnlens import models, run
 from attnlens.plots import style
-from attnlens.statistics import rank_correlation
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from attnlens.records import Swap
 
-DRAWS = 20000
-"""Permutations of heads."""
-CALIBRATION = 16
-"""Windows, apart from those evaluated, that `rank` is fitted on."""
+SUBJECTS = {"demo": (32, 8), "MiniLM": (12, 2), "SmolLM2": (6, 2)}
+"""Windows of 64 tokens, and how many go through the model at once."""
 
 
 def main() -> None:
@@ -42,98 +37,60 @@ def main() -> None:
     print(machine())
     torch.set_num_threads(1)
     places, found = installed(quick=given.quick), []
-    for name, sequences, block in (("demo", 8 if given.quick else 32, 4), ("MiniLM", 12, 2)):
+    for name, (sequences, block) in SUBJECTS.items():
         if name in places and (not given.models or name in given.models):
-            cut = texts.Cut(tokens=64, sequences=sequences, batch_size=block)
-            found.append(study(name, places[name], cut, quick=given.quick))
+            found.append(study(name, places[name], 8 if given.quick else sequences, block, quick=given.quick))
             if given.json:
                 studies.write(given.json, {"machine": machine(), "models": found})
     if given.png:
         draw(found, given.png)
 
 
-def study(name: str, place: str, cut: texts.Cut, *, quick: bool) -> dict[str, Any]:
+def study(name: str, place: str, sequences: int, block: int, *, quick: bool) -> dict[str, Any]:
     """All measures against the harm of all kernels in one model."""
     start = time.perf_counter()
     loaded = models.load(place)
-    contents = texts.sample(place)
-    made = studies.blocks_of(loaded, contents, cut)
-    apart = texts.batches(loaded, contents, replace(cut, sequences=CALIBRATION), apart_from=made)
-    names = [batch.parts[0] for batch in made]
-    readings = measures(loaded, cut)
-    size = loaded.model.config.hidden_size // loaded.model.config.num_attention_heads
-    print(f"\n{name}: {made.sequences} windows of {made.tokens} tokens of {len(set(names))} texts", flush=True)
-    result = {"model": name, "windows": made.sequences, "tokens": made.tokens, "texts": len(set(names))}
-    kernels: dict[str, Any] = {}
-    for words in ("rbf",) if quick else ("rbf", "linear", "elu", "window:32", f"rank:{size // 2}"):
-        harm, layers, _ = studies.harms(loaded, made, words, apart if words.startswith("rank") else None)
-        kernels[words] = compared(readings, harm, names, layers)
-        print(told(words, kernels[words]), flush=True)
-    return result | {"heads": harm.shape[1], "kernels": kernels, "seconds": round(time.perf_counter() - start)}
+    config = loaded.model.config
+    rank = f"rank:{config.hidden_size // config.num_attention_heads // 2}"
+    every = ("rbf", "window:32", "linear", "elu", rank)
+    kernels = every[: 1 if quick else 2 if name == "SmolLM2" else 5]
+    cut = {"tokens": 64, "sequences": sequences, "batch_size": block}
+    report = run.swap_kernel(loaded, kernels, sweep="heads", allow_signed=True, **cut)
+    texts = [text.name for text in report.settings.texts]
+    print(f"\n{name}: {report.settings.sequences} windows of 64 tokens of {len(texts)} texts", flush=True)
+    rows = {kernel: row(swap) for kernel, swap in zip(kernels, report.swaps, strict=True)}
+    for kernel, one in rows.items():
+        print(told(kernel, one), flush=True)
+    size = {"windows": report.settings.sequences, "tokens": 64, "texts": len(texts), "heads": report.coverage.heads}
+    return {"model": name, **size, "kernels": rows, "seconds": round(time.perf_counter() - start)}
 
 
-def measures(loaded: models.Loaded, cut: texts.Cut) -> dict[str, Tensor]:
-    """Each measure of each head: a mean over the same windows, or of its weights; those that vary over heads."""
-    size = {"tokens": cut.tokens, "sequences": cut.sequences, "batch_size": cut.batch_size}
-    report = run.inspect(loaded, source="both", analyzers=("symmetry", "spectrum"), **size)
-    every = sorted({name for head in report.heads for name in head.measures})
-    found = {name: torch.tensor([value_of(head, name) for head in report.heads]).double() for name in every}
-    return {n: v for n, v in found.items() if int((~v.isnan()).sum()) >= 8 and len(v[~v.isnan()].unique()) > 2}
+def row(swap: Swap) -> dict[str, Any]:
+    """What a sweep says of each measure."""
+    prediction = swap.prediction
+    assert prediction is not None
+    deltas = [effect.delta for effect in swap.sweep if effect.delta is not None]
+    named = ("rho", "heads_ci95", "layers_ci95", "sequences_ci95", "p_corrected", "holds")
+    return {
+        "reliability": prediction.reliability,
+        "median_harm": float(np.median(deltas)),
+        "diverged": prediction.diverged,
+        "measures": {one.measure: {name: getattr(one, name) for name in named} for one in swap.predictors},
+    }
 
 
-def value_of(head: Any, name: str) -> float:
-    """A head's value, NaN where it has none."""
-    measure = head.measures.get(name)
-    return math.nan if measure is None or measure.value is None else float(measure.value)
-
-
-def compared(readings: dict[str, Tensor], harm: Tensor, names: list[str], layers: list[int]) -> dict[str, Any]:
-    """One kernel: the correlation of each measure, its intervals and its corrected p-value."""
-    mean, stable = harm.mean(0), studies.reliability(harm, names)
-    lost = int(mean.isnan().sum())
-    p_values = holm({name: permuted(value, mean) for name, value in readings.items()})
-    rows = {}
-    for name, value in readings.items():
-        rho = rank_correlation(value, mean)
-        wide = rank_correlation(value, mean, level=1 - 0.05 / len(readings), draws=10000)
-        layer = rank_correlation(value, mean, layers)
-        holds = p_values[name] < 0.05 and layer.low * layer.high > 0
-        rows[name] = {"rho": rho.value, "heads95": rho[1:], "simultaneous": wide[1:], "layers95": layer[1:]}
-        rows[name] |= {"p_holm": p_values[name], "holds": bool(holds)}
-    return {"reliability": stable, "median_harm": float(mean.nanmedian()), "diverged": lost, "measures": rows}
-
-
-def permuted(value: Tensor, harm: Tensor) -> float:
-    """Two-sided p of Spearman's ρ under permutations of heads, (1 + #{|ρ*| ≥ |ρ|})/(1 + draws)."""
-    from scipy.stats import rankdata
-
-    there = (~(value + harm).isnan()).numpy()
-    x, y = (rankdata(side.numpy()[there]) for side in (value, harm))
-    x, y = x - x.mean(), y - y.mean()
-    draws = np.random.default_rng(0).permuted(np.tile(y, (DRAWS, 1)), axis=1) @ x
-    return float((1 + (np.abs(draws) >= abs(y @ x) - 1e-9).sum()) / (1 + DRAWS))
-
-
-def holm(p_values: dict[str, float]) -> dict[str, float]:
-    """p-values corrected for their number (Holm 1979)."""
-    found, most, count = {}, 0.0, len(p_values)
-    for place, (name, p_value) in enumerate(sorted(p_values.items(), key=lambda one: one[1])):
-        most = max(most, min(1.0, (count - place) * p_value))
-        found[name] = most
-    return found
-
-
-def told(words: str, found: dict[str, Any]) -> str:
+def told(kernel: str, found: dict[str, Any]) -> str:
     """A kernel's rows: the measures that hold, the strongest first."""
     rows = sorted(found["measures"].items(), key=lambda one: -abs(one[1]["rho"]))
     ceiling = math.sqrt(found["reliability"])
-    lines = [f"  {words}: median harm {found['median_harm']:.2g}, ceiling {ceiling:.2f}, {len(rows)} measures"]
-    for name, row in [one for one in rows if one[1]["holds"]][:6] or rows[:1]:
-        reach, layers = ("[{:.2f}, {:.2f}]".format(*row[key]) for key in ("simultaneous", "layers95"))
-        ratio = row["rho"] / ceiling if ceiling else math.nan
+    lines = [f"  {kernel}: median harm {found['median_harm']:.2g}, ceiling {ceiling:.2f}, {len(rows)} measures"]
+    for name, one in [one for one in rows if one[1]["holds"]][:6] or rows[:1]:
+        heads, layers = ("[{:.2f}, {:.2f}]".format(*one[key]) for key in ("heads_ci95", "layers_ci95"))
+        verdict = "" if one["holds"] else " (does not hold)"
+        ratio = one["rho"] / ceiling if ceiling else math.nan
         lines.append(
-            f"    {name}: ρ {row['rho']:.2f} {reach} simultaneous, {layers} over layers, p {row['p_holm']:.2g} "
-            f"after Holm, ratio to the ceiling {ratio:.2f}{'' if row['holds'] else ' (does not hold)'}"
+            f"    {name}: ρ {one['rho']:.2f} {heads} over heads, {layers} over layers, p {one['p_corrected']:.2g} "
+            f"corrected, ratio to the ceiling {ratio:.2f}{verdict}"
         )
     return "\n".join(lines)
 
@@ -171,9 +128,9 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
             axes.set_yticks(range(len(names)), names)
             axes.set_title(f"{one['model']}, {one['heads']} heads, {one['windows']} windows")
         figure.supxlabel(
-            "Spearman's ρ of a measure with the harm of a kernel, over heads. Bold: holds after Holm's correction and "
-            "over layers. In brackets: the largest ρ that the harm's noise allows.\nHatched: causal heads have no such "
-            "share, since their mask hides pairs, which leaves it open.",
+            "Spearman's ρ of a measure with the harm of a kernel, over heads. Bold: holds after correction for all "
+            "measures and over layers. In brackets: the ρ expected of a measure\nthat told the harm but for its noise. "
+            "Hatched: causal heads have no such share, since their mask hides pairs, which leaves it open.",
             fontsize=6,
             color=style.MUTED,
         )

@@ -192,7 +192,7 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement
     chosen = units(swaps, "layers", {})
     start = time.perf_counter()
     design = Design.plain(sum(len(one.inputs["input_ids"]) for one in fed))
-    sweep(loaded, sites, swaps, chosen, fed, task, design, 0, "auto", lambda _done: None)
+    sweep(loaded, sites, swaps, chosen, fed, task, design, "auto", lambda _done: None)
     resumed = time.perf_counter() - start
     start = time.perf_counter()
     for site in swaps:

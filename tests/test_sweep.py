@@ -11,9 +11,9 @@ import attnlens
 from attnlens import hooks, texts
 from attnlens.kernels import parsed
 from attnlens.run.progress import Interrupted
-from attnlens.run.swap import session
 from attnlens.run.swap import sweep as room
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.predictors import sweeping
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design, false_discovery, paired_difference
 from attnlens.texts.targets import feed, task_of
@@ -104,7 +104,7 @@ def swept(model, words="rbf", what="layers"):
     heads = {reached.site: reached.call.query.shape[1] for reached in hooks.survey(model.model, fed[0].inputs)}
     chosen = units(swaps, what, heads)
     design = Design.of(found.parts)
-    return lambda: sweep(model, sites, swaps, chosen, fed, task_of(model.model), design, 0, "auto", lambda _: None)
+    return lambda: sweep(model, sites, swaps, chosen, fed, task_of(model.model), design, "auto", lambda _: None)
 
 
 def test_layers_before_the_swapped_one_are_not_computed(demo):
@@ -193,7 +193,7 @@ def test_an_interrupted_sweep_keeps_what_was_measured_before(demo, monkeypatch, 
         done.append(1)
         return sweep(*given)
 
-    monkeypatch.setattr(session, "sweep", interrupted)
+    monkeypatch.setattr(sweeping, "sweep", interrupted)
     with pytest.raises(Interrupted) as stop:
         swap_kernel(demo, ["rbf", "linear"], sweep="layers", **READ)
     swept, left = stop.value.report.swaps

@@ -67,6 +67,8 @@ def cached_numbers(kernel: Kernel) -> float | None:
 
     Of a latent that key heads share, each has its part.
     """
+    import torch
+
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None

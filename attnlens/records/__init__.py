@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
     from attnlens.records.plans import FormTried, KeyRank, Plan, PlanStep, Rise, read_plan
+    from attnlens.records.predictions import Prediction, Predictor, SweepOrder, Unswept
     from attnlens.records.provenance import AdapterInfo, Conventions, File, ModelInfo, Settings, Text, Tool
     from attnlens.records.report import (
         Environment,
@@ -56,6 +57,7 @@ _NAMES = {
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
+    "predictions": "Prediction Predictor SweepOrder Unswept",
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
@@ -108,6 +110,8 @@ __all__ = [
     "Plan",
     "PlanStep",
     "PositionChange",
+    "Prediction",
+    "Predictor",
     "QueryKey",
     "Record",
     "Relation",
@@ -127,6 +131,7 @@ __all__ = [
     "Stage",
     "Summary",
     "Swap",
+    "SweepOrder",
     "Task",
     "Text",
     "TextChange",
@@ -134,6 +139,7 @@ __all__ = [
     "TextSummary",
     "Tool",
     "Trajectory",
+    "Unswept",
     "Verdict",
     "Windows",
     "json_schema",

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from attnlens.choices import ControlRole, Part
 from attnlens.records.measures import Number, Record
+from attnlens.records.predictions import Prediction, Predictor
 
 PARTS: tuple[Part, ...] = get_args(Part)
 """The order in which parts stand, so that the layers of one stand together."""
@@ -276,6 +277,10 @@ class Swap(Outcome):
     """Simple alternatives, measured on the same windows."""
     sweep: list[Effect] = []
     """Each head or layer swapped alone, the most harmful first."""
+    predictors: list[Predictor] = []
+    """How each measure of `inspect` goes with the effects of single heads, the surest first."""
+    prediction: Prediction | None = None
+    """What was looked at to find them."""
     notes: list[str] = []
     """What a reader must know: what a softcap, a bias, a QK-norm does to this kernel."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module, metadata
 from inspect import cleandoc
@@ -53,6 +53,8 @@ class Analyzer(Named):
     """Whether it runs where no analyzer is named."""
     needs_base: bool = False
     """Whether it compares with the site before an adapter was merged; it then runs where there is one."""
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None
+    """The one measure that is read of heads that are swept, and how, where the whole takes longer than a sweep may."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,24 @@ _GATHERINGS: dict[tuple[str, Source], Gathering] = {}
 
 
 def analyzer(
-    name: str, source: Source, measures: Iterable[MeasureInfo], *, by_default: bool = True, needs_base: bool = False
+    name: str,
+    source: Source,
+    measures: Iterable[MeasureInfo],
+    *,
+    by_default: bool = True,
+    needs_base: bool = False,
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None,
 ) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
     """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs where none is named too.
 
-    `needs_base`: it compares with the model without its adapter, and runs by itself where the model has one.
+    `needs_base`: it compares with the model without its adapter, and runs by itself where the model has one. `brief`:
+    a measure and a function that gives it alone, which is read of heads that are swept.
     """
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
         question, definitions = _said(function, name)
         _ANALYZERS[name, source] = Analyzer(
-            name, source, question, tuple(measures), function, by_default, needs_base, definitions=definitions
+            name, source, question, tuple(measures), function, by_default, needs_base, brief, definitions=definitions
         )
         return function
 
@@ -168,6 +177,19 @@ def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analy
     named = [checked_name("analyzer", name, known) for name in names]
     chosen = named or [found.name for found in every if found.by_default]
     return [found for found in every if found.name in chosen and source in ("both", found.source)]
+
+
+def beside_sweeps() -> list[Analyzer]:
+    """What is read of heads that are swept: plain analyzers that run by default, and of others the brief measure."""
+    found = []
+    for one in every_analyzer():
+        if isinstance(one, Analyzer) and one.brief is not None:
+            name, function = one.brief
+            infos = tuple(info for info in one.measures if info.name == name)
+            found.append(replace(one, function=function, measures=infos))
+        elif isinstance(one, Analyzer) and one.by_default:
+            found.append(one)
+    return found
 
 
 def comparing(source: Sources) -> list[Analyzer]:

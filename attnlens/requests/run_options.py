@@ -208,7 +208,19 @@ class SwapRequest(ModelRequest, total=False):
     ]
     sweep: Annotated[
         Sweep | None,
-        Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
+        Option(
+            "Swap each of the `heads` or `layers` alone too, and rank them; `predicted`: heads in the order of a "
+            "measure that predicts their harm, until few of the most harmful can be left.",
+            metavar="WHAT",
+        ),
+    ]
+    predictors: Annotated[
+        bool,
+        Option(
+            "Tell which measures of `inspect` go with the harm of single heads, from eight heads on.",
+            True,
+            flag="--predictors/--no-predictors",
+        ),
     ]
     fit: Annotated[
         bool, Option("Choose each head's free kernel parameters from calibration text, in closed form.", False)

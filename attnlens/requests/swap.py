@@ -32,6 +32,8 @@ class SwapOptions:
     part: Part | None
     path: Route
     sweep: Sweep | None
+    predictors: bool
+    """Whether measures are set against the harm of the heads swept."""
     fit: bool
     heal: int
     calibration: list[str]
@@ -67,6 +69,7 @@ class SwapOptions:
             part=asked["part"] if ranks is None else ranks.part,
             path=asked["path"],
             sweep=asked["sweep"],
+            predictors=asked["predictors"],
             fit=asked["fit"],
             heal=asked["heal"],
             calibration=asked["calibration"],
@@ -97,6 +100,11 @@ class SwapOptions:
         if len(self.kernels) > 1 and (self.heal or self.save):
             what = "heal" if self.heal else "save"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
+        if self.sweep == "predicted" and not self.predictors:
+            raise UsageError(
+                "--sweep predicted orders heads by measures, and --no-predictors reads none.",
+                "Leave out --no-predictors, or use --sweep heads.",
+            )
         if self.calibration and not self.calibrates:
             raise UsageError(
                 "Calibration text is given and nothing reads it.",

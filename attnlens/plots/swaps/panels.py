@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnlens.plots.captions import typeset
 from attnlens.plots.page import Panel
 from attnlens.plots.panel_pages import panels_overview
 from attnlens.plots.swaps.healing import draw_healing
 from attnlens.plots.swaps.kernels import draw_kernels, effect_of, legend_of, name_of
+from attnlens.plots.swaps.predictors import draw_predictors, draw_strongest, missing, strongest
 from attnlens.plots.swaps.ranks import draw_ranks
 from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages, drawn_controls, names_of
@@ -50,10 +52,11 @@ def swap_overview(report: Report) -> Figure:
 
 def swap_panels(report: Report) -> list[Panel]:
     """The panels that get files of their own; where several kernels were swept, each has its own sweep."""
-    found = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep")]
+    found = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     swept = [swap for swap in report.swaps if swap.sweep]
     names = [f"sweep-{clean(swap.kernel)}" if report.more_swaps else "sweep" for swap in swept]
-    return found + [_sweep(swap, name) for swap, name in zip(swept, names, strict=True)]
+    found += [_sweep(swap, name) for swap, name in zip(swept, names, strict=True)]
+    return found + [_predictors(swap, several=bool(report.more_swaps)) for swap in swept if swap.predictors]
 
 
 def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
@@ -71,6 +74,8 @@ def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
         yield _ranks(plan)
     if swap.sweep:
         yield _sweep(swap, "sweep")
+    if swap.predictors:
+        yield _predictor(swap)
     if swap.healing is not None:
         yield _healing(swap, swap.healing)
 
@@ -102,6 +107,8 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
     beyond = heads and limit(np.array([np.nan if e.delta is None else e.delta for e in swap.sweep]))[1] != "neither"
     lost += " A number: an effect beyond the last colour." * beyond
+    if swap.prediction is not None and swap.prediction.order is not None and swap.prediction.order.not_swept:
+        note, lost = f"{note}; hatched: not swept", f"{lost} Hatched: not swept."
     unit = "head" if heads else "layer"
     caption = (
         f"{clean(swap.kernel)}. Δ of the {effect_name(swap)}, where that {unit} alone has the kernel. "
@@ -114,6 +121,26 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     return Panel(
         stem, f"each {unit} alone", note, caption, partial(draw_sweep, swap=swap), layers, wide=wide, bar=heads
     )
+
+
+def _predictor(swap: Swap) -> Panel:
+    one = strongest(swap)
+    verdict = "holds" if one.holds else "does not hold"
+    note = f"ρ {typeset(one.rho, 2)} over {one.heads} heads; {verdict}"
+    return Panel("predictor", "what predicts harm", note, "", partial(draw_strongest, swap=swap), left=0.62, bar=True)
+
+
+def _predictors(swap: Swap, *, several: bool) -> Panel:
+    caption = (
+        f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} where one head alone has the kernel, against measures of "
+        "that head on the same windows; a dot a head. ρ: Spearman's, with a bootstrap 95 % interval over heads; it "
+        "holds where p < 0.05 after correction for all measures and the interval over layers lies on one side of 0."
+        + missing(swap)
+    )
+    title = f"what predicts the harm of {clean(swap.kernel)}"
+    draw = partial(draw_predictors, swap=swap)
+    stem = f"predictors-{clean(swap.kernel)}" if several else "predictors"
+    return Panel(stem, title, "", caption, draw, 24, wide=7.6, bar=True)
 
 
 def _ranks(plan: Plan) -> Panel:

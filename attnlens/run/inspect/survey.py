@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,6 +94,20 @@ class Inspection:
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return self._report()
 
+    def read(self, reached: Sequence[Reached], sites: Collection[Site], batches: Sequence[texts.Batch]) -> None:
+        """Collect what is read of some `sites` of a model that was proven; `batches` are those of the settings."""
+        self.sites = tuple(found.site for found in reached)
+        first = self._enter(reached, [found for found in reached if found.site in sites])
+        self._read_weights([found for found in first if found.site in sites])
+        self._read_tokens(batches)
+
+    def _enter(self, every: Sequence[Reached], reached: list[Reached]) -> list[Reached]:
+        """Note the sites that are read; returns `every` site as one token of text alone reaches it."""
+        self.reached, seed = reached, self.settings.seed
+        for found in reached:
+            self.collector.enter(found.site, [h // found.call.group for h in range(found.call.query.shape[1])])
+        return checks.text_alone(self.loaded, checks.of_one_token(self.loaded, list(every), seed), 1, seed)
+
     def _of_source(self, source: str) -> list[Analyzer]:
         """The analyzers that read one QueryKey of that source at a time."""
         plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
@@ -125,21 +139,16 @@ class Inspection:
         self._prove_identity(probe)
         refuse_initialised(self.loaded, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
-        first = checks.of_one_token(self.loaded, window_sites, self.settings.seed)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)
-        self.reached = [found for found in window_sites if layers is None or found.site.layer in layers]
+        first = self._enter(window_sites, [f for f in window_sites if layers is None or f.site.layer in layers])
         if self.show == ATTENTION:
             refuse_many_rows(self.reached, self.settings.heads)
-        for found in self.reached:
-            heads = found.call.query.shape[1]
-            self.collector.enter(found.site, [head // found.call.group for head in range(heads)])
-            if self.tokenless:
-                self.collector.skip(found.site.name, self.tokenless, measure="tokens")
+        for found in self.reached if self.tokenless else ():
+            self.collector.skip(found.site.name, str(self.tokenless), measure="tokens")
         for entry in checks.out_of_reach(self.loaded, sample, window_sites):
             self.collector.skip(entry.site, entry.reason)
         self.settings = feeding.seen(self.settings, self.loaded, window_sites)
-        first = checks.text_alone(self.loaded, first, 1, self.settings.seed)
         return [found for found in first if layers is None or found.site.layer in layers]
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:

@@ -122,7 +122,9 @@ def _prepared(
     fed = feed(loaded, evaluated, task, asked.seed)
     design = feeding.design_of(asked, evaluated)
     settings = feeding.fed(asked, evaluated, loaded)
-    return Swapping(loaded, options, settings, task, fed, design, calibrated, samples, progress, shared=shared)
+    return Swapping(
+        loaded, options, settings, task, evaluated, fed, design, calibrated, samples, progress, shared=shared
+    )
 
 
 def _calibrated(

@@ -31,6 +31,7 @@ from attnlens.run.swap.controls.alternatives import shapes_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Healer, changed_weights, heal
+from attnlens.run.swap.predictors.sweeping import Sweeping, Windowed
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits, given
 from attnlens.run.swap.ranks.savings import planned
@@ -38,7 +39,6 @@ from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
 from attnlens.run.swap.resources import enough_memory, peak_of
 from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.sites import Local, locally
-from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design
 from attnlens.texts.targets import Fed, meanings
 
@@ -53,7 +53,10 @@ class Swapping:
     options: SwapOptions
     settings: Settings
     task: Task
+    evaluated: texts.Batches
+    """What is evaluated on, as it was cut."""
     fed: list[Fed]
+    """The same with what is to be predicted."""
     design: Design
     """How the evaluated sequences were sampled."""
     calibrated: texts.Batches | None
@@ -255,22 +258,18 @@ class Swapping:
     def _all_swept(self, swaps: list[Swap], candidates: list[Candidate]) -> list[Swap]:
         """The same records, swept; where the user ends that early, the others say that they are not."""
         found: list[Swap] = []
+        over = Windowed(self.evaluated, self.fed, self.design)
+        work = Sweeping(self.loaded, self.options, self.settings, self.task, over, self.sites, self.heads_of)
         try:
             for swap, candidate in zip(swaps, candidates, strict=True):
-                found.append(self._swept(swap, candidate))
+                # of the stage before healing
+                stages = [swaps for stage, swaps in candidate.stages.items() if stage != "healed"]
+                found.append(work.swept(swap, stages[-1], self._teller, self.timings))
         except KeyboardInterrupt:
             self.interrupted = True
             left = swaps[len(found) :]
             found += [swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]}) for swap in left]
         return found
-
-    def _swept(self, swap: Swap, candidate: Candidate) -> Swap:
-        """The same record with the effect of each head or layer alone, of the stage before healing."""
-        stages = [swaps for stage, swaps in candidate.stages.items() if stage != "healed"]
-        chosen = units(stages[-1], str(self.options.sweep), self.heads_of)
-        tell = self._teller(f"sweep {swap.kernel}", len(chosen) * len(self.fed))
-        work = (self.loaded, self.sites, stages[-1], chosen, self.fed, self.task, self.design)
-        return swap.model_copy(update={"sweep": sweep(*work, self.settings.seed, self.options.path, tell)})
 
     def report(self, swaps: list[Swap]) -> Report:
         """The report of `swap-kernel`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from attnlens.run.progress import Tell
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
 from attnlens.texts.targets import NOTHING, Fed, asking, states_of
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 Unit = tuple[Site, int | None]
 """A site, and one of its heads or all."""
 
@@ -28,6 +33,52 @@ def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[U
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
 
 
+@dataclass(frozen=True)
+class Alone:
+    """What each of some units does by itself, sequence by sequence of those in which anything is predicted."""
+
+    units: list[Unit]
+    """What was swapped alone."""
+    own: Float[Tensor, " windows"]
+    """The original's loss, or its distance from itself."""
+    changed: Float[Tensor, "units windows"]
+    """The same with each unit swapped."""
+    sizes: Float[Tensor, " windows"]
+    """What each sequence weighs in the mean."""
+    kept: list[int]
+    """The numbers of these sequences among those fed."""
+    design: Design
+    """How they were sampled."""
+    tested: bool
+    """Whether differences can be tested; distances are never negative."""
+
+    @property
+    def harms(self) -> Float[Tensor, " units"]:
+        """The mean rise of each unit; NaN where it diverged."""
+        means = (self.changed - self.own).double() @ self.sizes / self.sizes.sum()
+        return torch.where(self.changed.isfinite().all(1), means, torch.nan)
+
+    def with_more(self, other: Alone) -> Alone:
+        """These units and others, on the same sequences."""
+        both = torch.cat([self.changed, other.changed])
+        return replace(self, units=[*self.units, *other.units], changed=both)
+
+    def effects(self, seed: int) -> list[Effect]:
+        """The effect of each unit, the most harmful first.
+
+        Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
+        `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a
+        headless model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
+        """
+        effects = [
+            _effect(unit, self.own, new, self.sizes, self.design, seed)
+            for unit, new in zip(self.units, self.changed, strict=True)
+        ]
+        if self.tested:
+            effects = _tested(effects, self.changed - self.own, self.sizes, self.design, seed)
+        return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
+
+
 def sweep(
     loaded: Loaded,
     sites: tuple[Site, ...],
@@ -36,16 +87,10 @@ def sweep(
     batches: Sequence[Fed],
     task: Task,
     design: Design,
-    seed: int,
     path: Route,
     progress: Tell,
-) -> list[Effect]:
-    """The effect of each unit alone, the most harmful first; blocks before it are not computed again.
-
-    Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
-    `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a headless
-    model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
-    """
+) -> Alone:
+    """What each unit alone does to each sequence; blocks before it are not computed again."""
     blocks = hooks.blocks(loaded.model, batches[0].inputs)
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)
@@ -61,12 +106,10 @@ def sweep(
             after[unit].append(_losses(own, new, fed, task))
             progress(1)
     every = torch.cat([_sizes(fed, task) for fed in batches])
-    sizes, sampled = every[every > 0], design.select((every > 0).nonzero()[:, 0].tolist())
-    own, changed = torch.cat(before), [torch.cat(after[unit]) for unit in chosen]
-    effects = [_effect(unit, own, new, sizes, sampled, seed) for unit, new in zip(chosen, changed, strict=True)]
-    if task != "hidden" and not batches[0].noise:
-        effects = _tested(effects, torch.stack(changed) - own, sizes, sampled, seed)
-    return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
+    kept = (every > 0).nonzero()[:, 0].tolist()
+    changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
+    tested = task != "hidden" and not batches[0].noise
+    return Alone(list(chosen), torch.cat(before), changed, every[kept], kept, design.select(kept), tested)
 
 
 def _tested(effects: Sequence[Effect], differences: Tensor, sizes: Tensor, design: Design, seed: int) -> list[Effect]:

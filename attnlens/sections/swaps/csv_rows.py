@@ -18,7 +18,7 @@ COSTS = (
 def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
     """One row per kernel and stage, or control; where units were swapped alone, one row per kernel and unit."""
     if any(swap.sweep for swap in swaps):
-        return [_effect(swap, effect) for swap in swaps for effect in swap.sweep]
+        return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
     rows = []
     for swap in swaps:
         rows += [_outcome(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
@@ -58,10 +58,12 @@ def _costs(swap: Swap) -> dict[str, Cell]:
     return dict(zip(COSTS, values, strict=True))
 
 
-def _effect(swap: Swap, effect: Effect) -> dict[str, Cell]:
+def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
+    """What a unit alone does, and what is measured of it, where that was read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged}
+    read = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged, **read}
 
 
 def _change(name: str, change: Change | None) -> dict[str, Cell]:

@@ -15,6 +15,7 @@ from attnlens.sections.swaps.outcomes import (
     stage_rows,
     text_rows,
 )
+from attnlens.sections.swaps.predictors import prediction_section
 from attnlens.sections.swaps.tables import MARK, place, plan_rows, site_rows, sweep_rows, sweeps_rows, tested
 from attnlens.sentences import controls, effects
 from attnlens.sentences.judged import UNITS, effect_name
@@ -32,6 +33,9 @@ def swap_sections(report: Report, swap: Swap) -> Iterator[Section]:
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
         yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0], report)
+    predicted = [swap for swap in swept if swap.prediction is not None]
+    if predicted:
+        yield prediction_section(predicted)
     for title, lines in (("Notes", effects.notes(report.swaps)), ("No value", effects.without_value(report.swaps))):
         if lines:
             yield Section(title, items=tuple(lines))

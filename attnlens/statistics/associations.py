@@ -1,0 +1,157 @@
+"""Which of several measures of the same heads go with a harm: permutation tests, windows, split halves."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from attnlens.statistics.design import Design
+from attnlens.statistics.intervals import Interval
+from attnlens.statistics.ranks import NEAR_ONE
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+PERMUTATIONS = 10_000
+"""Permutations of heads behind a p-value."""
+DRAWS = 1000
+"""Bootstrap samples of windows behind an interval."""
+SPLITS = 100
+"""Random halvings of the windows."""
+ROUNDING = 1e-9
+"""By how much a permutation's score may fall short of one that is equal to it."""
+
+
+class Tested(NamedTuple):
+    """What permutations of heads say of each measure."""
+
+    p_value: Float[Tensor, " measures"]
+    """Two-sided, of this measure alone."""
+    corrected: Float[Tensor, " measures"]
+    """Corrected for the number of measures."""
+
+
+def ranked(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
+    """Ranks along the last axis, ties sharing their mean; NaN in a row makes the whole row NaN."""
+    from scipy.stats import rankdata
+
+    return torch.from_numpy(np.asarray(rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
+
+
+def permutation_tests(
+    measures: Float[Tensor, "measures heads"],
+    harm: Float[Tensor, " heads"],
+    draws: int = PERMUTATIONS,
+    seed: int = 0,
+) -> Tested:
+    """p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), ρ Spearman's over the n heads in which both have a value.
+
+    Heads' harms are permuted once for all measures; `corrected` compares t with the largest t* of any measure (maxT,
+    Westfall & Young 1993, section 2.6), which bounds the chance of naming any measure that goes with nothing. A
+    harm's rank is that among all heads. NaN for a measure with fewer than four heads, or that is constant.
+    """
+    known = ~harm.isnan()
+    values, ranks = measures.double()[:, known], ranked(harm[known]) if bool(known.any()) else harm[known].double()
+    there = (~values.isnan()).double()
+    count = there.sum(1)
+    centred = torch.zeros_like(values)
+    for row, (value, kept) in enumerate(zip(values, there.bool(), strict=True)):
+        if int(kept.sum()) >= 4:
+            own = ranked(value[kept])
+            centred[row, kept] = own - own.mean()
+    observed = _scores(centred, there, count, ranks[None])[0]
+    generator = np.random.default_rng(seed)
+    beyond, largest = torch.zeros_like(observed), torch.zeros_like(observed)
+    for size in [1000] * (draws // 1000) + [draws % 1000]:
+        drawn = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
+        scores = _scores(centred, there, count, torch.from_numpy(drawn))
+        beyond += (scores >= observed - ROUNDING).sum(0)
+        most = scores.nan_to_num(nan=0.0).amax(1, keepdim=True) if scores.numel() else scores
+        largest += (most >= observed - ROUNDING).sum(0)
+    nothing = observed.isnan()
+    alone, all_ = ((1 + hits) / (1 + draws) for hits in (beyond, largest))
+    return Tested(alone.masked_fill(nothing, math.nan), all_.masked_fill(nothing, math.nan))
+
+
+def _scores(
+    centred: Float[Tensor, "measures heads"],
+    there: Float[Tensor, "measures heads"],
+    count: Float[Tensor, " measures"],
+    ranks: Float[Tensor, "draws heads"],
+) -> Float[Tensor, "draws measures"]:
+    """|ρ|√(n − 1) of each measure with each row of ranks; NaN where one side is constant."""
+    spread = ranks.square() @ there.mT - (ranks @ there.mT).square() / count.clamp(min=1)
+    scale = (spread * centred.square().sum(1)).clamp(min=0).sqrt()
+    found = (ranks @ centred.mT).abs() / scale * (count - 1).clamp(min=0).sqrt()
+    return torch.where(scale > ROUNDING, found, torch.nan)
+
+
+def over_windows(
+    measure: Float[Tensor, " heads"] | Float[Tensor, "windows heads"],
+    harm: Float[Tensor, "windows heads"],
+    sizes: Float[Tensor, " windows"],
+    design: Design,
+    value: float,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Interval:
+    """The 95 % interval over windows of ρ = `value` of a measure with the harm, both read anew in each sample.
+
+    tanh(artanh ρ ± t·sd), sd that of artanh ρ* over bootstrap samples of windows (or texts), whose deviations are
+    widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays.
+    Heads that lack a value in a sample make it void. NaN where nothing tells how windows differ.
+    """
+    from scipy import stats
+
+    if design.freedom < 1 or math.isnan(value):
+        return Interval(value, math.nan, math.nan)
+    times = 1 + (design.draws(draws, seed) - 1) * design.widening
+    weight = times * sizes.double()
+    harms = ranked(weight @ harm.double() / weight.sum(1, keepdim=True))
+    if measure.dim() == 1:
+        values = ranked(measure.double())[None]
+    else:
+        there = (~measure.isnan()).double()
+        values = ranked(times @ measure.double().nan_to_num(nan=0.0) / (times @ there))
+    sides = [side - side.mean(1, keepdim=True) for side in (values, harms)]
+    drawn = (sides[0] * sides[1]).sum(1) / (sides[0].square().sum(1) * sides[1].square().sum(1)).sqrt()
+    drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
+    if len(drawn) < 2:
+        return Interval(value, math.nan, math.nan)
+    centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
+    reach = float(stats.t.ppf(0.975, design.freedom)) * float(drawn.std())
+    return Interval(value, math.tanh(centre - reach), math.tanh(centre + reach))
+
+
+def split_half(
+    harm: Float[Tensor, "windows heads"], sizes: Float[Tensor, " windows"], design: Design, seed: int = 0
+) -> float:
+    """Reliability 2r/(1 + r) of the heads' harms, r Spearman's ρ between two halves of the windows; at least 0.
+
+    The median over random halvings, within each text where all have two windows (Spearman 1910, Brown 1910). Its root
+    is the ρ expected of a measure that tells the harm but for the noise of the windows. NaN for fewer than two windows
+    or four heads.
+    """
+    if design.count < 2 or harm.shape[1] < 4:
+        return math.nan
+    generator, found = torch.Generator().manual_seed(seed), []
+    groups = [row.nonzero()[:, 0] for row in Design(design.texts, "windows").members]
+    for _ in range(SPLITS):
+        half = torch.zeros(design.count, dtype=torch.bool)
+        for own in groups:
+            half[own[torch.randperm(len(own), generator=generator)[: len(own) // 2]]] = True
+        means = [sizes[part].double() @ harm[part].double() / sizes[part].sum() for part in (half, ~half)]
+        found.append(spearman(means[0], means[1]))
+    r = float(np.nanmedian(found)) if any(one == one for one in found) else math.nan
+    return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
+
+
+def spearman(x: Float[Tensor, " heads"], y: Float[Tensor, " heads"]) -> float:
+    """Spearman's ρ of two sides without NaN; NaN where one is constant."""
+    first, second = (side - side.mean() for side in (ranked(x), ranked(y)))
+    scale = float(first.norm() * second.norm())
+    return float(first @ second) / scale if scale > 0 else math.nan
