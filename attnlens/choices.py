@@ -28,3 +28,9 @@ SHOWN = "selection"
 """The analyzer whose findings can be shown head by head, and which a series of checkpoints runs too."""
 ATTENTION = "attention"
 """What can be shown of many heads: their attention rows on one sequence."""
+HealingUnit = Literal["steps", "tokens", "seconds"]
+"""What the length of a healing is counted in."""
+HealingGoal = Literal["teacher", "text"]
+"""What a healing learns: the original model's predictions, or the next tokens of the text."""
+HealingStage = Literal["transfer", "whole"]
+"""What a healing compares: each site's output with its own on the original's inputs, or the whole models' outputs."""

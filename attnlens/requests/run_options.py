@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import LARGEST, path, word
-from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
+from attnlens.choices import Convention, HealingGoal, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.requests import values
 from attnlens.requests.fields import Option
+from attnlens.requests.healing import Amount
 from attnlens.requests.values import Numbers, Words
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
@@ -229,9 +230,47 @@ class SwapRequest(ModelRequest, total=False):
         ),
     ]
     heal: Annotated[
-        int,
+        int | str,
         Option(
-            "Train W_Q and W_K (primal: its own maps too) towards the original model for so many steps.", 0, least=0
+            "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
+            0,
+            metavar="AMOUNT",
+            typed=str,
+            shown="0",
+            check=lambda _name, given: Amount.of(given),
+        ),
+    ]
+    heal_on: Annotated[
+        HealingGoal | None,
+        Option(
+            "What healing learns: the predictions of the original (`teacher`), or the next tokens of the `text`.",
+            metavar="GOAL",
+            noun="--heal-on",
+            shown="teacher",
+        ),
+    ]
+    heal_batch: Annotated[
+        int | None,
+        Option("Sequences of one training step; default: one batch.", metavar="N", least=1, most=65536),
+    ]
+    heal_rank: Annotated[
+        int | None,
+        Option("Let healing change each weight by a product of this rank alone.", metavar="R", least=1, most=65536),
+    ]
+    heal_control: Annotated[
+        bool, Option("With `--heal-on text`: train the original model's same numbers equally long, and compare.", False)
+    ]
+    heal_checkpointing: Annotated[
+        bool, Option("Healing in less memory: compute activations a second time on the way back.", False)
+    ]
+    heal_checkpoint: Annotated[
+        Place,
+        Option(
+            "Keep the state of the healing in this folder; the same command goes on from there.",
+            panel=OUTPUT,
+            metavar="DIR",
+            check=values.folder,
+            call_only="written",
         ),
     ]
     eta: Annotated[

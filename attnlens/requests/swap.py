@@ -14,6 +14,7 @@ from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.kernels import Kernel, parsed
 from attnlens.records import Plan, read_plan
+from attnlens.requests.healing import HealOptions
 from attnlens.requests.values import Words, words
 
 MOST_DIRECTIONS = 65536
@@ -31,7 +32,7 @@ class SwapOptions:
     path: Route
     sweep: Sweep | None
     fit: bool
-    heal: int
+    heal: HealOptions | None
     calibration: list[str]
     save: Path | None
     budget: float | None
@@ -59,7 +60,7 @@ class SwapOptions:
             path=asked["path"],
             sweep=asked["sweep"],
             fit=asked["fit"],
-            heal=asked["heal"],
+            heal=HealOptions.of(asked),
             calibration=asked["calibration"],
             save=None if asked["save"] is None else Path(asked["save"]),
             budget=None if asked["budget"] is None else arguments.budget_share(asked["budget"]),
@@ -95,7 +96,7 @@ class SwapOptions:
     @property
     def calibrates(self) -> bool:
         """Whether calibration text is needed."""
-        return self.fit or self.heal > 0 or any(kernel.info.needs_fit for kernel in self.kernels)
+        return self.fit or self.heal is not None or any(kernel.info.needs_fit for kernel in self.kernels)
 
     @property
     def limit(self) -> float | None:
@@ -156,7 +157,7 @@ def _without_rank(kernels: list[str]) -> str:
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
     """η where primal attention is healed; raises UsageError where it, or its convention, is given for nothing."""
-    regularised = asked["heal"] > 0 and any(kernel.info.form == "output" for kernel in kernels)
+    regularised = asked["heal"].number > 0 and any(kernel.info.form == "output" for kernel in kernels)
     eta = asked["eta"]
     if not regularised:
         if eta is not None or asked["ksvd_convention"] != "paper":

@@ -15,10 +15,11 @@ from attnlens import hooks, models, texts
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipped, Summary, Swap, Task
+from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
-from attnlens.run.outcomes.differences import Differences, Variant, compare, mean_loss
+from attnlens.run.outcomes.differences import Differences, Variant, compare
 from attnlens.run.outcomes.outputs import run, tokens_in
 from attnlens.run.outcomes.windows import windows_of
 from attnlens.run.perplexity import guess_notes
@@ -28,7 +29,7 @@ from attnlens.run.swap.candidate import Candidate, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
-from attnlens.run.swap.healing import Healer, changed_weights, heal
+from attnlens.run.swap.healing import Procedure, changed_weights, control_of
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits, given
 from attnlens.run.swap.ranks.savings import planned
@@ -96,9 +97,9 @@ class Swapping:
         ]
         with timed(self.timings, "compare"):
             self._compare(candidates)
-        if self.options.heal and self.calibrated is not None:
+        if self.options.heal is not None and self.calibrated is not None:
             with timed(self.timings, "heal"):
-                self._heal(candidates[0], self.calibrated)
+                self._heal(candidates[0], self.calibrated, self.options.heal)
         if (choice := candidates[0].choice) is not None and self.options.limit is not None:
             with timed(self.timings, "plan"):
                 work = self.loaded, choice, self.options.limit, self.settings, self.fed[0].inputs
@@ -198,26 +199,26 @@ class Swapping:
         told = guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary or math.inf)
         self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *told]})
 
-    def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
-        model = self.loaded.model
-        healer = Healer(
-            self.loaded,
-            self.sites,
-            candidate.last,
-            self.task,
-            self.options.path,
-            self.options.eta,
-            self.options.convention,
-        )
-        tell = self._teller("heal", self.options.heal)
-        evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
+    def _heal(self, candidate: Candidate, calibrated: texts.Batches, asked: HealOptions) -> None:
+        model, seed = self.loaded.model, self.settings.seed
+        work = calibrated, self.fed, seed, self._teller
+        procedure = Procedure(self.loaded, self.sites, candidate.last, self.task, self.options, asked, *work)
         with enough_memory(model, calibrated.batches[0].inputs, None):
-            candidate.healing = heal(healer, calibrated, self.options.heal, self.settings.seed, evaluate, tell)
-        self.interrupted = healer.interrupted
+            healing, healer = procedure.run()
+            control = None if healer.interrupted else procedure.run_control()
+        self.interrupted = healer.interrupted or (control is not None and control[1].interrupted)
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
-        variant = {"healed": self._variant(candidate.last, candidate.weights)}
-        tell = self._teller("compare", sum(map(tokens_in, self.fed)))
-        candidate.found |= compare(model, self.fed, variant, self.task, tell, self.design)
+        variants = {"healed": self._variant(candidate.last, candidate.weights)}
+        if control is not None:
+            variants["control"] = self._variant(control[1].healed_swaps(), control[1].values())
+        tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
+        found = compare(model, self.fed, variants, self.task, tell, self.design)
+        candidate.found["healed"] = found["healed"]
+        if control is not None:
+            record = control_of(control[0], found["control"], found["healed"], seed)
+            reasons = healing.reasons if record else {**healing.reasons, "control": "a model diverged"}
+            healing = healing.model_copy(update={"control": record, "reasons": reasons})
+        candidate.healing = healing
 
     def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
         names = [text.name for text in self.settings.texts]
