@@ -153,7 +153,8 @@ class HealingRate(Record):
     rate: Number
     """Of AdamW."""
     validation: Number | None
-    """Distance on text kept back after a few steps at it; None where it is not finite."""
+    """After a few steps at it, on text kept back: Σ over sites of ‖new − own‖² / ‖own‖² (transfer), or the distance
+    (whole); None where it is not finite."""
 
 
 class HealingTraining(Record):
@@ -170,7 +171,7 @@ class HealingTraining(Record):
     tokens_per_second: Number | None = None
     """tokens / seconds; None where nothing was trained."""
     learning_rate: Number
-    """Largest learning rate of AdamW."""
+    """Largest learning rate of AdamW; 0 where none that was tried led nearer, so that the stage was left out."""
     rates: list[HealingRate] = []
     """What the range test tried, in its order."""
     stopped: bool = False
@@ -206,7 +207,7 @@ class Healing(Record):
     parameters: int
     """How many numbers were trained."""
     learning_rate: Number
-    """Largest learning rate of AdamW in the last stage."""
+    """Largest learning rate of AdamW in the last stage that trained."""
     curve: list[HealingStep]
     """Step by step, as far as it was measured."""
     eta: Number | None = None

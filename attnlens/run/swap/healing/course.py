@@ -19,7 +19,7 @@ from attnlens.texts.targets import Fed
 
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")
 """In their order."""
-TRANSFER: dict[HealingGoal, float] = {"teacher": 0.75, "text": 0.25}
+TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
 """Share of all work at which attention transfer ends at the latest, by what is learned. Chosen on `demo`: a token of
 attention transfer gains more than one of the whole model's; of a new text it teaches nothing."""
 WARM_UP = 20

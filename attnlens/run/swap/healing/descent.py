@@ -28,8 +28,8 @@ CHECKS, APART = 10, 50
 """How often the held-out distance is measured during a healing at least, and about how many steps lie between."""
 MOST_CHECKS = 100
 """And at most."""
-PATIENCE = 0.3
-"""Share of a stage's work after which its checks must have gained something beyond the interval."""
+PATIENCE, FEWEST = 0.3, 3
+"""Share of a stage's work, and checks, after which these must have gained something beyond the interval."""
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
 """Shares of all work at which the loss on the evaluation text is measured for the picture."""
 
@@ -126,21 +126,23 @@ class Work:
         course, leaves = self.course, self.course.healer.leaves
         self.best.restore(leaves)
         planned = 1 / course.one_step if course.one_step else 1e9
-        count = max(1, min(STEPS, round(planned / 20)))
+        count = max(1, min(STEPS, round(planned / 10)))
         some = list(islice(_cycled(course), count))
         rate, tried = chosen_rate(course.healer, stage, some, self.held)
         course.begin(stage, rate)
-        self.ended, self.seen = False, [(course.share, self.held.distances())]
+        self.seen = [(course.share, self.held.distances(stage))]
         training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
-        self.trainings.append(training)
+        self.ended = rate == 0
+        self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
     def _checked(self) -> None:
         """A check: the best numbers, whether the stage goes on, and the state in its folder."""
         course = self.course
-        better, distances = self.check(course.step)
+        whole = self.check(course.step)
+        distances = whole if course.stage == "whole" else self.held.distances(course.stage)
         self.seen.append((course.share, distances))
-        if not better and self.best.step <= course.step - course.within and not course.over:
-            self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps from there
+        if not any(found.mean < self.seen[0][1].mean for _, found in self.seen) and not course.over:
+            self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps
             course.begin(course.stage, course.rate * SLOWER)
             self._training(learning_rate=course.rate)
         self.ended = self._stale()
@@ -150,14 +152,15 @@ class Work:
             facts = {"curve": self.curve, "trainings": self.trainings, "ended": self.ended}
             self.folder.save(course, self.best, self.seen, facts)
 
-    def check(self, step: int) -> tuple[bool, Distances]:
+    def check(self, step: int) -> Distances:
         """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""
         distances = self.held.distances()
         if step == 0 and not distances.finite:
             raise ModelError(
                 "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
             )
-        better = distances.finite and self.best.offer(step, distances.mean, self.course.healer.leaves)
+        if distances.finite:
+            self.best.offer(step, distances.mean, self.course.healer.leaves)
         last = self.curve[-1].tokens if self.curve else None
         drawn = self._drawn(self.course.share, last)
         point = HealingStep(
@@ -168,7 +171,7 @@ class Work:
             stage=self.course.stage if step else None,
         )
         self.curve.append(point)
-        return better, distances
+        return distances
 
     def _drawn(self, share: float, last: int | None) -> bool:
         """Whether a share is passed at which the loss is drawn, since the last point that has one."""
@@ -188,7 +191,7 @@ class Work:
         """Whether the checks of the last PATIENCE of the stage have gained nothing beyond their interval."""
         share, now = self.seen[-1]
         wide = PATIENCE * (self.course.end - self.course.begun)
-        before = [distances for at, distances in self.seen if at <= share - wide]
+        before = [distances for at, distances in self.seen[:-FEWEST] if at <= share - wide]
         return bool(before) and not now.falls_from(before[-1])
 
     def _evaluated(self) -> float | None:
@@ -225,7 +228,7 @@ class Work:
             steps=int(asked.amount.number) if asked.amount.unit == "steps" else course.step,
             best=self.best.step,
             parameters=healer.count,
-            learning_rate=self.trainings[-1].learning_rate if self.trainings else 0.0,
+            learning_rate=next((one.learning_rate for one in reversed(self.trainings) if one.steps), 0.0),
             curve=self.curve,
             asked=str(asked.amount),
             goal=healer.goal,

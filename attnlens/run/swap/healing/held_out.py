@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from attnlens import texts
+from attnlens.choices import HealingStage
 from attnlens.errors import TextError
 from attnlens.run.swap.healing.healer import Healer
+from attnlens.run.swap.healing.transfer import transferred
 from attnlens.statistics import paired_difference
 from attnlens.texts import Batches
 from attnlens.texts.sampling import chosen
@@ -30,8 +32,11 @@ class HeldOut:
     fed: Sequence[Fed]
     """On which batches."""
 
-    def distances(self, most: int = MOST) -> Distances:
-        """The distance of each sequence of the first `most` batches."""
+    def distances(self, stage: HealingStage = "whole", most: int = MOST) -> Distances:
+        """What a stage makes smaller, for each sequence of the first `most` batches; of the whole the distance."""
+        if stage == "transfer":
+            errors = torch.cat([transferred(self.healer, one.inputs) for one in self.fed[:most]])
+            return Distances(errors, torch.ones_like(errors))
         found = [self.healer.by_sequence(one.inputs, one.targets) for one in self.fed[:most]]
         each, counts = (torch.cat([part[side].double() for part in found]) for side in (0, 1))
         return Distances(each, counts)
@@ -48,7 +53,9 @@ class Distances:
 
     @property
     def mean(self) -> float:
-        """Over all tokens; below 0 it is rounding, and nothing nearer than the model itself."""
+        """Over all tokens; ∞ where it is not finite. Below 0 it is rounding, and nothing nearer than the model itself."""
+        if not self.finite:
+            return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
 
     @property

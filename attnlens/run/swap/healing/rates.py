@@ -20,7 +20,7 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
 SLOWER, LEAST = 0.1, 1e-7
 """Where none leads nearer than the start, this share of the least is tried, down to the smallest that is."""
 STEPS = 8
-"""Steps at each rate, over which it rises and falls, and no more than a twentieth of all that are planned."""
+"""Steps at each rate, over which it rises and falls, and no more than a tenth of all that are planned."""
 ENOUGH = 0.9
 """Share of the largest gain from which a larger rate is taken: over more steps it gains more."""
 
@@ -32,10 +32,10 @@ def chosen_rate(
 
     As far: by at least ENOUGH of the largest fall.
 
-    The numbers are put back. Where no rate leads nearer than the start, the smallest tried is taken.
+    The numbers are put back. 0 where no rate leads nearer than the start.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
-    start = held.distances(most=1).mean
+    start = held.distances(stage, most=1).mean
     tried: list[HealingRate] = []
 
     def distance(rate: float) -> float:
@@ -44,7 +44,7 @@ def chosen_rate(
             for group in optimiser.param_groups:
                 group["lr"] = rate * min(number + 1, len(steps) - number) / ((len(steps) + 1) // 2)
             descend(healer, optimiser, parts, stage)
-        found = held.distances(most=1)
+        found = held.distances(stage, most=1)
         put_back(healer.leaves, before)
         tried.append(HealingRate(rate=rate, validation=found.mean if found.finite else None))
         return found.mean if found.finite else math.inf
@@ -59,7 +59,7 @@ def chosen_rate(
         known[rate] = distance(rate)
     least = min(known.values())
     if least >= start:
-        return min(known), tried
+        return 0.0, tried
     return max(rate for rate, found in known.items() if enough(found, least, start)), tried
 
 

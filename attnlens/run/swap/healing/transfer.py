@@ -38,21 +38,37 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     up to the last site that is trained; each module then runs again by itself on what it was given there, so that
     nothing is derived through the model, and one module's graph is held at a time. Primal attention: + its regulariser.
     """
-    total, new, penalties = 0.0, dict[Site, Tensor](), list[Tensor]()
-    paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
-    calls, own = _passed(healer, inputs, paths)
-    with torch.enable_grad(), _students(healer, new, penalties):
-        for passed in calls:
-            local = _local(healer, paths[passed.module])
-            torch.func.functional_call(passed.module, local, passed.args, passed.kwargs)
-            errors = [_relative_error(found, own[site], inputs) for site, found in new.items()]
-            loss = sum(errors, torch.zeros(())) + _penalty(healer, penalties)
+    total = 0.0
+    with torch.enable_grad():
+        for pairs, penalties in _pairs(healer, inputs):
+            errors = [_relative_errors(*pair, inputs).mean() for pair in pairs]
+            loss = sum(errors, torch.zeros((), device=errors[0].device)) + _penalty(healer, penalties)
             if loss.requires_grad:  # a site whose weights others share may have nothing to train
                 (weight * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+    return total
+
+
+def transferred(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The same sum for each sequence, without gradient or regulariser: ‖new − own‖² over the batch's mean of ‖own‖²."""
+    with torch.no_grad():
+        each = [_relative_errors(*pair, inputs) for pairs, _ in _pairs(healer, inputs) for pair in pairs]
+    alike = [found for found in each if len(found) == len(each[0])]
+    return torch.stack(alike).double().sum(0).cpu()
+
+
+def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[tuple[Tensor, Tensor]], list[Tensor]]]:
+    """Module by module: what its sites answer and what they answered in the original model, and its regularisers."""
+    new, penalties = dict[Site, Tensor](), list[Tensor]()
+    paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
+    calls, own = _passed(healer, inputs, paths)
+    with _students(healer, new, penalties):
+        for passed in calls:
+            local = _local(healer, paths[passed.module])
+            torch.func.functional_call(passed.module, local, passed.args, passed.kwargs)
+            yield [(found, own[site]) for site, found in new.items()], penalties
             new.clear()
             penalties.clear()
-    return total
 
 
 def _passed(
@@ -107,6 +123,8 @@ def _penalty(healer: Healer, penalties: list[Tensor]) -> Tensor | float:
     return found if healer.convention == "paper" else found / len(healer.swaps)
 
 
-def _relative_error(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    new, own = (hooks.at_real_tokens(part, inputs).float() for part in (new, own))
-    return (new - own).square().sum() / own.square().sum().clamp_min(SMALLEST)
+def _relative_errors(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Of each sequence ‖new − own‖² over real tokens, over the batch's mean of ‖own‖²."""
+    real = hooks.real_tokens(own, inputs)
+    missed, whole = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - own, own))
+    return missed / whole.mean().clamp_min(SMALLEST)
