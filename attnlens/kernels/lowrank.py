@@ -106,6 +106,7 @@ def _low(query: Query, key: Key, scale: float, rank: int, query_map: Map, key_ma
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,
     needs_fit=True,
+    trainable=("query_map", "key_map"),
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel of the best logits of rank r; with r ≥ head_dim the model's own."""

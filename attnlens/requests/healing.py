@@ -49,12 +49,9 @@ class Amount:
         if isinstance(given, cls):
             return given
         wrong = UsageError(f"heal={shown(given)} makes no sense.", HOW)
-        whole = isinstance(given, int) and not isinstance(given, bool)
-        found = (
-            WRITTEN.fullmatch(str(given) if whole and abs(given) <= LARGEST else given.strip())
-            if (whole or isinstance(given, str))
-            else None
-        )
+        if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= LARGEST:
+            return cls(given, "steps")
+        found = WRITTEN.fullmatch(given.strip()) if isinstance(given, str) else None
         if found is None:
             raise wrong
         unit, factor = UNITS[found[2]]

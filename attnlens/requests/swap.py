@@ -77,13 +77,13 @@ class SwapOptions:
         for kernel in self.kernels:
             if self.fit:
                 _check_fit(kernel, alone=len(self.kernels) == 1)
-            if self.heal and not kernel.has_gradient:
+            if self.heal is not None and not kernel.has_gradient:
                 raise UsageError(
                     f"{kernel.spelling} can't be healed: its weights have no gradient.",
                     "Leave out --heal, or choose another kernel.",
                 )
-        if len(self.kernels) > 1 and (self.heal or self.save):
-            what = "heal" if self.heal else "save"
+        if len(self.kernels) > 1 and (self.heal is not None or self.save):
+            what = "save" if self.heal is None else "heal"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
         if self.calibration and not self.calibrates:
             raise UsageError(

@@ -133,23 +133,27 @@ def _kept(plan: Plan) -> str:
 
 def _healing(swap: Swap, healing: Healing) -> Panel:
     caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained towards the original model. "
+        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{_goal(healing)}. "
         f"{_healed_by(swap)}. Step {healing.best} was kept."
     )
     note = "dashed: the original; dotted: step kept" if swap.judged_by == "loss" else "dotted: step kept"
+    note += "; hollow: attention transfer" if any(stage.stage == "transfer" for stage in healing.stages) else ""
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
+
+
+def _goal(healing: Healing) -> str:
+    return " on the text" if healing.goal == "text" else " towards the original model"
 
 
 def _healed_by(swap: Swap) -> str:
     """What the curves of a healing are, in which unit and on which text."""
     if swap.task == "hidden":
         return "1 − cosine of the last hidden states and the original's, on calibration text kept back from training"
-    loss = "Loss: on the evaluation text. " if swap.judged_by == "loss" else ""
-    return (
-        f"{loss}KL: to the original, on calibration text kept back from training. "
-        f"{'Both in' if loss else 'In'} {UNITS[swap.task]}"
-    )
+    loss = "Perplexity: of the evaluation text. " if swap.judged_by == "loss" else ""
+    if swap.healing is not None and swap.healing.goal == "text":
+        return f"{loss}Loss: on calibration text kept back from training, in {UNITS[swap.task]}"
+    return f"{loss}KL: to the original, on calibration text kept back from training, in {UNITS[swap.task]}"
 
 
 def _site_lines(axes: Axes, *, swaps: list[Swap]) -> None:

@@ -78,6 +78,6 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, kernel: Ke
         notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
     if options.fit and kernel.info.needs_fit:
         notes.append(f"--fit changes nothing: {kernel.info.name} is fitted with it and without it.")
-    if options.sweep and options.heal:
+    if options.sweep and options.heal is not None:
         notes.append("The sweep shows the heads and layers as they are before healing.")
     return notes

@@ -20,6 +20,7 @@ from attnlens.sections.swaps.tables import (
     text_rows,
 )
 from attnlens.sentences import effects
+from attnlens.sentences.healing import healing
 from attnlens.sentences.judged import UNITS, effect_name
 from attnlens.sentences.plans import explained, plan_lines
 from attnlens.sentences.population import no_errors, population
@@ -63,7 +64,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
     more = (effects.proof([swap]), effects.cost(swap), effects.off_simplex(swap), effects.site_errors(swap))
     yield Section("Checks and cost", items=_said(*more))
     if swap.healing is not None:
-        yield Section("Healing", items=tuple(effects.healing(swap.healing, unit)))
+        yield Section("Healing", items=tuple(healing(swap.healing, unit)))
 
 
 def _several(report: Report) -> Iterator[Section]:

@@ -24,10 +24,10 @@ from attnlens.run.swap.healing.state import SavedHealing, StateFolder
 from attnlens.run.swap.healing.trained import changed_weights
 from attnlens.texts import Batches, sequences_in
 
-CHECKS, APART = 10, 50
-"""How often the held-out distance is measured during a healing at least, and about how many steps lie between."""
-MOST_CHECKS = 100
-"""And at most."""
+CHECKS, FEW, MOST_CHECKS = 10, 5, 100
+"""How often the held-out distance is measured during a healing; of few steps, and of many at most."""
+NEAR, APART = 4, 50
+"""About how many steps lie between two checks at least, and at most."""
 PATIENCE, FEWEST = 0.3, 3
 """Share of a stage's work, and checks, after which these must have gained something beyond the interval."""
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
@@ -55,11 +55,11 @@ def heal(
     batches, ModelError where the distance is not finite, UsageError for the state of another healing. Once a step was
     checked, Ctrl-C ends it early, and `healer.interrupted` says so.
     """
-    train, back = split(healer, batches, seed)
+    train, back = split(healer, batches, seed, _trained(asked, batches))
     healer.prepare(batches.batches[0])
     parts, per_step = parts_of(train, asked.batch)
     course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
-    work = Work(course, HeldOut(healer, back), evaluate, progress, folder)
+    work = Work(course, HeldOut(healer, back), evaluate, progress, folder, patient=asked.control)
     saved = None if folder is None else folder.load()
     try:
         work.begin(saved)
@@ -91,6 +91,8 @@ class Work:
     resumed: bool = False
     ended: bool = False
     """Whether the stage is over."""
+    patient: bool = False
+    """Whether no stage ends early or is left out: what is compared is trained equally long."""
     told: int = 0
 
     def begin(self, saved: SavedHealing | None) -> None:
@@ -113,7 +115,7 @@ class Work:
                 return
             self._start(stage)
         self.resumed = False
-        while not (self.ended or course.over):
+        while not (self.ended or (course.over and course.step)):  # one step at least, however short the time
             started = time.monotonic()
             tokens = course.advance()
             self._count(tokens, time.monotonic() - started)
@@ -129,6 +131,8 @@ class Work:
         count = max(1, min(STEPS, round(planned / 10)))
         some = list(islice(_cycled(course), count))
         rate, tried = chosen_rate(course.healer, stage, some, self.held)
+        if not rate and self.patient:
+            rate = min(one.rate for one in tried)
         course.begin(stage, rate)
         self.seen = [(course.share, self.held.distances(stage))]
         training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
@@ -145,7 +149,7 @@ class Work:
             self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps
             course.begin(course.stage, course.rate * SLOWER)
             self._training(learning_rate=course.rate)
-        self.ended = self._stale()
+        self.ended = not self.patient and self._stale()
         if self.ended and not course.over:
             self._training(stopped=True)
         if self.folder is not None:
@@ -183,7 +187,7 @@ class Work:
         """Whether a check is due: at odd shares of twice as many parts as there are checks, 0.05, 0.15, …"""
         course = self.course
         planned = 1 / course.one_step if course.one_step else course.amount.number
-        checks = min(MOST_CHECKS, max(CHECKS, int(planned // APART)))
+        checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         last = self.seen[-1][0]
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
@@ -239,6 +243,14 @@ class Work:
             stages=self.trainings,
             **healer.regularised,
         )
+
+
+def _trained(asked: HealOptions, batches: Batches) -> float:
+    """How many batches are trained on, about: MOST_CHECKS where a time was given."""
+    size = sequences_in(batches.batches[0].inputs)
+    steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}
+    whole = 1 if asked.amount.unit == "tokens" else max(1.0, (asked.batch or size) / size)
+    return steps.get(asked.amount.unit, MOST_CHECKS) * whole
 
 
 def _cycled(course: Course) -> Any:

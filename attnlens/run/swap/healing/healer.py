@@ -229,7 +229,7 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
 
     J has the curvature C/σ in a column: an optimiser's equal steps would leap out of its valley where σ is small.
     """
-    if name not in ("query_map", "key_map"):
+    if kernel.info.form != "output" or name not in ("query_map", "key_map"):
         return None
     of = kernel.fitted
     power = 1.0 if convention == "code" else 0.5

@@ -19,8 +19,9 @@ from attnlens.texts import Batches
 from attnlens.texts.sampling import chosen
 from attnlens.texts.targets import Fed, feed
 
-SHARE, MOST = 0.125, 4
-"""Share of the calibration batches that is kept back from training, and how many at most."""
+SHARE, MOST, A_BATCH = 0.125, 4, 40
+"""Share of the calibration batches that is kept back from training, how many at most, and for how many batches that are
+trained on there is one: measuring on them should take less than the training."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Distances:
 
     @property
     def mean(self) -> float:
-        """Over all tokens; ∞ where it is not finite. Below 0 it is rounding, and nothing nearer than the model itself."""
+        """Over all tokens, ∞ where it is not finite; below 0 it is rounding, and no nearer than the model itself."""
         if not self.finite:
             return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
@@ -99,8 +100,11 @@ def put_back(leaves: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
             leaf.copy_(value)
 
 
-def split(healer: Healer, batches: Batches, seed: int) -> tuple[list[Fed], list[Fed]]:
-    """Training batches, and those kept back, which are spread over the texts. Raises TextError for fewer than two."""
+def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf) -> tuple[list[Fed], list[Fed]]:
+    """Training batches, and those kept back, which are spread over the texts; `trained`: how many are trained on.
+
+    Raises TextError for fewer than two.
+    """
     if len(batches) < 2:
         raise TextError(
             "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
@@ -110,7 +114,7 @@ def split(healer: Healer, batches: Batches, seed: int) -> tuple[list[Fed], list[
         fed = feed(healer.loaded, batches, healer.task, seed)
     else:
         fed = [Fed(batch.inputs, None) for batch in batches]
-    back = chosen(len(batches), min(MOST, max(1, round(len(batches) * SHARE))), "spread", seed=0)
+    back = chosen(len(batches), max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH))), "spread", seed=0)
     return [one for number, one in enumerate(fed) if number not in back], [fed[number] for number in back]
 
 

@@ -108,17 +108,18 @@ class Procedure:
             "model": _digest([files]) if files else _digest_of(dict(self.loaded.model.state_dict())),
             "type of numbers": str(self.loaded.model.dtype),
             "kernel": next(iter(kernels.values())).spelling,
+            "choice of sites and heads": _digest([str(sorted(heads.items()))]),
             "fitted parameters": _digest(_digest_of(dict(kernel.fitted)) for kernel in kernels.values()),
-            "sites and heads": _digest([str(sorted(heads.items()))]),
-            "calibration text": _digest(_digest_of(batch.inputs) for batch in self.calibrated),
-            "evaluation text": _digest(_digest_of(one.inputs) for one in self.fed),
             "seed": str(self.seed),
             "--heal": str(asked.amount),
             "--heal-on": asked.goal,
             "--heal-batch": str(asked.batch),
             "--heal-rank": str(asked.rank),
+            "--heal-control": str(asked.control),
             "--eta": f"{self.options.eta} {self.options.convention}",
             "--path": self.options.path,
+            "calibration text": _digest(_digest_of(batch.inputs) for batch in self.calibrated),
+            "evaluation text": _digest(_digest_of(one.inputs) for one in self.fed),
         }
 
 
