@@ -114,9 +114,9 @@ def test_a_text_is_not_learned_by_a_model_that_predicts_none():
 def test_tokens_and_seconds_end_a_healing(demo):
     short = {"sequences": 4, "tokens": 16, "batch_size": 4}
     by_tokens = swap_kernel(demo, "rbf", heal="0.6ktok", **short).swap.healing
-    assert 600 * 0.9 - 64 <= by_tokens.tokens < 600 + 64, "64 tokens a step; the last tenth may be left out"
+    assert 600 * 0.9 - 16 <= by_tokens.tokens < 600 + 16, "16 tokens a step; the last tenth may be left out"
     assert by_tokens.tokens == sum(stage.tokens for stage in by_tokens.stages) == by_tokens.curve[-1].tokens
-    assert (by_tokens.asked, by_tokens.batch) == ("600 tokens", 4)
+    assert (by_tokens.asked, by_tokens.batch) == ("600 tokens", 1)
     by_time = swap_kernel(demo, "rbf", heal="1s", **short).swap.healing
     assert 1 <= by_time.seconds < 30
     assert by_time.tokens > 0
@@ -266,7 +266,8 @@ def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weight
 def test_the_maps_of_a_rank_are_trained_with_the_weights(demo):
     swap = swap_kernel(demo, "rank:2", heal=24, **READ).swap
     assert swap.healing.parameters == 4 * (128 * 256 + 8 * 2 * 16 * 2)
-    assert swap.stages[-1].kl < 0.9 * swap.stages[0].kl
+    distances = [step.validation for step in swap.healing.curve]
+    assert min(distances) < 0.95 * distances[0]
 
 
 def test_blocks_that_are_computed_again_give_the_same_gradient(demo):

@@ -175,7 +175,7 @@ class HealingTraining(Record):
     rates: list[HealingRate] = []
     """What the range test tried, in its order."""
     stopped: bool = False
-    """Whether it ended early: what the last checks gained has a 95 % interval that contains 0."""
+    """Whether it ended early, as the 95 % interval of what the last checks gained contains 0, or was left out."""
 
 
 class HealingControl(Record):

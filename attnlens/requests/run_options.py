@@ -251,7 +251,12 @@ class SwapRequest(ModelRequest, total=False):
     ]
     heal_batch: Annotated[
         int | None,
-        Option("Sequences of one training step; default: one batch.", metavar="N", least=1, most=65536),
+        Option(
+            "Sequences of one training step; default: one batch, or fewer where few tokens are asked for.",
+            metavar="N",
+            least=1,
+            most=65536,
+        ),
     ]
     heal_rank: Annotated[
         int | None,
