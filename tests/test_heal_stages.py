@@ -28,7 +28,7 @@ from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.swap.healing import Healer, heal, rates
 from attnlens.run.swap.healing.course import adamw, descend
 from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split
-from attnlens.run.swap.healing.trained import LowRank, Trained
+from attnlens.run.swap.healing.trained import LowRankChange, Trained
 from attnlens.run.swap.healing.transfer import transfer, transferred
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.texts.targets import Fed
@@ -234,7 +234,7 @@ def test_a_low_rank_change_is_its_product_within_the_mask():
     torch.manual_seed(0)
     start, mask = torch.randn(6, 8), torch.zeros(6, 8)
     mask[:4, 2:] = 1
-    part = LowRank.of_rank(start, mask, 2, seed=0)
+    part = LowRankChange.of_rank(start, mask, 2, seed=0)
     assert torch.equal(part.value, start), "nothing is changed at first"
     with torch.no_grad():
         part.change.normal_()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import LARGEST, path, word
-from attnlens.choices import Convention, HealingGoal, Intervals, Part, Placement, Route, Sources, Sweep
+from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.requests import values
 from attnlens.requests.fields import Option
-from attnlens.requests.healing import Amount
+from attnlens.requests.healing_options import HealingRequest
 from attnlens.requests.values import Numbers, Words
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
@@ -197,7 +197,7 @@ class CompareRequest(SeriesRequest, total=False):
     ]
 
 
-class SwapRequest(ModelRequest, total=False):
+class SwapRequest(ModelRequest, HealingRequest, total=False):
     """What `swap_kernel` can be asked for, beside the kernels."""
 
     part: Annotated[
@@ -227,55 +227,6 @@ class SwapRequest(ModelRequest, total=False):
         Any,
         _file(
             "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
-        ),
-    ]
-    heal: Annotated[
-        int | str,
-        Option(
-            "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
-            0,
-            metavar="AMOUNT",
-            typed=str,
-            shown="0",
-            check=lambda _name, given: Amount.of(given),
-        ),
-    ]
-    heal_on: Annotated[
-        HealingGoal | None,
-        Option(
-            "What healing learns: the predictions of the original (`teacher`), or the next tokens of the `text`.",
-            metavar="GOAL",
-            noun="--heal-on",
-            shown="teacher",
-        ),
-    ]
-    heal_batch: Annotated[
-        int | None,
-        Option(
-            "Sequences of one training step; default: one batch, or fewer where few tokens are asked for.",
-            metavar="N",
-            least=1,
-            most=65536,
-        ),
-    ]
-    heal_rank: Annotated[
-        int | None,
-        Option("Let healing change each weight by a product of this rank alone.", metavar="R", least=1, most=65536),
-    ]
-    heal_control: Annotated[
-        bool, Option("With `--heal-on text`: train the original model's same numbers equally long, and compare.", False)
-    ]
-    heal_checkpointing: Annotated[
-        bool, Option("Healing in less memory: compute activations a second time on the way back.", False)
-    ]
-    heal_checkpoint: Annotated[
-        Place,
-        Option(
-            "Keep the state of the healing in this folder; the same command goes on from there.",
-            panel=OUTPUT,
-            metavar="DIR",
-            check=values.folder,
-            call_only="written",
         ),
     ]
     eta: Annotated[

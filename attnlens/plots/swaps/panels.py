@@ -134,12 +134,17 @@ def _kept(plan: Plan) -> str:
 def _healing(swap: Swap, healing: Healing) -> Panel:
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{_goal(healing)}. "
-        f"{_healed_by(swap)}. Step {healing.best} was kept."
+        f"{_healed_by(swap)}. Step {healing.best} was kept.{_hollow(healing)}"
     )
     note = "dashed: the original; dotted: step kept" if swap.judged_by == "loss" else "dotted: step kept"
-    note += "; hollow: attention transfer" if any(stage.stage == "transfer" for stage in healing.stages) else ""
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
+
+
+def _hollow(healing: Healing) -> str:
+    return (
+        " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
+    )
 
 
 def _goal(healing: Healing) -> str:

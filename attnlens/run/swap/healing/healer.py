@@ -23,7 +23,7 @@ from attnlens.records import Call, Site, Task
 from attnlens.run.outcomes.outputs import divergence, owned_means, predictions
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.healing.trainable import trainable
-from attnlens.run.swap.healing.trained import LowRank, Trained, standing_in
+from attnlens.run.swap.healing.trained import LowRankChange, Trained, standing_in
 from attnlens.texts import Batch
 from attnlens.texts.targets import NOTHING, Fed, asking, logits_of, states_of
 
@@ -82,7 +82,7 @@ class Healer:
     def _weight(self, start: Tensor, mask: Tensor) -> Trained:
         if self.rank is None or self.rank >= min(start.flatten(1).shape):
             return Trained.of(start, mask)
-        return LowRank.of_rank(start, mask, self.rank, self.seed)
+        return LowRankChange.of_rank(start, mask, self.rank, self.seed)
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -53,14 +53,14 @@ class Trained:
 
 
 @dataclass
-class LowRank(Trained):
+class LowRankChange(Trained):
     """A weight W + mask ∘ (U Vᵀ), U and V of R columns (Hu et al. 2022, Eq. 3, with the scale in the learning rate)."""
 
     right: Tensor = field(default_factory=lambda: torch.zeros(()))
     """V; `change` is U, 0 at first, so that the weight begins as it is."""
 
     @classmethod
-    def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRank:
+    def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRankChange:
         """A change of rank R, V drawn from N(0, 1/R) by `seed`."""
         rows, columns = start.flatten(1).shape
         drawn = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5

@@ -23,7 +23,7 @@ class _Seen(Exception):  # noqa: N818  # no error: it ends a pass whose rest nob
 
 
 @dataclass(frozen=True)
-class Passed:
+class ModuleCall:
     """One call of an attention module in the original model."""
 
     module: nn.Module
@@ -73,13 +73,13 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
 
 def _passed(
     healer: Healer, inputs: Mapping[str, Tensor], paths: Mapping[nn.Module, str]
-) -> tuple[list[Passed], dict[Site, Tensor]]:
+) -> tuple[list[ModuleCall], dict[Site, Tensor]]:
     """The calls of these modules in the original model, in their order, and what their sites answer."""
-    calls, own = list[Passed](), dict[Site, Tensor]()
+    calls, own = list[ModuleCall](), dict[Site, Tensor]()
     expected = sum(site.path in paths.values() for site in healer.sites)
 
     def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Passed(module, args, kwargs))
+        calls.append(ModuleCall(module, args, kwargs))
 
     def answered(site: Site, found: Tensor) -> None:
         if site.path in paths.values():
