@@ -15,6 +15,7 @@ from attnlens.errors import TextError
 from attnlens.run.swap.healing.healer import Healer
 from attnlens.run.swap.healing.transfer import transferred
 from attnlens.statistics import paired_difference
+from attnlens.statistics.intervals import FEWEST_DRAWS
 from attnlens.texts import Batches
 from attnlens.texts.sampling import chosen
 from attnlens.texts.targets import Fed, feed
@@ -65,11 +66,14 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Whether it is lower than `before`, with its paired 95 % interval over the sequences; without one, at all."""
+        """Whether it is lower than `before`, with its paired 95 % interval over the sequences.
+
+        Of fewer than FEWEST_DRAWS sequences, whose interval says too little, whether it is lower at all.
+        """
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
-        return (value if math.isnan(high) else high) < 0
+        return (value if len(self.each) < FEWEST_DRAWS or math.isnan(high) else high) < 0
 
 
 @dataclass
