@@ -132,11 +132,13 @@ def _kept(plan: Plan) -> str:
 
 
 def _healing(swap: Swap, healing: Healing) -> Panel:
+    hollow, kept = _hollow(healing), "dotted: step kept"
+    note = f"dashed: {'original' if hollow else 'the original'}; {kept}" if swap.judged_by == "loss" else kept
+    note += "; hollow: transfer" if hollow else ""
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{_goal(healing)}. "
-        f"{_healed_by(swap)}. Step {healing.best} was kept.{_hollow(healing)}"
+        f"{_healed_by(swap)}. Step {healing.best} was kept.{hollow}"
     )
-    note = "dashed: the original; dotted: step kept" if swap.judged_by == "loss" else "dotted: step kept"
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
 
