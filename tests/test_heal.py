@@ -542,10 +542,10 @@ def test_the_step_that_is_kept_has_its_loss_and_a_short_healing_the_full_rate(de
 
 def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
     """Ten times smaller from the start itself: the numbers before the first useful step are those of no step at all."""
-    monkeypatch.setattr(room, "chosen_rate", lambda *_: (0.3, []))
+    monkeypatch.setattr(room, "chosen_rate", lambda *_: (0.1, []))
     _, found = healer(demo, "rbf", steps=40)
     assert found.curve[1].validation > found.curve[0].validation
-    assert found.stages[0].learning_rate in (pytest.approx(0.03), pytest.approx(0.003))
+    assert found.stages[0].learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
     assert found.best > 0
     assert min(step.validation for step in found.curve) < found.curve[0].validation
     monkeypatch.setattr(room, "SLOWER", 1.0)
@@ -584,7 +584,7 @@ def test_the_loss_is_drawn_at_its_steps_and_chooses_nothing(demo, monkeypatch):
     other, found = healer(demo, "rbf", evaluate=lambda: hooks.forward(demo.model, inputs) and float(next(lying)))
     drawn = [step.step for step in found.curve if step.loss is not None]
     assert (drawn[0], drawn[-1]) == (0, found.curve[-1].step)
-    assert set(drawn) - {found.best} <= {0, 1, 2, 3, 4, 6}, "shares 0, 0.05, 0.15, 0.35, 0.65 and 1 of six steps"
+    assert len(set(drawn) - {found.best}) <= len(room.DRAWN)
     for name, value in honest.values().items():
         assert torch.equal(value, other.values()[name])
 
