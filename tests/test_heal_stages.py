@@ -265,10 +265,10 @@ def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weight
 
 
 def test_the_maps_of_a_rank_are_trained_with_the_weights(demo):
-    swap = swap_kernel(demo, "rank:2", heal=24, **READ).swap
-    assert swap.healing.parameters == 4 * (128 * 256 + 8 * 2 * 16 * 2)
+    swap = swap_kernel(demo, "rank:1", heal=24, **READ).swap
+    assert swap.healing.parameters == 4 * (128 * 256 + 8 * 2 * 16 * 1)
     distances = [step.validation for step in swap.healing.curve]
-    assert min(distances) < 0.95 * distances[0]
+    assert min(distances) < 0.97 * distances[0]
 
 
 def test_blocks_that_are_computed_again_give_the_same_gradient(demo):
