@@ -34,3 +34,9 @@ ControlRole = Literal["same size", "one key", "floor", "filter alone", "without 
 """What stands beside a swapped kernel: in a cache of its size some first tokens and the nearest ones; the key of the
 largest score; the mean of the values; of a kernel behind a filter, the filter with the model's own kernel, and the
 kernel without the filter."""
+HealingUnit = Literal["steps", "tokens", "seconds"]
+"""What the length of a healing is counted in."""
+HealingGoal = Literal["teacher", "text"]
+"""What a healing learns: the original model's predictions, or the next tokens of the text."""
+HealingStage = Literal["transfer", "whole"]
+"""What a healing compares: each site's output with its own on the original's inputs, or the whole models' outputs."""

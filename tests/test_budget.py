@@ -31,7 +31,7 @@ from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import break_even, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, levels, sensitivities
 from attnlens.sections.swaps.tables import plan_rows
-from attnlens.sentences.plans import plan_lines
+from attnlens.sentences.swaps.plans import plan_lines
 from attnlens.statistics import Design
 from attnlens.texts import Cut
 from attnlens.texts.targets import feed

@@ -18,10 +18,14 @@ from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import read_report
+from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.progress import Interrupted
 from attnlens.run.swap import pipeline as entry
 from attnlens.run.swap.fit import SHARES, Search, fit
+from attnlens.run.swap.healing import Healer, rates
 from attnlens.run.swap.healing import descent as room
+from attnlens.run.swap.healing.course import Course, shape
+from attnlens.run.swap.healing.held_out import split
 from attnlens.run.swap.healing.trainable import trainable
 from attnlens.run.swap.pipeline import swap_kernel
 
@@ -136,11 +140,11 @@ def test_healing_wants_two_batches(demo, tmp_path):
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=40, batch_size=2))
-    train, back = room._split(fed)
+    train, back = split(Healer(demo, (), {}, "causal", "auto"), fed, 0)
     assert (len(train), len(back)) == (18, 2)
-    places = {id(batch): place for place, batch in enumerate(fed.batches)}
-    assert sorted(places[id(batch)] for batch in (*train, *back)) == list(range(20))
-    first, last = (places[id(batch)] for batch in back)
+    places = {id(batch.inputs): place for place, batch in enumerate(fed.batches)}
+    assert sorted(places[id(one.inputs)] for one in (*train, *back)) == list(range(20))
+    first, last = (places[id(one.inputs)] for one in back)
     assert last - first == 10, "they lie over the whole text"
 
 
@@ -381,9 +385,10 @@ def healer(model, words, heads=None, **more):
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(words), heads))
     if more.get("fitted"):
         swaps = fit(model, sites, swaps, fed, lambda _: None)
-    made = room.Healer(model, sites, swaps, more.get("task", "causal"), "auto")
+    made = Healer(model, sites, swaps, more.get("task", "causal"), "auto")
     evaluate = more.get("evaluate", lambda: hooks.forward(model.model, inputs) and None)
-    return made, room.heal(made, fed, more.get("steps", 6), 0, evaluate, lambda _: None)
+    asked = HealOptions(Amount(more.get("steps", 6), "steps"))
+    return made, room.heal(made, fed, asked, 0, evaluate, lambda _: None)
 
 
 @pytest.mark.parametrize("heads", [None, (0, 5)])
@@ -440,15 +445,15 @@ def test_a_kernel_without_a_gradient_is_refused_before_the_work():
 
 
 def stopping(monkeypatch, at):
-    """Ctrl-C at that training step."""
-    honest, passes = room.Healer.distance, iter(range(10**6))
+    """Ctrl-C after so many training steps."""
+    honest = Course.advance
 
-    def distance(self, inputs):
-        if torch.is_grad_enabled() and next(passes) == at:
+    def advance(self):
+        if self.step == at:
             raise KeyboardInterrupt
-        return honest(self, inputs)
+        return honest(self)
 
-    monkeypatch.setattr(room.Healer, "distance", distance)
+    monkeypatch.setattr(Course, "advance", advance)
 
 
 def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path):
@@ -457,8 +462,9 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
     with pytest.raises(Interrupted) as stop:
         swap_kernel(demo, "rbf", heal=20, save=tmp_path / "model", **READ)
     swap = stop.value.report.swap
-    assert 2 <= swap.healing.best <= 12
-    assert swap.healing.curve[-1].step == 12
+    assert 1 <= swap.healing.best <= 12
+    assert swap.healing.curve[-1].step == 10, "the last check before it"
+    assert swap.healing.stages[-1].steps == 12
     assert swap.stages[-1].kl < swap.stages[0].kl
     assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
     attnlens.load_swapped(tmp_path / "model").close()
@@ -469,11 +475,11 @@ def test_the_program_shows_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
     words = ("--heal", "20", "--sequences", "4", "--tokens", "24", "--batch-size", "4", "--no-progress")
     done = CliRunner().invoke(app, ["swap-kernel", *words, "--json", str(tmp_path / "r.json")])
     assert done.exit_code == 130
-    assert read_report(tmp_path / "r.json").swap.healing.curve[-1].step == 12
+    assert read_report(tmp_path / "r.json").swap.healing.curve[-1].step == 10
 
 
 def test_a_healing_interrupted_before_its_first_check_has_nothing_to_show(demo, monkeypatch):
-    stopping(monkeypatch, 1)
+    stopping(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt) as stop:
         swap_kernel(demo, "rbf", heal=20, **READ)
     assert not isinstance(stop.value, Interrupted)
@@ -501,11 +507,20 @@ def test_zero_distance_stays_zero(demo):
 
 
 def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
-    monkeypatch.setattr(room, "LEARNING_RATE", 10.0)
+    monkeypatch.setattr(room, "chosen_rate", lambda *_: (1e-12, []))
     _, found = healer(demo, "rbf", steps=40)
-    assert found.best == 0
-    assert found.curve[-1].step < 40
-    assert len(found.curve) <= 2 + room.PATIENCE
+    assert [stage.stopped for stage in found.stages] == [True, True]
+    assert sum(stage.steps for stage in found.stages) == found.curve[-1].step < 40
+    assert min(step.validation for step in found.curve) == pytest.approx(found.curve[0].validation, rel=1e-5)
+
+
+def test_a_stage_that_no_rate_makes_better_is_left_out(demo, monkeypatch):
+    monkeypatch.setattr(rates, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
+    monkeypatch.setattr(rates, "LEAST", 10.0)
+    made, found = healer(demo, "rbf", steps=40)
+    assert (found.best, len(found.curve)) == (0, 1)
+    assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in found.stages] == [(0, 0, True)] * 2
+    assert not any(leaf.any() for leaf in made.leaves)
 
 
 def test_a_model_that_is_not_finite_is_refused_by_its_tensor(demo):
@@ -520,16 +535,17 @@ def test_the_step_that_is_kept_has_its_loss_and_a_short_healing_the_full_rate(de
     swap = swap_kernel(demo, "rbf", heal=20, **READ).swap
     (kept,) = (step for step in swap.healing.curve if step.step == swap.healing.best)
     assert kept.loss == pytest.approx(swap.stages[-1].loss.after)
-    assert room._rate(1, 20) == pytest.approx(1.0, abs=0.02)
-    assert room._rate(0, 200) < 0.1 < 0.9 < room._rate(19, 200)
+    assert shape(1, 1 / 20, 20) == pytest.approx(1.0, abs=0.02)
+    assert shape(0, 0, 200) < 0.1 < 0.9 < shape(19, 19 / 200, 200)
+    assert shape(199, 199 / 200, 200) < 0.03
 
 
 def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
     """Ten times smaller from the start itself: the numbers before the first useful step are those of no step at all."""
-    monkeypatch.setattr(room, "LEARNING_RATE", 0.1)
+    monkeypatch.setattr(room, "chosen_rate", lambda *_: (0.1, []))
     _, found = healer(demo, "rbf", steps=40)
     assert found.curve[1].validation > found.curve[0].validation
-    assert found.learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
+    assert found.stages[0].learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
     assert found.best > 0
     assert min(step.validation for step in found.curve) < found.curve[0].validation
     monkeypatch.setattr(room, "SLOWER", 1.0)
@@ -540,7 +556,7 @@ def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch
 def test_the_same_seed_heals_alike_and_another_otherwise(demo):
     read = {"sequences": 4, "tokens": 16, "batch_size": 4}
     first, again, other = (swap_kernel(demo, "rbf", heal=4, seed=seed, **read).swap for seed in (0, 0, 1))
-    assert first.healing == again.healing
+    assert (first.healing.curve, first.healing.best) == (again.healing.curve, again.healing.best)
     assert first.stages[-1].loss == again.stages[-1].loss
     assert first.healing.curve[-1].validation != other.healing.curve[-1].validation
 
@@ -566,7 +582,9 @@ def test_the_loss_is_drawn_at_its_steps_and_chooses_nothing(demo, monkeypatch):
     )
     honest, _ = healer(demo, "rbf")
     other, found = healer(demo, "rbf", evaluate=lambda: hooks.forward(demo.model, inputs) and float(next(lying)))
-    assert [step.step for step in found.curve if step.loss is not None] == [0, 6]
+    drawn = [step.step for step in found.curve if step.loss is not None]
+    assert (drawn[0], drawn[-1]) == (0, found.curve[-1].step)
+    assert len(set(drawn) - {found.best}) <= len(room.DRAWN)
     for name, value in honest.values().items():
         assert torch.equal(value, other.values()[name])
 

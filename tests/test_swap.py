@@ -649,7 +649,7 @@ def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
 
 def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
     """A forward pass that fits says nothing of one that trains."""
-    monkeypatch.setattr("attnlens.run.swap.session.heal", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.run.swap.healing.procedure.heal", lambda *_: really_failing())
     with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
         swap_kernel(demo, "rbf", heal=2, **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."

@@ -35,10 +35,10 @@ from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import GREY, draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
-from attnlens.records import Coverage, Effect, Pair, Plan, Report, Rise, Text, TextCosine
-from attnlens.sentences import effects
+from attnlens.records import Coverage, Effect, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.sentences.judged import distance
-from attnlens.sentences.plans import plan_lines
+from attnlens.sentences.swaps import effects
+from attnlens.sentences.swaps.plans import plan_lines
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -505,13 +505,38 @@ def test_a_page_s_head_cuts_the_formula_and_nothing_else(kernel: str, reached: i
 def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps() -> None:
     swap = swapped(deltas=(1.12, 0.09), healed=True)
     above, below = drawn(draw_healing, swap, swap.healing).axes[0].child_axes
-    assert (above.get_ylabel(), below.get_ylabel()) == ("loss, nats", "KL, nats")
+    assert (above.get_ylabel(), below.get_ylabel()) == ("perplexity", "KL, nats")
     assert below.get_xlabel() == "optimiser step, √ scale"
     assert list(below.get_xticks()) == list(above.get_xticks()) == [0, 50, 200, 500, 1000]
     for axes in (above, below):
         values, (low, high) = axes.lines[0].get_ydata(), axes.get_ylim()
         assert np.ptp(values) > 0.7 * (high - low)
-    assert above.lines[1].get_ydata()[0] == swap.loss.before
+    assert above.lines[1].get_ydata()[0] == np.exp(swap.loss.before)
+
+
+def test_a_healing_that_counts_tokens_is_drawn_and_told_by_them() -> None:
+    """The control: a report of before they were counted has steps (above)."""
+    found = healing()
+    curve = [
+        step.model_copy(update={"tokens": 1024 * step.step, "stage": "transfer" if step.step < 500 else "whole"})
+        for step in found.curve
+    ]
+    stage = HealingTraining(
+        stage="transfer", steps=900, tokens=921_600, seconds=90.0, tokens_per_second=10240.0, learning_rate=0.01
+    )
+    update = {"curve": curve, "tokens": 1024 * 1000, "seconds": 100.0, "batch": 8, "asked": "1,024,000 tokens"}
+    counted = found.model_copy(update=update | {"stages": [stage]})
+    swap = swapped(deltas=(1.12, 0.09), healed=True).model_copy(update={"healing": counted})
+    _above, below = drawn(draw_healing, swap, counted).axes[0].child_axes
+    assert below.get_xlabel() == "tokens trained on, √ scale"
+    assert below.get_xlim()[1] == pytest.approx(1.03 * 1024 * 1000)
+    assert below.xaxis.get_major_formatter()(1024 * 1000) == "1.02 M"
+    hollow = [line for line in below.lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_xdata()) for line in hollow] == [[1024 * step for step in (0, 50, 100, 200, 300, 400)]]
+    said = flowing(swap_report(swap))
+    assert "1,024,000 tokens asked for" in said
+    assert "Attention transfer: 900 steps, 921,600 tokens, 10,240 tokens per second, learning rate 1e-2" in said
+    assert f"{np.exp(3.55):.1f} at 0" in said
 
 
 def test_a_healing_without_a_loss_has_all_the_room() -> None:

@@ -174,12 +174,13 @@ def replace(
     *,
     every_site: bool = True,
     visit: Callable[[Site, Call], None] | None = None,
+    answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
     """Answer the sites of `swaps` with their new kernels and the others with the model's own.
 
-    `path` is how the new kernels are computed; `visit` sees what the sites of `swaps` are asked for. Raises
-    UsageError where a kernel can't serve a site, and with `every_site` ModelError at the end of the block where one of
-    them was never reached.
+    `path` is how the new kernels are computed; `visit` sees what the sites of `swaps` are asked for, and `answered`
+    what they answer, (batch, queries, heads, value_dim). Raises UsageError where a kernel can't serve a site, and with
+    `every_site` ModelError at the end of the block where one of them was never reached.
     """
 
     def answer(site: Site, call: Call) -> Tensor:
@@ -187,7 +188,10 @@ def replace(
             return attend(call, OWN)
         if visit is not None:
             visit(site, call)
-        return swapped(call, swaps[site], path)
+        found = swapped(call, swaps[site], path)
+        if answered is not None:
+            answered(site, found)
+        return found
 
     with _counted(model, sites, answer) as counter:
         yield counter

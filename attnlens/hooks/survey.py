@@ -220,6 +220,13 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return next((tensor[mask] for mask in masks if mask.shape == tensor.shape[:2]), tensor)
 
 
+def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """1 at the real tokens of a (batch, tokens, …) tensor, 0 at its padding, (batch, tokens)."""
+    masks = [inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
+    whole = tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
+    return next((mask.to(whole) for mask in masks if mask.shape == tensor.shape[:2]), whole)
+
+
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a module's call under the names of its parameters."""
     positional = list(inspect.signature(module.forward).parameters)

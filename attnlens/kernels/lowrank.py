@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import UsageError
 from attnlens.kernels.fitting import output_weighted, pairs_weighted
-from attnlens.kernels.latents import Grams, Latents, Turn, latents_of, shared_keys
+from attnlens.kernels.latents import Grams, Latents, latents_of
+from attnlens.kernels.shared_keys import Turn, shared_keys
 from attnlens.kernels.spec import wide
 from attnlens.registry import KernelParameter, kernel
 
@@ -144,6 +145,7 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,
     needs_fit=True,
+    trainable=("query_map", "key_map"),
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel of the best logits of rank r; with r ≥ head_dim the model's own."""

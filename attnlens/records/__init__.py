@@ -35,7 +35,10 @@ if TYPE_CHECKING:
         Control,
         Effect,
         Healing,
+        HealingControl,
+        HealingRate,
         HealingStep,
+        HealingTraining,
         Outcome,
         Pair,
         PositionChange,
@@ -61,8 +64,8 @@ _NAMES = {
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
-    "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingStep Outcome Pair PositionChange "
-    "SiteSwap Stage Swap Task TextChange TextCosine",
+    "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
+    "HealingTraining Outcome Pair PositionChange SiteSwap Stage Swap Task TextChange TextCosine",
     "tensors": "QueryKey Rotation Site Source",
     "windows": "Windows",
 }
@@ -98,7 +101,10 @@ __all__ = [
     "HeadChange",
     "HeadId",
     "Healing",
+    "HealingControl",
+    "HealingRate",
     "HealingStep",
+    "HealingTraining",
     "KeyRank",
     "Measure",
     "MeasureChange",

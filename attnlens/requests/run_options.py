@@ -13,6 +13,7 @@ from attnlens.arguments import LARGEST, path, word
 from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.requests import values
 from attnlens.requests.fields import Option
+from attnlens.requests.healing_options import HealingRequest
 from attnlens.requests.values import Numbers, Words
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
@@ -196,7 +197,7 @@ class CompareRequest(SeriesRequest, total=False):
     ]
 
 
-class SwapRequest(ModelRequest, total=False):
+class SwapRequest(ModelRequest, HealingRequest, total=False):
     """What `swap_kernel` can be asked for, beside the kernels."""
 
     part: Annotated[
@@ -238,12 +239,6 @@ class SwapRequest(ModelRequest, total=False):
         Any,
         _file(
             "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
-        ),
-    ]
-    heal: Annotated[
-        int,
-        Option(
-            "Train W_Q and W_K (primal: its own maps too) towards the original model for so many steps.", 0, least=0
         ),
     ]
     eta: Annotated[

@@ -16,6 +16,7 @@ from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.kernels import Kernel, parsed
 from attnlens.records import Plan, read_plan
+from attnlens.requests.healing import HealOptions
 from attnlens.requests.values import Words, words
 
 MOST_DIRECTIONS = 65536
@@ -35,7 +36,7 @@ class SwapOptions:
     predictors: bool
     """Whether measures are set against the harm of the heads swept."""
     fit: bool
-    heal: int
+    heal: HealOptions | None
     calibration: list[str]
     save: Path | None
     budget: Budget | None
@@ -71,7 +72,7 @@ class SwapOptions:
             sweep=asked["sweep"],
             predictors=asked["predictors"],
             fit=asked["fit"],
-            heal=asked["heal"],
+            heal=HealOptions.of(asked),
             calibration=asked["calibration"],
             save=None if asked["save"] is None else Path(asked["save"]),
             budget=None if asked["budget"] is None else arguments.budget(asked["budget"]),
@@ -92,13 +93,13 @@ class SwapOptions:
         for kernel in self.kernels:
             if self.fit:
                 _check_fit(kernel, alone=len(self.kernels) == 1)
-            if self.heal and not kernel.has_gradient:
+            if self.heal is not None and not kernel.has_gradient:
                 raise UsageError(
                     f"{kernel.spelling} can't be healed: its weights have no gradient.",
                     "Leave out --heal, or choose another kernel.",
                 )
-        if len(self.kernels) > 1 and (self.heal or self.save):
-            what = "heal" if self.heal else "save"
+        if len(self.kernels) > 1 and (self.heal is not None or self.save):
+            what = "save" if self.heal is None else "heal"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
         if self.sweep == "predicted" and not self.predictors:
             raise UsageError(
@@ -118,7 +119,7 @@ class SwapOptions:
     @property
     def calibrates(self) -> bool:
         """Whether calibration text is needed."""
-        return self.fit or self.heal > 0 or any(kernel.info.needs_fit for kernel in self.kernels)
+        return self.fit or self.heal is not None or any(kernel.info.needs_fit for kernel in self.kernels)
 
     @property
     def limit(self) -> Budget | None:
@@ -194,7 +195,7 @@ def _without_rank(kernels: list[str], plan: Plan | None) -> str:
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
     """η where primal attention is healed; raises UsageError where it, or its convention, is given for nothing."""
-    regularised = asked["heal"] > 0 and any(kernel.info.form == "output" for kernel in kernels)
+    regularised = asked["heal"].number > 0 and any(kernel.info.form == "output" for kernel in kernels)
     eta = asked["eta"]
     if not regularised:
         if eta is not None or asked["ksvd_convention"] != "paper":

@@ -10,8 +10,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
-from attnlens.sentences.controls import rise_interval, rise_words
 from attnlens.sentences.judged import distance, distance_ci95, effect_name
+from attnlens.sentences.swaps.controls import rise_interval, rise_words
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages, drawn_controls, names_of
 from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
-from attnlens.sentences.effects import cautions, formula
 from attnlens.sentences.judged import EFFECTS, UNITS, effect_name
-from attnlens.sentences.plans import UNITS as UNITS_OF
-from attnlens.sentences.plans import share
+from attnlens.sentences.swaps.effects import cautions, formula
+from attnlens.sentences.swaps.plans import UNITS as UNITS_OF
+from attnlens.sentences.swaps.plans import share
 from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
@@ -164,24 +164,35 @@ def _kept(plan: Plan) -> str:
 
 
 def _healing(swap: Swap, healing: Healing) -> Panel:
+    hollow, kept = _hollow(healing), "dotted: step kept"
+    note = f"dashed: {'original' if hollow else 'the original'}; {kept}" if swap.judged_by == "loss" else kept
+    note += "; hollow: transfer" if hollow else ""
     caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained towards the original model. "
-        f"{_healed_by(swap)}. Step {healing.best} was kept."
+        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{_goal(healing)}. "
+        f"{_healed_by(swap)}. Step {healing.best} was kept.{hollow}"
     )
-    note = "dashed: the original; dotted: step kept" if swap.judged_by == "loss" else "dotted: step kept"
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
+
+
+def _hollow(healing: Healing) -> str:
+    return (
+        " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
+    )
+
+
+def _goal(healing: Healing) -> str:
+    return " on the text" if healing.goal == "text" else " towards the original model"
 
 
 def _healed_by(swap: Swap) -> str:
     """What the curves of a healing are, in which unit and on which text."""
     if swap.task == "hidden":
         return "1 − cosine of the last hidden states and the original's, on calibration text kept back from training"
-    loss = "Loss: on the evaluation text. " if swap.judged_by == "loss" else ""
-    return (
-        f"{loss}KL: to the original, on calibration text kept back from training. "
-        f"{'Both in' if loss else 'In'} {UNITS[swap.task]}"
-    )
+    loss = "Perplexity: of the evaluation text. " if swap.judged_by == "loss" else ""
+    if swap.healing is not None and swap.healing.goal == "text":
+        return f"{loss}Loss: on calibration text kept back from training, in {UNITS[swap.task]}"
+    return f"{loss}KL: to the original, on calibration text kept back from training, in {UNITS[swap.task]}"
 
 
 def _site_lines(axes: Axes, *, swaps: list[Swap]) -> None:

@@ -120,8 +120,8 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate:
     info = candidate.kernel.info
     if options.fit and info.needs_fit:
         notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
-    if options.sweep and options.heal:
+    if options.sweep and options.heal is not None:
         notes.append("The sweep shows the heads and layers as they are before healing.")
-    if any(control.swaps for control in candidate.controls) and options.heal:
+    if any(control.swaps for control in candidate.controls) and options.heal is not None:
         notes.append("Controls are of the model as it is before healing.")
     return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from attnlens.choices import KERNEL
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
+from attnlens.requests.healing import Amount
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
 from attnlens.run.outcomes.agreement import of_file
@@ -23,8 +25,8 @@ from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
 from attnlens.texts.targets import check_input, feed
 
-FITTING, HEALING = 32, 512
-"""Sequences of calibration text for a fit, and at most for a healing."""
+FITTING, HEALING, MOST_HEALING = 32, 512, 16384
+"""Sequences of calibration text for a fit, and at most for a healing: more where more tokens are to be trained on."""
 
 
 @public
@@ -138,14 +140,22 @@ def _calibrated(
     """What kernels are fitted on or weights healed, if any are; and the parts that a budget, or ranks given, read."""
     found: texts.Batches | None = None
     samples: tuple[calibration.Sample, ...] = ()
-    if options.heal or options.limit is None:
-        some = replace(cut, sequences=HEALING if options.heal else FITTING)
+    if options.heal is not None or options.limit is None:
+        some = replace(
+            cut, sequences=FITTING if options.heal is None else _healing(options.heal.amount, cut.tokens or 128)
+        )
         found = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=evaluated.sequences)
     if options.limit is not None:
         some = replace(cut, sequences=calibration.wanted(contents))
         count = calibration.PARTS if options.ranks is None else 1
         samples = calibration.samples(loaded, contents, some, evaluated, asked.intervals, count)
     return found, samples
+
+
+def _healing(amount: Amount, tokens: int) -> int:
+    """Sequences of calibration text: as many as are trained on, within bounds; the most where a time is given."""
+    wanted = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
+    return int(min(MOST_HEALING, max(HEALING, wanted)))
 
 
 def _refuse_shared(share: float, calibrated: Sequence[Text], *, same: bool) -> None:

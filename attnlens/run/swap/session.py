@@ -15,11 +15,12 @@ from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.kernels.state import HeadShape
 from attnlens.records import Coverage, Pair, Plan, Report, Settings, Site, Skipped, Summary, Swap, Task
+from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.outcomes.agreement import Prompts, agreements, of_windows
-from attnlens.run.outcomes.differences import Differences, Variant, compare, mean_loss
+from attnlens.run.outcomes.differences import Differences, Variant, compare
 from attnlens.run.outcomes.outputs import run, tokens_in
 from attnlens.run.outcomes.windows import windows_of
 from attnlens.run.progress import Progress, Tell, telling, timed
@@ -30,7 +31,7 @@ from attnlens.run.swap.controls import measuring
 from attnlens.run.swap.controls.alternatives import shapes_of
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.gates import leaks
-from attnlens.run.swap.healing import Healer, changed_weights, heal
+from attnlens.run.swap.healing import Procedure, changed_weights, control_of
 from attnlens.run.swap.predictors.sweeping import Sweeping, Windowed
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits, given
@@ -105,9 +106,9 @@ class Swapping:
         ]
         with timed(self.timings, "compare"):
             self._compare(candidates)
-        if self.options.heal and self.calibrated is not None:
+        if self.options.heal is not None and self.calibrated is not None:
             with timed(self.timings, "heal"):
-                self._heal(candidates[0], self.calibrated)
+                self._heal(candidates[0], self.calibrated, self.options.heal)
         if self.options.generate:
             with timed(self.timings, "generate"):
                 self._generate(candidates)
@@ -215,26 +216,26 @@ class Swapping:
     def _note(self, notes: list[str]) -> None:
         self.settings = self.settings.model_copy(update={"notes": [*self.settings.notes, *notes]})
 
-    def _heal(self, candidate: Candidate, calibrated: texts.Batches) -> None:
-        model = self.loaded.model
-        healer = Healer(
-            self.loaded,
-            self.sites,
-            candidate.last,
-            self.task,
-            self.options.path,
-            self.options.eta,
-            self.options.convention,
-        )
-        tell = self._teller("heal", self.options.heal)
-        evaluate = lambda: mean_loss(model, self.fed, self.task)  # noqa: E731  # one expression
+    def _heal(self, candidate: Candidate, calibrated: texts.Batches, asked: HealOptions) -> None:
+        model, seed = self.loaded.model, self.settings.seed
+        work = calibrated, self.fed, seed, self._teller
+        procedure = Procedure(self.loaded, self.sites, candidate.last, self.task, self.options, asked, *work)
         with enough_memory(model, calibrated.batches[0].inputs, None):
-            candidate.healing = heal(healer, calibrated, self.options.heal, self.settings.seed, evaluate, tell)
-        self.interrupted = healer.interrupted
+            healing, healer = procedure.run()
+            control = None if healer.interrupted else procedure.run_control()
+        self.interrupted = healer.interrupted or (control is not None and control[1].interrupted)
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
-        variant = {"healed": self._variant(candidate.last, candidate.weights)}
-        tell = self._teller("compare", sum(map(tokens_in, self.fed)))
-        candidate.found |= compare(model, self.fed, variant, self.task, tell, self.design)
+        variants = {"healed": self._variant(candidate.last, candidate.weights)}
+        if control is not None:
+            variants["control"] = self._variant(control[1].healed_swaps(), control[1].values())
+        tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
+        found = compare(model, self.fed, variants, self.task, tell, self.design)
+        candidate.found["healed"] = found["healed"]
+        if control is not None:
+            record = control_of(control[0], found["control"], found["healed"], seed)
+            reasons = healing.reasons if record else {**healing.reasons, "control": "a model diverged"}
+            healing = healing.model_copy(update={"control": record, "reasons": reasons})
+        candidate.healing = healing
 
     def _record(self, candidate: Candidate, gates: dict[str, Any], local: Local) -> Swap:
         names = [text.name for text in self.settings.texts]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from attnlens.records import Change, Control, Outcome, Swap, TextChange, TextCosine
 from attnlens.sections.section import Column, Table
-from attnlens.sentences.controls import agreed, rise_interval, rise_words
-from attnlens.sentences.effects import figures, interval, loss_decimals, percent, ratio
+from attnlens.sentences.swaps.controls import agreed, rise_interval, rise_words
+from attnlens.sentences.swaps.effects import figures, interval, loss_decimals, percent, ratio
 from attnlens.wording import NO_VALUE, clean, decimals_for, written
 
 DIVERGED = "diverged"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from attnlens.records import Predictor, Swap
 from attnlens.sections.section import Column, Section, Table
-from attnlens.sentences.effects import interval
-from attnlens.sentences.predictions import (
+from attnlens.sentences.swaps.effects import interval
+from attnlens.sentences.swaps.predictions import (
     found_sentence,
     left_out_sentence,
     order_sentences,

@@ -17,10 +17,11 @@ from attnlens.sections.swaps.outcomes import (
 )
 from attnlens.sections.swaps.predictors import prediction_section
 from attnlens.sections.swaps.tables import MARK, place, plan_rows, site_rows, sweep_rows, sweeps_rows, tested
-from attnlens.sentences import controls, effects
 from attnlens.sentences.judged import UNITS, effect_name
-from attnlens.sentences.plans import explained, plan_lines
 from attnlens.sentences.population import no_errors, population
+from attnlens.sentences.swaps import controls, effects
+from attnlens.sentences.swaps.healing import healing
+from attnlens.sentences.swaps.plans import explained, plan_lines
 from attnlens.wording import clean, counted, listed
 
 MOST = 10
@@ -68,7 +69,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
     more = (effects.proof([swap]), effects.cost(swap), effects.off_simplex(swap), effects.site_errors(swap))
     yield Section("Checks and cost", items=_said(*more))
     if swap.healing is not None:
-        yield Section("Healing", items=tuple(effects.healing(swap.healing, unit)))
+        yield Section("Healing", items=tuple(healing(swap.healing, unit)))
 
 
 def _several(report: Report) -> Iterator[Section]:

@@ -8,7 +8,7 @@ from statistics import median
 from attnlens.records import Effect, KeyRank, Plan, Swap
 from attnlens.sections.section import Column, Table
 from attnlens.sections.swaps.outcomes import DIVERGED, number, share
-from attnlens.sentences.effects import interval
+from attnlens.sentences.swaps.effects import interval
 from attnlens.wording import NO_VALUE, clean, decimals_for, written
 
 GAP = "…"

@@ -1,161 +1,272 @@
-"""Trains swapped heads towards the original model by AdamW, and keeps the step that is nearest to it."""
+"""Trains swapped heads by AdamW, first site by site and then as a whole, and keeps the step of least distance."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from attnlens import hooks
-from attnlens.errors import ModelError, TextError
-from attnlens.records import Healing, HealingStep
+from attnlens.choices import HealingStage
+from attnlens.errors import ModelError
+from attnlens.records import Healing, HealingStep, HealingTraining
+from attnlens.requests.healing import HealOptions
 from attnlens.run.progress import Tell
-from attnlens.run.swap.healing.healer import Healer, changed_weights
-from attnlens.texts import Batch, Batches
-from attnlens.texts.sampling import chosen
+from attnlens.run.swap.healing.course import STAGES, Course
+from attnlens.run.swap.healing.healer import Healer
+from attnlens.run.swap.healing.held_out import Best, Distances, HeldOut, parts_of, split
+from attnlens.run.swap.healing.rates import SLOWER, STEPS, chosen_rate
+from attnlens.run.swap.healing.state import SavedHealing, StateFolder
+from attnlens.run.swap.healing.trained import changed_weights
+from attnlens.texts import Batches, sequences_in
 
-LEARNING_RATE = 1e-3
-"""First learning rate of AdamW; it rises over WARM_UP steps and falls as a cosine."""
-SLOWER = 0.1
-"""Factor of the learning rate each time that a check finds nothing nearer than the start: a kernel that cost much needs
-large steps, one that cost little is harmed by them."""
-WARM_UP = 20
-"""Steps over which the learning rate rises, and no more than there are up to the first check."""
-VALIDATION_SHARE = 0.125
-"""Share of the calibration text that is kept back from training, to choose the best step."""
-CHECKS = 10
-"""How often the validation distance is measured during a healing."""
-PATIENCE = 3
-"""Checks without an improvement after which it ends."""
-DRAWN = (0, 50, 200, 1000)
-"""Steps at which the loss on the evaluation text is measured for the picture."""
+CHECKS, FEW, MOST_CHECKS = 10, 5, 100
+"""How often the held-out distance is measured during a healing; of few steps, and of many at most."""
+NEAR, APART = 4, 50
+"""About how many steps lie between two checks at least, and at most."""
+PATIENCE, FEWEST = 0.3, 3
+"""Share of a stage's work, and checks, after which these must have gained something beyond the interval."""
+STEPS_WANTED = 400
+"""Steps that a number of tokens is divided into, where a batch is large enough: on `demo` 200 k tokens gain more in
+400 steps than in 200, and little more in 800."""
+DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
+"""Shares of all work at which the loss on the evaluation text is measured for the picture."""
 
 Evaluate = Callable[[], float | None]
 """The loss on the evaluation text of the model as it is."""
 
 
-def heal(healer: Healer, batches: Batches, steps: int, seed: int, evaluate: Evaluate, progress: Tell) -> Healing:
-    """Train for `steps` steps of AdamW on shuffled batches, keep the step with the least validation distance.
+def heal(
+    healer: Healer,
+    batches: Batches,
+    asked: HealOptions,
+    seed: int,
+    evaluate: Evaluate,
+    progress: Tell,
+    folder: StateFolder | None = None,
+    stages: tuple[HealingStage, ...] = STAGES,
+) -> Healing:
+    """Train for the amount asked for, stage after stage, and keep the step with the least distance on text kept back.
 
-    The best numbers stay in the healer; the distance is Healer.distance, on batches kept back from training. While no
-    check is better than the start, it begins again from there with smaller steps. Raises TextError where there are
-    fewer than two batches, and ModelError where the distance is not finite. Once a step was checked, Ctrl-C ends it
-    early, and `healer.interrupted` says so.
+    The best numbers stay in the healer. While no check of a stage is better than its start, it begins again with
+    smaller steps; it ends early where checks gain nothing beyond their interval. With a `folder` the state is kept at
+    each check, and a healing that was killed goes on from there. Raises TextError where there are fewer than two
+    batches, ModelError where the distance is not finite, UsageError for the state of another healing. Once a step was
+    checked, Ctrl-C ends it early, and `healer.interrupted` says so.
     """
-    train, kept_back = _split(batches)
-    healer.prepare(train[0])
-    descent = _Descent(healer.leaves, LEARNING_RATE, steps)
-    generator, order = torch.Generator().manual_seed(seed), list[int]()
-    best = _Best(healer, kept_back)
-    curve = [best.check(0).model_copy(update={"loss": _evaluated(healer, evaluate)})]
-    every = max(1, steps // CHECKS)
+    train, back = split(healer, batches, seed, _trained(asked, batches))
+    healer.prepare(batches.batches[0])
+    parts, per_step = parts_of(train, asked.batch or _few(asked, batches))
+    course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
+    work = Work(course, HeldOut(healer, back), evaluate, progress, folder, patient=asked.control)
+    saved = None if folder is None else folder.load()
     try:
-        for step in range(1, steps + 1):
-            order = order or torch.randperm(len(train), generator=generator).tolist()
-            with torch.enable_grad():
-                descent.step(healer.loss(train[order.pop()].inputs))
-            progress(1)
-            if step % every == 0 or step == steps or step in DRAWN:
-                drawn = _evaluated(healer, evaluate) if step in DRAWN or step == steps else None
-                curve.append(best.check(step).model_copy(update={"loss": drawn}))
-                if best.waited >= PATIENCE:
-                    break
-                if best.waited and best.step == 0:
-                    best.restore()
-                    descent = _Descent(healer.leaves, descent.rate * SLOWER, steps - step)
+        work.begin(saved)
+        for stage in stages:
+            if stages.index(stage) >= stages.index(course.stage if saved else stages[0]):
+                work.train(stage)
     except KeyboardInterrupt:
-        if len(curve) < 2:
+        if len(work.curve) < 2:
             raise
         healer.interrupted = True
-    best.restore()
-    curve = [_with_loss(step, healer, evaluate) if step.step == best.step else step for step in curve]
-    found = Healing(steps=steps, best=best.step, parameters=healer.count, learning_rate=descent.rate, curve=curve)
-    return found.model_copy(update=healer.regularised)
-
-
-class _Descent:
-    """AdamW from one learning rate on."""
-
-    def __init__(self, leaves: Sequence[Tensor], rate: float, steps: int) -> None:
-        self.leaves, self.rate = list(leaves), rate
-        self.optimiser = torch.optim.AdamW(self.leaves, lr=rate, weight_decay=0.0)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: _rate(step, max(steps, 1)))
-
-    def step(self, loss: Tensor) -> None:
-        """One step down this loss."""
-        self.optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.leaves, 1.0)
-        self.optimiser.step()
-        self.schedule.step()
+    return work.finished(asked, sequences_in(parts[0].inputs) * per_step)
 
 
 @dataclass
-class _Best:
-    """The step with the least validation distance so far."""
+class Work:
+    """A healing at work: its course, its checks, and what is told of them."""
 
-    healer: Healer
-    batches: Sequence[Batch]
-    step: int = 0
-    distance: float = math.inf
-    waited: int = 0
-    kept: list[Tensor] = field(default_factory=list)
+    course: Course
+    held: HeldOut
+    evaluate: Evaluate
+    progress: Tell
+    folder: StateFolder | None
+    best: Best = field(default_factory=Best)
+    curve: list[HealingStep] = field(default_factory=list)
+    trainings: list[HealingTraining] = field(default_factory=list)
+    """One for each stage that has begun."""
+    seen: list[tuple[float, Distances]] = field(default_factory=list)
+    """The checks of this stage, and at which share of all work they were."""
+    resumed: bool = False
+    ended: bool = False
+    """Whether the stage is over."""
+    patient: bool = False
+    """Whether no stage ends early or is left out: what is compared is trained equally long."""
+    told: int = 0
 
-    def check(self, step: int) -> HealingStep:
-        """Measure the distance and keep the weights where it is the least."""
-        with torch.no_grad():
-            found = [float(self.healer.distance(batch.inputs)) for batch in self.batches]
-        distance = sum(found) / len(found)
-        # below 0 it is rounding, and nothing nearer than the model itself
-        distance = 0.0 if distance < 0 else distance
-        if step == 0 and not math.isfinite(distance):
+    def begin(self, saved: SavedHealing | None) -> None:
+        """The check before the first step, or the state that was kept."""
+        if saved is None:
+            self.check(0)
+            return
+        assert self.folder is not None  # noqa: S101  # which it is from
+        self.seen = self.folder.restore(saved, self.course, self.best)
+        self.curve, self.trainings, self.ended = list(saved.curve), list(saved.trainings), saved.ended
+        self.resumed = True
+        self._tell()
+
+    def train(self, stage: HealingStage) -> None:
+        """A stage to its end."""
+        course = self.course
+        if not self.resumed:
+            course.stage, course.begun = stage, course.share
+            if course.over:
+                return
+            self._start(stage)
+        self.resumed = False
+        while not (self.ended or (course.over and course.step)):  # one step at least, however short the time
+            started = time.monotonic()
+            tokens = course.advance()
+            self._count(tokens, time.monotonic() - started)
+            self._tell()
+            if self._due or course.over:
+                self._checked()
+
+    def _start(self, stage: HealingStage) -> None:
+        """Begin a stage from the best numbers so far, at the rate that a range test chooses."""
+        course, leaves = self.course, self.course.healer.leaves
+        self.best.restore(leaves)
+        planned = 1 / course.one_step if course.one_step else 1e9
+        count = max(1, min(STEPS, round(planned / 10)))
+        some = list(islice(_cycled(course), count))
+        rate, tried = chosen_rate(course.healer, stage, some, self.held)
+        if not rate and self.patient:
+            rate = min(one.rate for one in tried)
+        course.begin(stage, rate)
+        self.seen = [(course.share, self.held.distances(stage))]
+        training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
+        self.ended = rate == 0
+        self.trainings.append(training.model_copy(update={"stopped": self.ended}))
+
+    def _checked(self) -> None:
+        """A check: the best numbers, whether the stage goes on, and the state in its folder."""
+        course = self.course
+        whole = self.check(course.step)
+        distances = whole if course.stage == "whole" else self.held.distances(course.stage)
+        self.seen.append((course.share, distances))
+        if not any(found.mean < self.seen[0][1].mean for _, found in self.seen) and not course.over:
+            self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps
+            course.begin(course.stage, course.rate * SLOWER)
+            self._training(learning_rate=course.rate)
+        self.ended = not self.patient and self._stale()
+        if self.ended and not course.over:
+            self._training(stopped=True)
+        if self.folder is not None:
+            facts = {"curve": self.curve, "trainings": self.trainings, "ended": self.ended}
+            self.folder.save(course, self.best, self.seen, facts)
+
+    def check(self, step: int) -> Distances:
+        """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""
+        distances = self.held.distances()
+        if step == 0 and not distances.finite:
             raise ModelError(
                 "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
             )
-        if distance < self.distance:
-            self.step, self.distance, self.waited = step, distance, 0
-            self.kept = [leaf.detach().clone() for leaf in self.healer.leaves]
-        else:
-            self.waited += 1
-        return HealingStep(step=step, validation=distance if math.isfinite(distance) else None)
-
-    def restore(self) -> None:
-        """Put the best step's numbers back."""
-        with torch.no_grad():
-            for leaf, kept in zip(self.healer.leaves, self.kept, strict=True):
-                leaf.copy_(kept)
-
-
-def _with_loss(kept: HealingStep, healer: Healer, evaluate: Evaluate) -> HealingStep:
-    """The step whose numbers the healer has, with its loss on the evaluation text."""
-    return kept if kept.loss is not None else kept.model_copy(update={"loss": _evaluated(healer, evaluate)})
-
-
-def _evaluated(healer: Healer, evaluate: Evaluate) -> float | None:
-    """The loss on the evaluation text with the numbers as trained so far."""
-    with (
-        changed_weights(healer.loaded.model, healer.values()),
-        hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
-    ):
-        return evaluate()
-
-
-def _split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
-    """Training batches, and those kept back, which are spread over the texts."""
-    if len(batches) < 2:
-        raise TextError(
-            "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
-            "Give a longer text with --calibration, or a smaller --batch-size.",
+        if distances.finite:
+            self.best.offer(step, distances.mean, self.course.healer.leaves)
+        last = self.curve[-1].tokens if self.curve else None
+        drawn = self._drawn(self.course.share, last)
+        point = HealingStep(
+            step=step,
+            validation=distances.mean if distances.finite else None,
+            loss=self._evaluated() if drawn else None,
+            tokens=self.course.tokens,
+            stage=self.course.stage if step else None,
         )
-    back = chosen(len(batches), max(1, round(len(batches) * VALIDATION_SHARE)), "spread", seed=0)
-    every = list(enumerate(batches.batches))
-    return [batch for number, batch in every if number not in back], [every[number][1] for number in back]
+        self.curve.append(point)
+        return distances
+
+    def _drawn(self, share: float, last: int | None) -> bool:
+        """Whether a share is passed at which the loss is drawn, since the last point that has one."""
+        points = sum(step.loss is not None for step in self.curve)
+        return last is None or (points < len(DRAWN) and share >= DRAWN[points] - 1e-9) or share >= 1
+
+    @property
+    def _due(self) -> bool:
+        """Whether a check is due: at odd shares of twice as many parts as there are checks, 0.05, 0.15, …"""
+        course = self.course
+        planned = 1 / course.one_step if course.one_step else course.amount.number
+        checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
+        last = self.seen[-1][0]
+        return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
+
+    def _stale(self) -> bool:
+        """Whether the checks of the last PATIENCE of the stage gained nothing beyond their interval."""
+        share, now = self.seen[-1]
+        wide = PATIENCE * (self.course.end - self.course.begun)
+        before = [distances for at, distances in self.seen[:-FEWEST] if at <= share - wide]
+        return bool(before) and not now.falls_from(before[-1])
+
+    def _evaluated(self) -> float | None:
+        """The loss on the evaluation text with the numbers as they are."""
+        healer = self.course.healer
+        with (
+            changed_weights(healer.loaded.model, healer.values()),
+            hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
+        ):
+            return self.evaluate()
+
+    def _count(self, tokens: int, seconds: float) -> None:
+        now = self.trainings[-1]
+        all_tokens, all_seconds = now.tokens + tokens, now.seconds + seconds
+        speed = all_tokens / all_seconds if all_seconds > 0 else None
+        self._training(steps=now.steps + 1, tokens=all_tokens, seconds=all_seconds, tokens_per_second=speed)
+
+    def _training(self, **changed: Any) -> None:
+        self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
+
+    def _tell(self) -> None:
+        done = int(min(self.course.done, self.course.amount.number))
+        self.progress(done - self.told)
+        self.told = done
+
+    def finished(self, asked: HealOptions, batch: int) -> Healing:
+        """The best numbers put back, and the record."""
+        course, healer = self.course, self.course.healer
+        self.best.restore(healer.leaves)
+        for index, point in enumerate(self.curve):
+            if point.step == self.best.step and point.loss is None:
+                self.curve[index] = point.model_copy(update={"loss": self._evaluated()})
+        return Healing(
+            steps=int(asked.amount.number) if asked.amount.unit == "steps" else course.step,
+            best=self.best.step,
+            parameters=healer.count,
+            learning_rate=next((one.learning_rate for one in reversed(self.trainings) if one.steps), 0.0),
+            curve=self.curve,
+            asked=str(asked.amount),
+            goal=healer.goal,
+            rank=asked.rank,
+            batch=batch,
+            tokens=course.tokens,
+            seconds=course.seconds,
+            stages=self.trainings,
+            **healer.regularised,
+        )
 
 
-def _rate(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / min(WARM_UP, max(1, steps // CHECKS))) * (
-        0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
-    )
+def _few(asked: HealOptions, batches: Batches) -> int | None:
+    """Sequences of a step where tokens are asked for: few, for STEPS_WANTED steps; None: those of a batch."""
+    if asked.amount.unit != "tokens" or not batches.tokens:
+        return None
+    size = sequences_in(batches.batches[0].inputs)
+    return int(max(1, min(size, asked.amount.number / batches.tokens / STEPS_WANTED)))
+
+
+def _trained(asked: HealOptions, batches: Batches) -> float:
+    """How many batches are trained on, about: MOST_CHECKS where a time was given."""
+    size = sequences_in(batches.batches[0].inputs)
+    steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}
+    whole = 1 if asked.amount.unit == "tokens" else max(1.0, (asked.batch or size) / size)
+    return steps.get(asked.amount.unit, MOST_CHECKS) * whole
+
+
+def _cycled(course: Course) -> Any:
+    """Batches for a range test: the training text from its first batch on, a step's at a time."""
+    number = 0
+    while True:
+        yield [course.train[(number + index) % len(course.train)] for index in range(course.per_step)]
+        number += course.per_step

@@ -1,46 +1,31 @@
-"""The numbers that a healing trains, and the distance to the original model that it makes smaller."""
+"""A model with another kernel that is trained: its numbers, and how far its predictions are from their goal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import checkpoint
 
-from attnlens import hooks
+from attnlens import hooks, texts
 from attnlens.attention import Route
 from attnlens.attention.primal_scores import regulariser
+from attnlens.choices import HealingGoal
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.outcomes.outputs import divergence
+from attnlens.run.outcomes.outputs import divergence, owned_means, predictions
 from attnlens.run.swap.fit import unfitted
-from attnlens.run.swap.healing.trainable import outputs_with, trainable
+from attnlens.run.swap.healing.trainable import trainable
+from attnlens.run.swap.healing.trained import LowRankChange, Trained, standing_in
 from attnlens.texts import Batch
-from attnlens.texts.targets import asking, logits_of, states_of
-
-
-@dataclass
-class Trained:
-    """A number that is trained: a part of a weight, or a kernel's parameter."""
-
-    start: Tensor
-    """Its value before."""
-    change: Tensor
-    """What is added to it, float32 and a leaf."""
-    mask: Tensor | None = None
-    """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
-
-    @property
-    def value(self) -> Tensor:
-        """Its value now."""
-        added = self.change if self.mask is None else self.change * self.mask
-        return (self.start.float() + added).to(self.start.dtype)
+from attnlens.texts.targets import NOTHING, Fed, asking, logits_of, states_of
 
 
 @dataclass
@@ -56,8 +41,18 @@ class Healer:
     """Weight of the KSVD regulariser, for kernels that have one; None for the others."""
     convention: Convention = "paper"
     """How its objective J is counted."""
+    goal: HealingGoal = "teacher"
+    """What it learns: the original model's predictions, or the text."""
+    rank: int | None = None
+    """Rank of each weight's change; None where it is free."""
+    seed: int = 0
+    """What changes of low rank are drawn by."""
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
+    recompute: bool = False
+    """Whether activations inside the model's blocks are computed again on the way back, and not kept."""
+    blocks: list[nn.Module] = field(default_factory=list)
+    """These blocks."""
     interrupted: bool = False
     """Whether the user ended it early."""
 
@@ -74,31 +69,31 @@ class Healer:
         if self.convention == "code":
             self.swaps = {site: _as_code(swap) for site, swap in self.swaps.items()}
         named = dict(self.loaded.model.named_parameters())
-        self.weights = {
-            name: Trained(named[name], torch.zeros_like(named[name], dtype=torch.float32, requires_grad=True), mask)
-            for name, mask in masks.items()
-        }
+        self.weights = {name: self._weight(named[name], mask) for name, mask in masks.items()}
+        if self.recompute:
+            self.blocks = _blocks(self.loaded, batch)
         for site, swap in self.swaps.items():
             self.parameters[site] = {
-                name: Trained(
-                    part.float(),
-                    torch.zeros_like(part, dtype=torch.float32, requires_grad=True),
-                    _step(name, swap.kernel, self.convention),
-                )
+                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention))
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.info.trainable
             }
+
+    def _weight(self, start: Tensor, mask: Tensor) -> Trained:
+        if self.rank is None or self.rank >= min(start.flatten(1).shape):
+            return Trained.of(start, mask)
+        return LowRankChange.of_rank(start, mask, self.rank, self.seed)
 
     @property
     def leaves(self) -> list[Tensor]:
         """Everything that the optimiser changes."""
         every = [*self.weights.values(), *(part for found in self.parameters.values() for part in found.values())]
-        return [part.change for part in every]
+        return [leaf for part in every for leaf in part.leaves]
 
     @property
     def count(self) -> int:
         """How many numbers are trained."""
-        of_weights = sum(int(part.mask.sum()) for part in self.weights.values() if part.mask is not None)
+        of_weights = sum(part.count for part in self.weights.values())
         return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
 
     @property
@@ -118,42 +113,111 @@ class Healer:
             for site, swap in self.swaps.items()
         }
 
-    def loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> Tensor:
         """What training minimises: the distance, and for primal attention + η·ΣJ² (Chen et al. 2023, section 3.3)."""
-        if not self.eta:
-            return self.distance(inputs)
         penalties: list[Tensor] = []
-        distance = self.distance(inputs, penalties)
-        each = torch.stack(penalties)
-        return distance + self.eta * (each.sum() if self.convention == "paper" else each.mean())
+        distance = self.distance(inputs, penalties, targets)
+        return distance + self.penalty(penalties)
 
-    def distance(self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None = None) -> Tensor:
+    def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
+        """Add `weight` times the gradient of the loss to the leaves'.
+
+        The model stays the student on the way back: blocks that are computed again need its kernels and weights.
+        """
+        penalties: list[Tensor] = []
+        with torch.enable_grad(), ExitStack() as back:
+            each, _ = self._each(inputs, targets, penalties, back)
+            loss: Tensor = weight * (each.mean() + self.penalty(penalties))
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def penalty(self, penalties: list[Tensor]) -> Tensor | float:
+        """η times the sum of the layers' regularisers, in the code's convention their mean; 0 without."""
+        if not self.eta or not penalties:
+            return 0.0
+        each = torch.stack(penalties)
+        return self.eta * (each.sum() if self.convention == "paper" else each.mean())
+
+    def distance(
+        self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None = None, targets: Tensor | None = None
+    ) -> Tensor:
         """Mean KL(original ‖ swapped) over real tokens in nats, or a headless model's mean 1 − cosine.
 
-        Each primal layer's regulariser is added to `penalties`, where there is a list.
+        Where the text is learned, nats per token of `targets`. Each primal layer's regulariser is added to `penalties`,
+        where there is a list.
         """
+        return self._each(inputs, targets, penalties)[0].mean()
+
+    def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mean distance of each sequence that has one, and over how many tokens."""
         with torch.no_grad():
-            own = self._outputs(hooks.forward(self.loaded.model, inputs, **asking(self.task)), inputs)
-        values = {name: part.value for name, part in self.weights.items()}
-        swaps = self.healed_swaps()
+            each, owners = self._each(inputs, targets)
+        return owned_means(each, owners, texts.sequences_in(inputs))
+
+    def _each(
+        self,
+        inputs: Mapping[str, Tensor],
+        targets: Tensor | None,
+        penalties: list[Tensor] | None = None,
+        back: ExitStack | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The distance at each compared token, and the sequence that it is of.
+
+        The model stays the student until `back` ends, where that is given and blocks are computed again.
+        """
+        if self.goal == "text" and targets is not None:
+            result = self._as_student(inputs, penalties, back)
+            logits, there = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
+            assert logits is not None  # noqa: S101  # a model without predictions has no targets
+            return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
+        more = asking(self.task)
+        with torch.no_grad():
+            own = self._outputs(hooks.forward(self.loaded.model, inputs, **more))
+        new = self._outputs(self._as_student(inputs, penalties, back))
+        owners = _owners(own, inputs)
+        own, new = (hooks.at_real_tokens(part, inputs) if self.by_token else part for part in (own, new))
+        if self.task == "hidden":
+            each = 1 - nn.functional.cosine_similarity(own.float(), new.float(), dim=-1)
+        else:
+            each = divergence(own.float(), new.float())
+        return each.flatten(), owners
+
+    def _as_student(
+        self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
+    ) -> object:
+        with ExitStack() as pass_alone:
+            recomputing = back is not None and bool(self.blocks)
+            (back if back is not None and recomputing else pass_alone).enter_context(self.student(penalties))
+            if back is not None and recomputing:
+                back.enter_context(_recomputed(self.blocks))
+            return hooks.forward(self.loaded.model, inputs, **asking(self.task))
+
+    @contextmanager
+    def student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
+        """Inside the block the model is the one that is trained: its kernels, and its weights with their gradients."""
+        swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
 
         def visit(site: Site, call: Call) -> None:
-            swap = swaps[site]
-            if penalties is not None:
-                part = call if swap.heads is None else call.select(swap.heads)
-                penalties.append(regulariser(part, swap.kernel, self.convention))
+            if penalties is not None and self.eta:
+                penalties.append(self.regulariser(call, swaps[site]))
 
-        with hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit):
-            new = self._outputs(outputs_with(self.loaded.model, values, inputs, **asking(self.task)), inputs)
-        if self.task == "hidden":
-            return (1 - nn.functional.cosine_similarity(own, new, dim=-1)).mean()
-        return divergence(own, new).mean()
+        with (
+            hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit),
+            standing_in(self.loaded.model, values),
+        ):
+            yield
 
-    def _outputs(self, result: object, inputs: Mapping[str, Tensor]) -> Tensor:
-        if self.task == "classification":
-            return logits_of(result).float()
-        found = states_of(result) if self.task == "hidden" else logits_of(result)
-        return hooks.at_real_tokens(found, inputs).float()
+    def regulariser(self, call: Call, swap: hooks.Replacement) -> Tensor:
+        """J² of one layer."""
+        part = call if swap.heads is None else call.select(swap.heads)
+        return regulariser(part, swap.kernel, self.convention)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether there is an output for each token."""
+        return self.task != "classification"
+
+    def _outputs(self, result: object) -> Tensor:
+        return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def values(self) -> dict[str, Tensor]:
         """The trained weights by name."""
@@ -165,7 +229,7 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
 
     J has the curvature C/σ in a column: an optimiser's equal steps would leap out of its valley where σ is small.
     """
-    if name not in ("query_map", "key_map"):
+    if kernel.info.form != "output" or name not in ("query_map", "key_map"):
         return None
     of = kernel.fitted
     power = 1.0 if convention == "code" else 0.5
@@ -182,17 +246,34 @@ def _as_code(swap: hooks.Replacement) -> hooks.Replacement:
     return hooks.Replacement(kernel.with_fitted({**kernel.fitted, "log_multipliers": changed}), swap.heads)
 
 
+def _owners(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The sequence that each compared output is of; all are of the first where they can't be told apart."""
+    sequences = texts.sequences_in(inputs)
+    if len(found) % sequences:
+        return torch.zeros(found[..., 0].numel(), dtype=torch.long)
+    rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
+    rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
+    return hooks.at_real_tokens(rows, inputs).flatten()
+
+
+def _blocks(loaded: Loaded, batch: Batch) -> list[nn.Module]:
+    """The model's blocks. Raises ModelError for a model without any that run once in a pass."""
+    found = [block for _, block in hooks.blocks(loaded.model, texts.first(batch.inputs, 1))]
+    if not found:
+        raise ModelError(
+            "This model has no blocks that run once in a pass, whose activations could be computed again.",
+            "Leave out --heal-checkpointing.",
+        )
+    return found
+
+
 @contextmanager
-def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block the model has these weights; its own are put back at the end."""
-    named = dict(model.named_parameters())
-    before = {name: named[name].detach().clone() for name in values}
+def _recomputed(blocks: list[nn.Module]) -> Iterator[None]:
+    """Inside the block each of these keeps its inputs alone (gradient checkpointing, Chen et al. 2016)."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
-        with torch.no_grad():
-            for name, value in values.items():
-                named[name].copy_(value)
         yield
     finally:
-        with torch.no_grad():
-            for name, own in before.items():
-                named[name].copy_(own)
+        for block in blocks:
+            del block.forward  # the class's own method is seen again

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attnlens import hooks, texts, weights
 from attnlens.errors import UnreadableError, UsageError
-from attnlens.kernels.latents import Turn
 from attnlens.kernels.lowrank import MapsFit
+from attnlens.kernels.shared_keys import Turn
 from attnlens.models import Loaded
 from attnlens.records import Rotation, Site, Task
 from attnlens.run.swap.ranks.gradients import sampled

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from attnlens.kernels import TIES
-from attnlens.records import Change, Healing, Pair, Report, Stage, Swap
-from attnlens.sentences.controls import perplexity
+from attnlens.records import Change, Pair, Report, Stage, Swap
 from attnlens.sentences.judged import EFFECTS, UNITS, distance
+from attnlens.sentences.swaps.controls import perplexity
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
 
 WORDS = {
@@ -171,27 +171,6 @@ def site_errors(swap: Swap) -> str:
         f"The sites' outputs move by {percent(middle)} of their norm (median), "
         f"from {percent(least)} (layer {first}) to {percent(most)} (layer {last})."
     )
-
-
-def healing(found: Healing, unit: str) -> list[str]:
-    """Steps, best step, trained numbers; the validation distance; the loss on the way."""
-    rate = f"{found.learning_rate:.0e}".replace("e-0", "e-")
-    lines = [
-        f"Healing: {found.steps} steps asked for, {found.curve[-1].step if found.curve else 0} done, "
-        f"step {found.best} kept; {found.parameters:,} numbers trained, learning rate {rate}"
-    ]
-    if found.eta is not None:
-        lines.append(
-            f"Training loss: the distance + {found.eta:g} · the KSVD regulariser, as in the {found.ksvd_convention}"
-        )
-    distances = {step.step: step.validation for step in found.curve if step.validation is not None}
-    if distances and found.best in distances:
-        first, best = distances[min(distances)], distances[found.best]
-        lines.append(f"Validation distance to the original: {figures(first)} at first, {figures(best)} at its best")
-    losses = [f"{figures(step.loss, 4)} at step {step.step}" for step in found.curve if step.loss is not None]
-    if losses:
-        lines.append(f"Loss on the evaluation text, in {unit}: {', '.join(losses)}")
-    return lines
 
 
 def notes(swaps: Sequence[Swap]) -> list[str]:

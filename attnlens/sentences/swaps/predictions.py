@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnlens.sentences.effects import interval
+from attnlens.sentences.swaps.effects import interval
 from attnlens.wording import NO_VALUE, clean, counted, listed, written
 
 if TYPE_CHECKING:

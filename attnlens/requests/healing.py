@@ -1,0 +1,118 @@
+"""What a healing is asked for: how long it trains, on what, and how much of each weight."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnlens.arguments import LARGEST, shown
+from attnlens.choices import HealingGoal, HealingUnit
+from attnlens.errors import OutputError, UsageError
+
+WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
+UNITS: dict[str, tuple[HealingUnit, float]] = {
+    "": ("steps", 1),
+    "step": ("steps", 1),
+    "steps": ("steps", 1),
+    "tok": ("tokens", 1),
+    "ktok": ("tokens", 1e3),
+    "Mtok": ("tokens", 1e6),
+    "s": ("seconds", 1),
+    "min": ("seconds", 60),
+    "h": ("seconds", 3600),
+}
+"""What is counted, and how much of it one is."""
+HOW = "Give steps, at least 0, or tokens, or a time: --heal 200, 500ktok, 2Mtok, 90s, 30min or 2h."
+NEEDED = "Add --heal, as in --heal 200, or leave it out."
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How long a healing trains."""
+
+    number: float
+    """How much, in the unit."""
+    unit: HealingUnit
+
+    def __str__(self) -> str:
+        """As it is told: `200 steps`."""
+        return f"{self.number:,.10g} {self.unit}"
+
+    @classmethod
+    def of(cls, given: Any) -> Amount:
+        """200, "200", "2Mtok", "30min"; raises UsageError for anything else."""
+        if isinstance(given, cls):
+            return given
+        wrong = UsageError(f"heal={shown(given)} makes no sense.", HOW)
+        if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= LARGEST:
+            return cls(given, "steps")
+        found = WRITTEN.fullmatch(given.strip()) if isinstance(given, str) else None
+        if found is None:
+            raise wrong
+        unit, factor = UNITS[found[2]]
+        number = float(found[1]) * factor
+        if not math.isfinite(number) or number > LARGEST or (unit != "seconds" and number != int(number)):
+            raise wrong
+        if number == 0 and unit != "steps":
+            raise wrong
+        return cls(number, unit)
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """One healing as asked for, checked."""
+
+    amount: Amount
+    """How long it trains."""
+    batch: int | None = None
+    """Sequences of an optimiser step; None: those of a forward pass."""
+    rank: int | None = None
+    """Rank of each weight's change; None where it is free."""
+    goal: HealingGoal = "teacher"
+    """What is learned: the original model's predictions, or the text."""
+    control: bool = False
+    """Whether a copy of the original model is trained equally long."""
+    checkpointing: bool = False
+    """Whether activations are computed again on the way back."""
+    folder: Path | None = None
+    """Where the state is kept, and resumed from."""
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> HealOptions | None:
+        """None where nothing is healed. Raises UsageError for options that contradict each other or are for nothing."""
+        amount: Amount = asked["heal"]
+        given = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
+        goal: HealingGoal = asked["heal_on"] or "teacher"
+        if not amount.number:
+            for name in given:
+                raise UsageError(f"--{name.replace('_', '-')} is given and nothing is healed.", NEEDED)
+            return None
+        if asked["heal_control"] and goal != "text":
+            raise UsageError(
+                "--heal-control: taught by itself, the original model has nothing to learn.",
+                "Add --heal-on text, so that both models learn the text.",
+            )
+        folder = None if asked["heal_checkpoint"] is None else Path(asked["heal_checkpoint"])
+        if folder is not None:
+            check_state_folder(folder)
+        more = asked["heal_batch"], asked["heal_rank"], goal, asked["heal_control"], asked["heal_checkpointing"]
+        return cls(amount, *more, folder)
+
+
+NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing", "heal_checkpoint")
+"""The options that mean nothing without --heal."""
+
+
+def check_state_folder(folder: Path) -> None:
+    """Raise OutputError where no state can be written: the path is a file's, or its parent can't be written."""
+    real = Path(os.path.realpath(folder))
+    if real.exists() and not real.is_dir():
+        raise OutputError(f"{folder} is not a folder.", "Give --heal-checkpoint the path of a folder.")
+    nearest = next(place for place in (real, *real.parents) if place.exists())
+    if not os.access(nearest, os.W_OK):
+        raise OutputError(f"{folder} can't be written: Permission denied.", "Choose a folder that you can write.")

@@ -1,0 +1,123 @@
+"""Numbers that a healing trains: a weight's change, free or of low rank, or a kernel's parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+@dataclass
+class Trained:
+    """A number that is trained: a part of a weight, or a kernel's parameter; its change is kept in float32.
+
+    Steps below the spacing of bfloat16 or float16 are lost in the weight itself, and add up in its change.
+    """
+
+    start: Tensor
+    """Its value before."""
+    change: Tensor
+    """What is added to it, float32 and a leaf."""
+    mask: Tensor | None = None
+    """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
+
+    @classmethod
+    def of(cls, start: Tensor, mask: Tensor | None = None) -> Trained:
+        """A free change, 0 at first."""
+        return cls(start, torch.zeros_like(start, dtype=torch.float32, requires_grad=True), mask)
+
+    @property
+    def added(self) -> Tensor:
+        """What is added to it, in float32."""
+        return self.change if self.mask is None else self.change * self.mask
+
+    @property
+    def value(self) -> Tensor:
+        """Its value now."""
+        return (self.start.float() + self.added).to(self.start.dtype)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What the optimiser changes."""
+        return [self.change]
+
+    @property
+    def count(self) -> int:
+        """How many numbers are trained."""
+        return self.change.numel() if self.mask is None else int((self.mask != 0).sum())
+
+
+@dataclass
+class LowRankChange(Trained):
+    """A weight W + mask ∘ (U Vᵀ), U and V of R columns (Hu et al. 2022, Eq. 3, with the scale in the learning rate)."""
+
+    right: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """V; `change` is U, 0 at first, so that the weight begins as it is."""
+
+    @classmethod
+    def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRankChange:
+        """A change of rank R, V drawn from N(0, 1/R) by `seed`."""
+        rows, columns = start.flatten(1).shape
+        drawn = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
+        left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
+        return cls(start, left, mask, drawn.to(start.device).requires_grad_())
+
+    @property
+    def added(self) -> Tensor:
+        """mask ∘ (U Vᵀ)."""
+        assert self.mask is not None  # noqa: S101  # only weights have a low rank
+        return (self.change @ self.right.mT).view_as(self.mask) * self.mask
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """U and V."""
+        return [self.change, self.right]
+
+    @property
+    def count(self) -> int:
+        """Numbers of U's and V's rows that reach any entry of the mask."""
+        assert self.mask is not None  # noqa: S101
+        seen = self.mask.flatten(1) != 0
+        return int(seen.any(1).sum() + seen.any(0).sum()) * self.change.shape[1]
+
+
+@contextmanager
+def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block the model has these weights; its own are put back at the end."""
+    named = dict(model.named_parameters())
+    before = {name: named[name].detach().clone() for name in values}
+    try:
+        with torch.no_grad():
+            for name, value in values.items():
+                named[name].copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, own in before.items():
+                named[name].copy_(own)
+
+
+@contextmanager
+def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block these tensors, with their gradients, stand in the place of the model's parameters.
+
+    As torch.func.functional_call does for one call; a block that is computed again on the way back meets them too.
+    """
+    named = dict(model.named_parameters())
+    stands = {id(named[name]): value for name, value in values.items()}
+    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, own in list(module._parameters.items()):
+                if own is not None and id(own) in stands:
+                    before.append((module._parameters, name, own))
+                    module._parameters[name] = stands[id(own)]  # type: ignore[assignment]  # as torch does itself
+        yield
+    finally:
+        for parameters, name, own in before:
+            parameters[name] = own

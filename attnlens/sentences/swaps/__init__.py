@@ -1,0 +1,1 @@
+"""What a swap and its plan of ranks found, in words."""

@@ -1,0 +1,497 @@
+"""Healing stage by stage: amounts, attention transfer, learning rates, states that are resumed, low rank, controls."""
+
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from loaded import family, sites_of
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from attnlens import hooks, texts
+from attnlens.attention import attend
+from attnlens.cli.commands import app
+from attnlens.errors import UsageError
+from attnlens.hooks import OWN
+from attnlens.kernels import parsed
+from attnlens.records import HealingRate, read_report
+from attnlens.requests.healing import Amount, HealOptions
+from attnlens.run.swap.healing import Healer, heal, rates
+from attnlens.run.swap.healing.course import adamw, descend
+from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split
+from attnlens.run.swap.healing.trained import LowRankChange, Trained
+from attnlens.run.swap.healing.transfer import transfer, transferred
+from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.texts.targets import Fed
+
+READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
+
+
+def prepared(model, words="rbf", task="causal", kind=Healer, **more):
+    """A healer of all sites, and the batches that it reads."""
+    fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
+    sites = sites_of(model.model, fed.batches[0].inputs)
+    found = kind(model, sites, dict.fromkeys(sites, hooks.Replacement(parsed(words))), task, "auto", **more)
+    found.prepare(fed.batches[0])
+    return found, fed
+
+
+def gradients(healer, work):
+    for leaf in healer.leaves:
+        leaf.grad = None
+    work()
+    return [leaf.grad.clone() for leaf in healer.leaves]
+
+
+# --- how long ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "number", "unit"),
+    [
+        (200, 200, "steps"),
+        ("200", 200, "steps"),
+        ("200 steps", 200, "steps"),
+        ("2Mtok", 2e6, "tokens"),
+        ("1.5ktok", 1500, "tokens"),
+        ("90s", 90, "seconds"),
+        ("30min", 1800, "seconds"),
+        (" 2h ", 7200, "seconds"),
+        (0, 0, "steps"),
+    ],
+)
+def test_an_amount_is_steps_tokens_or_a_time(given, number, unit):
+    assert Amount.of(given) == Amount(number, unit)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [-1, "-1", 1.5, "1.5", True, None, "", "many", "2m", "2Gtok", "0tok", "0s", "1e3", "1e400tok", 10**30, "nan", "٣"],
+)
+def test_an_amount_that_makes_no_sense_is_refused_in_a_line(given):
+    with pytest.raises(UsageError, match="heal=") as refusal:
+        Amount.of(given)
+    assert "--heal 200, 500ktok, 2Mtok, 90s, 30min or 2h" in refusal.value.remedy
+    assert "\n" not in str(refusal.value.problem)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"heal_batch": 4}, "--heal-batch is given and nothing is healed"),
+        ({"heal_rank": 2}, "--heal-rank is given and nothing is healed"),
+        ({"heal_on": "text"}, "--heal-on is given and nothing is healed"),
+        ({"heal_control": True}, "--heal-control is given and nothing is healed"),
+        ({"heal_checkpoint": "x"}, "--heal-checkpoint is given and nothing is healed"),
+        ({"heal": 2, "heal_control": True}, "the original model has nothing to learn"),
+        ({"heal": 2, "heal_on": "txt"}, "no --heal-on 'txt'"),
+        ({"heal": 2, "heal_rank": 0}, "heal_rank=0 makes no sense"),
+        ({"heal": 2, "heal_batch": 0}, "heal_batch=0 makes no sense"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_the_work(given, problem):
+    with pytest.raises(UsageError, match=problem):
+        swap_kernel("no/such/model", "rbf", **given)
+
+
+def test_a_text_is_not_learned_by_a_model_that_predicts_none():
+    import families
+    from loaded import loaded
+
+    with pytest.raises(UsageError, match="predicts no token"):
+        swap_kernel(loaded(families.build("bert").bert), "rbf", heal=2, heal_on="text", **READ)
+
+
+def test_tokens_and_seconds_end_a_healing(demo):
+    short = {"sequences": 4, "tokens": 16, "batch_size": 4}
+    by_tokens = swap_kernel(demo, "rbf", heal="0.6ktok", **short).swap.healing
+    assert by_tokens.tokens < 600 + 16, "16 tokens a step"
+    assert by_tokens.tokens >= 600 or any(stage.stopped for stage in by_tokens.stages)
+    assert by_tokens.tokens == sum(stage.tokens for stage in by_tokens.stages) == by_tokens.curve[-1].tokens
+    assert (by_tokens.asked, by_tokens.batch) == ("600 tokens", 1)
+    by_time = swap_kernel(demo, "rbf", heal="1s", **short).swap.healing
+    assert 1 <= by_time.seconds < 30
+    assert by_time.tokens > 0
+
+
+# --- attention transfer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["demo", "llama", "bert", "falcon"])
+def test_transfer_of_a_kernel_to_itself_keeps_no_loss(demo, name):
+    """falcon computes its attention by hand. The control: another kernel has a loss and a gradient."""
+    model, task = (demo if name == "demo" else family(name)), "masked" if name == "bert" else "causal"
+    own, fed = prepared(model, "exponential", task)
+    assert transfer(own, fed.batches[0].inputs) == pytest.approx(0, abs=1e-12)
+    assert all(leaf.grad.abs().max() < 1e-6 for leaf in own.leaves if leaf.grad is not None)
+    other, _ = prepared(model, "rbf", task)
+    assert transfer(other, fed.batches[0].inputs) > 1e-3
+    assert all(leaf.grad.abs().max() > 1e-6 for leaf in other.leaves)
+
+
+@pytest.mark.parametrize("name", ["demo", "llama"])
+def test_transfer_and_its_gradient_are_those_of_a_plain_computation_in_float64(demo, name):
+    """Site by site from the queries, keys and values of one pass of the whole model, derived by projections."""
+    model = demo if name == "demo" else family(name)
+    double = replace(model, model=copy.deepcopy(model.model).double())
+    healer, fed = prepared(double)
+    inputs = fed.batches[0].inputs
+    found = gradients(healer, lambda: values.append(transfer(healer, inputs))) if (values := []) is not None else []
+    leaves = {path: p for path, p in double.model.named_parameters() if path in healer.weights}
+    for p in double.model.parameters():
+        p.requires_grad_(False)
+    naive = 0.0
+    for site in healer.sites:  # a pass for each site, in which its weights alone have gradients
+        inside = {path: p for path, p in leaves.items() if path.startswith(f"{site.path}.")}
+        for p in inside.values():
+            p.requires_grad_(True)
+        seen = {}
+        with torch.enable_grad(), hooks.watch(double.model, healer.sites, seen.__setitem__):
+            hooks.forward(double.model, inputs)
+            call = seen[site]
+            own = attend(call, OWN).detach()
+            new = attend(call, healer.healed_swaps()[site].kernel)
+            loss = (new - own).square().sum() / own.square().sum()
+            loss.backward()
+        for p in inside.values():
+            p.requires_grad_(False)
+        naive += float(loss)
+    assert values[0] == pytest.approx(naive, rel=1e-6)
+    for (path, part), gradient in zip(healer.weights.items(), found, strict=False):
+        expected = leaves[path].grad * part.mask
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_held_out_transfer_is_the_trained_one_sequence_by_sequence(demo):
+    healer, fed = prepared(demo)
+    inputs = fed.batches[0].inputs
+    each = transferred(healer, inputs)
+    assert each.shape == (8,)
+    assert float(each.mean()) == pytest.approx(transfer(healer, inputs), rel=1e-5)
+
+
+def test_transfer_alone_brings_the_whole_model_nearer_than_as_many_steps_of_the_whole(demo):
+    """What the default rests on: at the same steps, attention transfer gains more than the whole model's distance."""
+    left = {}
+    for stage, rate in (("transfer", 1e-2), ("whole", 3e-3)):
+        healer, fed = prepared(demo)
+        optimiser = adamw(healer.leaves, rate)
+        for number in range(30):
+            descend(healer, optimiser, [Fed(fed.batches[number % 2].inputs, None)], stage)
+        left[stage] = float(healer.distance(fed.batches[0].inputs).detach())
+    assert left["transfer"] < 0.6 * left["whole"]
+
+
+# --- the numbers trained ----------------------------------------------------------------------------------------------
+
+
+def test_changes_below_the_spacing_of_bfloat16_are_kept_and_add_up(demo):
+    half = replace(demo, model=copy.deepcopy(demo.model).bfloat16())
+    healer, fed = prepared(half)
+    optimiser = adamw(healer.leaves, 1e-6)
+    before = {name: part.value.clone() for name, part in healer.weights.items()}
+    for _ in range(3):
+        descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "whole")
+    for name, part in healer.weights.items():
+        assert part.change.dtype == torch.float32
+        assert 0 < float(part.change.abs().max()) < 1e-5
+        assert part.value.dtype == torch.bfloat16
+        large = part.start.abs() > 0.01  # whose spacing is 2^-15 at least
+        assert torch.equal(part.value[large], before[name][large]), "such a step alone is lost in the weight"
+    part = next(iter(healer.weights.values()))
+    with torch.no_grad():
+        part.change += 1000 * part.change
+    assert not torch.equal(part.value, before[next(iter(healer.weights))]), "the control: a thousand of them are not"
+
+
+@pytest.mark.parametrize("stage", ["transfer", "whole"])
+def test_two_batches_of_four_make_the_step_of_one_of_eight(demo, stage):
+    healer, fed = prepared(demo)
+    whole = [Fed(fed.batches[0].inputs, None)]
+    halves, per_step = parts_of(whole, 4)
+    assert (len(halves), per_step) == (2, 1)
+    assert parts_of(whole, 16) == (whole, 2)
+    optimiser = torch.optim.SGD(healer.leaves, lr=0.0)
+    one, two, half = (
+        gradients(healer, lambda parts=parts: descend(healer, optimiser, parts, stage))
+        for parts in (whole, halves, halves[:1])
+    )
+    tolerance = 1e-4 if stage == "whole" else 0.2  # a site's ‖own‖² is that of its own part
+    for first, second in zip(one, two, strict=True):
+        assert float((first - second).norm()) < tolerance * float(first.norm())
+    assert float((half[0] - one[0]).norm()) > 2 * float((two[0] - one[0]).norm()), "the control: one of them is not"
+
+
+def test_a_low_rank_change_is_its_product_within_the_mask():
+    torch.manual_seed(0)
+    start, mask = torch.randn(6, 8), torch.zeros(6, 8)
+    mask[:4, 2:] = 1
+    part = LowRankChange.of_rank(start, mask, 2, seed=0)
+    assert torch.equal(part.value, start), "nothing is changed at first"
+    with torch.no_grad():
+        part.change.normal_()
+    expected = part.change.detach() @ part.right.detach().mT * mask
+    torch.testing.assert_close(part.value, start + expected)
+    assert torch.linalg.matrix_rank((part.value - start)[:4, 2:].detach()) == 2
+    assert torch.equal(part.value[mask == 0], start[mask == 0])
+    assert part.count == 2 * (4 + 6)
+    assert Trained.of(start, mask).count == 24
+
+
+def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weights(demo, tmp_path):
+    import attnlens
+
+    swap = swap_kernel(demo, "rbf", heal=40, heal_rank=4, save=tmp_path / "model", **READ).swap
+    assert swap.healing.rank == 4
+    assert swap.healing.parameters == 4 * (4 * (128 + 256) + 8 * 16)
+    assert swap.stages[-1].kl < 0.95 * swap.stages[0].kl
+    own, saved = demo.model.state_dict(), load_file(tmp_path / "model" / "model.safetensors")
+    for layer in range(4):
+        name = f"transformer.h.{layer}.attn.c_attn.weight"
+        change = (saved[name].double() - own[name].double())[:, :256]
+        values = torch.linalg.svdvals(change)
+        assert values[4] < 1e-3 * values[0], "no more than four directions"
+        assert torch.equal(saved[name][:, 256:], own[name][:, 256:])
+    attnlens.load_swapped(tmp_path / "model").close()
+
+
+def test_the_maps_of_a_rank_are_trained_with_the_weights(demo):
+    swap = swap_kernel(demo, "rank:1", heal=24, **READ).swap
+    assert swap.healing.parameters == 4 * (128 * 256 + 8 * 2 * 16 * 1)
+    distances = [step.validation for step in swap.healing.curve]
+    assert min(distances) < 0.97 * distances[0]
+
+
+def test_blocks_that_are_computed_again_give_the_same_gradient(demo):
+    plain, fed = prepared(demo)
+    again, _ = prepared(demo, recompute=True)
+    assert len(again.blocks) == 4
+    one, two = (gradients(h, lambda h=h: h.descend(fed.batches[0].inputs, None, 1.0)) for h in (plain, again))
+    for first, second in zip(one, two, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-8)
+    assert not any("forward" in vars(block) for block in again.blocks), "and the model is as it was"
+
+
+# --- rates and ends ---------------------------------------------------------------------------------------------------
+
+
+class Planted:
+    """‖x − 1‖² of one number for each sequence: a rate of about 1/steps is right, 100 times more or less is not."""
+
+    task, goal = "causal", "teacher"
+
+    def __init__(self):
+        self.leaves = [torch.zeros(4, requires_grad=True)]
+
+    def descend(self, _inputs, _targets, weight):
+        with torch.enable_grad():
+            (weight * (self.leaves[0] - 1).square().sum()).backward()
+
+    def by_sequence(self, _inputs, _targets=None):
+        return (self.leaves[0].detach() - 1).square(), torch.ones(4)
+
+
+def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
+    monkeypatch.setattr(rates, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
+    planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
+    held = HeldOut(planted, fed)
+    rate, tried = rates.chosen_rate(planted, "whole", [fed] * 8, held)
+    assert not planted.leaves[0].any(), "the numbers are put back"
+    assert all(isinstance(one, HealingRate) for one in tried)
+
+    def left(rate):
+        planted.leaves[0].data.zero_()
+        optimiser = adamw(planted.leaves, rate)
+        for _ in range(8):
+            descend(planted, optimiser, fed, "whole")
+        return held.distances().mean
+
+    assert left(rate) < 0.5 * min(left(rate / 100), left(rate * 100))
+
+
+def test_a_fall_counts_beyond_its_paired_interval_alone():
+    torch.manual_seed(0)
+    start, counts = 1 + torch.rand(16, dtype=torch.float64), torch.full((16,), 100.0, dtype=torch.float64)
+    noise = 0.02 * torch.randn(16, dtype=torch.float64)
+    before = Distances(start, counts)
+    assert Distances(start - 0.05 + noise, counts).falls_from(before), "paired: far less than their spread"
+    assert not Distances(start - 0.001 + noise, counts).falls_from(before)
+    assert not Distances(start + 0.05 + noise, counts).falls_from(before)
+    assert not Distances(start * math.nan, counts).falls_from(before)
+    few = [Distances(part.each[:4], counts[:4]) for part in (before, Distances(start - 0.001 + noise.abs(), counts))]
+    assert few[0].falls_from(few[1]) == (few[0].mean < few[1].mean), "of four sequences the fall itself counts"
+    assert math.isinf(Distances(start * math.nan, counts).mean)
+
+
+# --- the text, and the control ----------------------------------------------------------------------------------------
+
+
+def test_a_healing_on_the_text_has_a_control_that_is_trained_as_long(demo):
+    swap = swap_kernel(demo, "rank:6", heal=16, heal_on="text", heal_control=True, **READ).swap
+    control, healing = swap.healing.control, swap.healing
+    assert healing.goal == "text"
+    assert control.tokens == healing.tokens
+    assert control.loss.before == pytest.approx(swap.stages[0].loss.before)
+    assert control.ratio == pytest.approx(math.exp(swap.stages[-1].loss.after - control.loss.after), rel=1e-6)
+    assert control.ratio_ci95[0] < control.ratio < control.ratio_ci95[1]
+    assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+WORDS = ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "24", "--sequences", "4", "--tokens", "16")
+MORE = ("--batch-size", "4", "--no-progress", "--quiet")
+
+
+def command(folder, report):
+    return [*WORDS, *MORE, "--heal-checkpoint", str(folder), "--json", str(report)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A healing that nobody stopped: its folder and its report."""
+    place = tmp_path_factory.mktemp("unbroken")
+    done = CliRunner().invoke(app, command(place / "state", place / "r.json"))
+    assert done.exit_code == 0, done.output
+    return place / "state", read_report(place / "r.json").swap
+
+
+def numbers(folder):
+    facts = json.loads((folder / "healing.json").read_text())
+    return facts, load_file(folder / facts["tensors"])
+
+
+def test_a_run_killed_in_the_middle_and_resumed_is_the_unbroken_one_bit_for_bit(unbroken, tmp_path):
+    folder, report = tmp_path / "state", tmp_path / "r.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    run = subprocess.Popen([sys.executable, "-m", "attnlens", *command(folder, report)], env=environment)
+    deadline = time.monotonic() + 120
+    while run.poll() is None and not (folder / "healing.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert not report.exists()
+    killed, _ = numbers(folder)
+    assert 0 < killed["step"] < 24, "the control: it was in the middle"
+    done = CliRunner().invoke(app, command(folder, report))
+    assert done.exit_code == 0, done.output
+    (mine, resumed), (its, whole) = numbers(folder), numbers(unbroken[0])
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert mine["curve"] == its["curve"]
+    assert mine["order"] == its["order"]
+    found = read_report(report).swap
+    assert found.healing.curve == unbroken[1].healing.curve
+    assert found.loss == unbroken[1].loss
+
+
+def test_the_folder_holds_numbers_and_facts_and_no_pickle(unbroken):
+    names = sorted(path.name for path in unbroken[0].iterdir())
+    assert names == ["healing-24.safetensors", "healing.json"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (("--kernel", "cosine"), "its kernel is"),
+        (("--seed", "3"), "its seed is"),
+        (("--heal", "25"), "its --heal is"),
+        (("--heal-rank", "2"), "its --heal-rank is"),
+        (("--tokens", "17"), "text is"),
+        (("--layers", "0-2"), "its choice of sites and heads is"),
+    ],
+)
+def test_the_state_of_another_healing_is_refused_by_what_differs(unbroken, tmp_path, changed, named):
+    words = [*command(unbroken[0], tmp_path / "r.json"), *changed]
+    if changed[0] == "--kernel":
+        words[words.index("rbf")] = changed[1]
+        words = words[: -len(changed)]
+    done = CliRunner().invoke(app, words, terminal_width=1000)
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2
+    assert "is of another healing" in said
+    assert "Give --heal-checkpoint a new folder, or remove this one to begin anew." in said
+    assert named in said
+
+
+def test_the_state_of_another_model_is_refused(unbroken, demo, tmp_path):
+    other = replace(demo, info=demo.info.model_copy(update={"files": []}))
+    given = {"heal": 24, "sequences": 4, "tokens": 16, "batch_size": 4, "heal_checkpoint": unbroken[0]}
+    with pytest.raises(UsageError, match="its model is"):
+        swap_kernel(other, "rbf", **given)
+
+
+@pytest.mark.parametrize(
+    "harm", ["cut", "swapped bytes", "json", "list", "elsewhere", "order", "missing", "generator", "pipe"]
+)
+def test_a_damaged_state_is_refused_in_a_line(unbroken, tmp_path, harm):
+    folder = tmp_path / "state"
+    shutil.copytree(unbroken[0], folder)
+    facts, path = json.loads((folder / "healing.json").read_text()), folder / "healing-24.safetensors"
+    damage(harm, facts, path)
+    text = {"json": "{", "list": "[]"}.get(harm, json.dumps(facts))
+    (folder / "healing.json").write_text(text)
+    done = CliRunner().invoke(app, command(folder, tmp_path / "r.json"))
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2, said
+    assert "begin anew" in said
+    assert "Traceback" not in said
+
+
+def damage(harm, facts, path):
+    """Harm the numbers, or what is said of them."""
+    from safetensors.torch import save_file
+
+    from attnlens.files import sha256
+
+    if harm == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+        facts["sha256"] = sha256(path)
+    elif harm == "swapped bytes":
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif harm == "elsewhere":
+        facts["tensors"] = "../healing-24.safetensors"
+    elif harm == "order":
+        facts["order"] = [10**6]
+    elif harm == "missing":
+        path.unlink()
+    elif harm == "generator":
+        tensors = load_file(path) | {"generator": torch.zeros(7, dtype=torch.uint8)}
+        save_file(tensors, path)
+        facts["sha256"] = sha256(path)
+    elif harm == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+
+
+def test_a_state_cannot_be_kept_in_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match="is not a folder"):
+        swap_kernel("no/such/model", "rbf", heal=2, heal_checkpoint=tmp_path / "file")
+
+
+def test_heal_and_split_keep_training_text_apart(demo):
+    """The order of training is drawn from the training batches alone."""
+    healer, fed = prepared(demo)
+    train, back = split(healer, fed, 0)
+    assert not {id(one.inputs) for one in train} & {id(one.inputs) for one in back}
+    found = heal(
+        healer,
+        fed,
+        HealOptions(Amount(3, "steps")),
+        0,
+        lambda: hooks.forward(demo.model, fed.batches[0].inputs) and None,
+        lambda _: None,
+    )
+    assert found.tokens == 3 * 8 * 16
