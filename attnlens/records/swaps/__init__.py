@@ -1,4 +1,4 @@
-"""What `swap-kernel` records."""
+"""Records of a swap: outcomes, healing, the swap itself."""
 
 from attnlens.records.swaps.healings import Healing, HealingControl, HealingRate, HealingStep, HealingTraining
 from attnlens.records.swaps.outcomes import (

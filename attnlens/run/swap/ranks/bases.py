@@ -81,7 +81,7 @@ class Basis:
 
 
 @dataclass
-class Gathered:
+class FormsRead:
     """What was read of the calibration texts, form by form and text by text."""
 
     heads: dict[Site, tuple[int, ...]]
@@ -122,7 +122,7 @@ def gathered(
     task: Task,
     seed: int,
     progress: Tell,
-) -> Gathered:
+) -> FormsRead:
     """What every form of latents reads of these batches, each of one text, in one pass of the original model.
 
     Raises UsageError where some, but not all of the query heads that share a key head are swapped, and what `prepare`
@@ -131,7 +131,7 @@ def gathered(
     blank = {form.spelling: {site: _blank(form) for site in swaps} for form in forms}
     every = [(site, fit) for fits in blank.values() for site, fit in fits.items()]
     prepare(loaded, sites, swaps, every, [fed for _, fed in batches], task, seed)
-    found = Gathered({}, {}, {form: {} for form in blank})
+    found = FormsRead({}, {}, {form: {} for form in blank})
     for name, _ in batches:
         for form, fits in found.fits.items():
             fits.setdefault(name, {site: copy(fit) for site, fit in blank[form].items()})

@@ -13,7 +13,7 @@ from attnlens import hooks, texts, weights
 from attnlens.arguments import Budget
 from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.models import Loaded
-from attnlens.records import Call, KeyRank, Pair, Plan, Settings, Site
+from attnlens.records import Call, KeyRank, Pair, Plan, Rise, Settings, Site
 from attnlens.run.outcomes.differences import DIVERGED, Differences
 from attnlens.run.provenance import tool
 from attnlens.run.swap.ranks.calibration import Sample
@@ -121,8 +121,7 @@ def planned(
     parts of the calibration text.
     """
     found = sizes(loaded, list(choice.bases), inputs)
-    names = [text.name for text in settings.texts]
-    measured = {stage: rise_in(comparison, names, settings.seed, budget.unit) for stage, comparison in compared.items()}
+    measured = _measured(compared, settings, budget)
     ranks = _ranks(choice)
     heads = sum(len(key.heads) for key in ranks)
     saved = saving(choice, found)
@@ -152,6 +151,12 @@ def planned(
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
+
+
+def _measured(compared: Mapping[str, Differences], settings: Settings, budget: Budget) -> dict[str, Rise | None]:
+    """The rise on the evaluation text, by stage."""
+    names = [text.name for text in settings.texts]
+    return {stage: rise_in(found, names, settings.seed, budget.unit) for stage, found in compared.items()}
 
 
 def _unknown(choice: Choice) -> dict[str, str]:

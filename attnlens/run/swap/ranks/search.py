@@ -20,7 +20,7 @@ from attnlens.linalg.nested import nested
 from attnlens.models import Loaded
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.run.progress import Tell
-from attnlens.run.swap.ranks.bases import Basis, Gathered, gathered
+from attnlens.run.swap.ranks.bases import Basis, FormsRead, gathered
 from attnlens.run.swap.ranks.calibration import Sample, by_text
 from attnlens.run.swap.ranks.forms import by_output, form_name, possible_forms
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
@@ -145,17 +145,17 @@ class Budgeting:
         self.take(*reversed(min(tried, key=_rise_of)[:2]))
         return [one for _, _, one in tried]
 
-    def _tried(self, read: Gathered, form: Kernel, trial: Trial) -> FormTried:
+    def _tried(self, read: FormsRead, form: Kernel, trial: Trial) -> FormTried:
         """The rise where every latent of that form keeps half of its numbers."""
         self.take(read, form)
         ranks = [size // 2 for basis in self.found.values() for size in basis.sizes]
         return FormTried(form=form_name(form), rise=trial.rise(ranks))
 
-    def gather(self, fitted: Sequence[tuple[str, Fed]], forms: Sequence[Kernel]) -> Gathered:
+    def gather(self, fitted: Sequence[tuple[str, Fed]], forms: Sequence[Kernel]) -> FormsRead:
         """What these forms read of the calibration texts."""
         return gathered(self.loaded, self.sites, self.swaps, forms, fitted, self.task, self.seed, self.progress)
 
-    def take(self, read: Gathered, form: Kernel) -> None:
+    def take(self, read: FormsRead, form: Kernel) -> None:
         """Go on with that form, fitted to all texts, and to all but each where there are several."""
         self.found = read.bases(form.spelling)
         names = list(read.fits[form.spelling])
@@ -276,7 +276,7 @@ class Trial:
         return rise_of(self.own, torch.cat(found), self.part.names, search.seed, search.unit)
 
 
-def _rise_of(tried: tuple[Kernel, Gathered, FormTried]) -> float:
+def _rise_of(tried: tuple[Kernel, FormsRead, FormTried]) -> float:
     rise = tried[2].rise
     return math.inf if rise is None else rise.share
 
