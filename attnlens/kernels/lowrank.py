@@ -87,7 +87,7 @@ def _joined(one: Grams | None, other: Grams | None) -> Grams | None:
     return one if other is None or one is None else one.plus(other)
 
 
-def _low(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Map, **more: object) -> Low:
+def _low(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     if "members" in more:
         raise UsageError(
             "The keys of this rank kernel share a latent: it has no scores of one head alone.",

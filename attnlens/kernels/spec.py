@@ -79,6 +79,18 @@ class Kernel:
         return self.tie == "symmetric"
 
     @property
+    def joins(self) -> bool:
+        """Whether key heads share what it is fitted to, so that no head can have it alone."""
+        return self.parameters.get("group", 1) > 1
+
+    def of_head(self, index: int) -> Kernel:
+        """The kernel of one of the heads that it is fitted to, by its number among them."""
+        fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
+        if "members" in fitted:
+            fitted["members"] = fitted["members"] * 0  # its own key is the only one there
+        return self.with_fitted(fitted)
+
+    @property
     def has_gradient(self) -> bool:
         """Whether attention has a gradient in queries and keys: eigenvalues of which many meet at 0 have none."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")

@@ -128,8 +128,7 @@ def _alone(swap: hooks.Replacement, head: int | None) -> hooks.Replacement:
     if head is None:
         return swap
     index = head if swap.heads is None else swap.heads.index(head)
-    fitted = {name: part[index : index + 1] for name, part in swap.kernel.fitted.items()}
-    return hooks.Replacement(swap.kernel.with_fitted(fitted), (head,))
+    return hooks.Replacement(swap.kernel.of_head(index), (head,))
 
 
 def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:

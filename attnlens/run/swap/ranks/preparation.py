@@ -53,6 +53,11 @@ def prepare(
             fit.turn = turn
     by_output = [(site, fit) for site, fit in every if fit.by_output]
     if by_output:
+        if task == "hidden":
+            raise UsageError(
+                "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
+                "Leave out metric=output.",
+            )
         metrics = output_metrics(loaded, sites, fed[:BATCHES], task, seed)
         for site, fit in by_output:
             heads = swaps[site].heads

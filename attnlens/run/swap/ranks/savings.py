@@ -122,25 +122,15 @@ def planned(
     """
     found = sizes(loaded, list(choice.bases), inputs)
     measured = _measured(compared, settings, budget)
-    ranks = _ranks(choice)
-    heads = sum(len(key.heads) for key in ranks)
     saved = saving(choice, found)
     reasons = {**saved.pop("reasons"), **_unknown(choice)}
-    form = next(iter(choice.swaps.values())).kernel
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
         tool=tool(),
         model=loaded.info,
         settings=settings,
-        kernel=form.info.name,
         budget=budget.share,
         unit=budget.unit,
-        form=form_name(form),
-        forms=choice.forms,
-        held_out=choice.held_out,
-        ranks=ranks,
-        mean_rank=sum(key.rank / key.keys * len(key.heads) for key in ranks) / heads,
-        head_dim=sum(key.head_dim / key.keys * len(key.heads) for key in ranks) / heads,
         estimated=choice.estimated,
         promised=choice.promised,
         measured=measured.get("swapped"),
@@ -148,6 +138,8 @@ def planned(
         steps=choice.steps,
         keys_to_gain=break_even(choice, found),
         reasons=reasons,
+        **_form(choice),
+        **_ranked(choice),
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
@@ -167,9 +159,20 @@ def _unknown(choice: Choice) -> dict[str, str]:
     return reasons if choice.promised else reasons | {"promised": DIVERGED}
 
 
-def _ranks(choice: Choice) -> list[KeyRank]:
-    """Latent by latent."""
-    return [
+def _form(choice: Choice) -> dict[str, Any]:
+    """The fields of a Plan that say what its latents are."""
+    form = next(iter(choice.swaps.values())).kernel
+    return {
+        "kernel": form.info.name,
+        "form": form_name(form),
+        "forms": choice.forms,
+        "held_out": choice.held_out,
+    }
+
+
+def _ranked(choice: Choice) -> dict[str, Any]:
+    """The ranks latent by latent, and their means over query heads."""
+    ranks = [
         KeyRank(
             site=site.name,
             layer=site.layer,
@@ -183,3 +186,8 @@ def _ranks(choice: Choice) -> list[KeyRank]:
         for site, basis in choice.bases.items()
         for latent, group in enumerate(basis.groups)
     ]
+    heads = sum(len(key.heads) for key in ranks)
+    kept, whole = (
+        sum(getattr(key, name) / key.keys * len(key.heads) for key in ranks) / heads for name in ("rank", "head_dim")
+    )
+    return {"ranks": ranks, "mean_rank": kept, "head_dim": whole}
