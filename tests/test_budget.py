@@ -114,8 +114,8 @@ def test_all_directions_of_a_basis_are_the_logits_without_what_softmax_ignores()
         assert apart([torch.eye(10).expand(2, 10, 10)], [whole]) < 1e-6
         shared = basis.maps([3, 10])["key_map"]
         assert torch.equal(shared[0], shared[2]), "query heads of one key head share its map"
-        assert not shared[0][:, 3:].any(), "each key head has its own rank"
-        assert bool(shared[3].any(0).all())
+        assert not shared[0][..., 3:].any(), "each key head has its own rank"
+        assert bool(shared[3].flatten(0, 1).any(0).all())
 
 
 def test_half_a_group_of_query_heads_is_refused():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import BARE, apart, family, loaded, outputs, sites_of
 
+import attnlens
 from attnlens import hooks, texts
 from attnlens.attention import attend, route
 from attnlens.errors import UsageError
@@ -19,7 +20,10 @@ from attnlens.kernels.lowrank import MapsFit
 from attnlens.records import Call
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.ranks.rises import losses
+from attnlens.statistics import Design
 from attnlens.texts import Cut
+from attnlens.texts.targets import feed
 
 SMALL = {"sequences": 4, "tokens": 24, "batch_size": 4}
 FORMS = ["group=1", "group=2", "group=all", "group=1,rotation=before", "group=all,rotation=before"]
@@ -294,3 +298,22 @@ def test_moments_of_two_texts_add_up():
     assert isinstance(together.grams, Grams)
     for name, value in both.solve().items():
         assert torch.allclose(value.double(), together.solve()[name].double(), atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["group=all", "group=1,rotation=before"])
+def test_healing_trains_the_maps_that_are_used_and_a_saved_model_has_them(form, tmp_path):
+    model = rotated()
+    report = swap_kernel(
+        model, f"rank:3,{form}", heal=16, save=tmp_path / "cut", sequences=4, tokens=16, batch_size=2, **BARE
+    )
+    healed = report.swap.stages[-1]
+    assert healed.name == "healed"
+    assert healed.loss.after != report.swap.stages[0].loss.after, "something was trained"
+    again = attnlens.load_swapped(tmp_path / "cut")
+    read = texts.batches(model, texts.sample("tiny"), Cut(tokens=16, sequences=4, batch_size=2))
+    fed = feed(model, read, "causal", 0)
+    try:
+        own = losses(replace(model, model=again.model), fed, "causal", Design.plain(4))
+    finally:
+        again.close()
+    assert own.mean == pytest.approx(report.swap.loss.after, rel=1e-4)

@@ -179,7 +179,8 @@ class Latents:
             torch.where(whole[:, None, None], same, side * kept[:, None])[..., :width]
             for side in (self.query_map, self.key_map)
         ]
-        if self.turn is None and all(len(group) == 1 for group in self.groups):
+        # one map for each query head, where no other reads its latent: nothing could make shared ones differ
+        if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((own,)) for own in self.key_of]
             return dict(zip(("query_map", "key_map"), (side[order] for side in cut), strict=True))
         return self._shared(*cut)

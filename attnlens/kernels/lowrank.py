@@ -145,7 +145,7 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,
     needs_fit=True,
-    trainable=("query_map", "key_map"),
+    trainable=("query_map", "key_map", "offset"),
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel of the best logits of rank r; with r ≥ head_dim the model's own."""
