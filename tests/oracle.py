@@ -49,7 +49,7 @@ COMMANDS = {
     "help": "--help",
     **{f"help-{name}": f"{name} --help" for name in ("inspect", "swap-kernel", "converge", "doctor", "verify", "list")},
 }
-DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second"}
+DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds"}
 """Fields of a report, and beginnings of columns, that are not the same in two runs."""
 COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[.,;)<])|(?<=, )[0-9.]+$")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -263,3 +263,14 @@ def _summary(heads: list[Head], layers: int) -> Summary:
         layer_symmetry=[round(0.6 * float(np.exp(-layer / layers)), 6) for layer in range(layers)],
         identity_error=3.2e-7,
     )
+
+
+TIMES = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds"}
+"""What two runs of the same inputs, seed and machine may differ in."""
+
+
+def timeless(value: Any) -> Any:
+    """JSON without what times and memory were."""
+    if isinstance(value, dict):
+        return {name: timeless(part) for name, part in value.items() if name not in TIMES}
+    return [timeless(part) for part in value] if isinstance(value, list) else value

@@ -187,7 +187,6 @@ def _ranked(choice: Choice) -> dict[str, Any]:
         for latent, group in enumerate(basis.groups)
     ]
     heads = sum(len(key.heads) for key in ranks)
-    kept, whole = (
-        sum(getattr(key, name) / key.keys * len(key.heads) for key in ranks) / heads for name in ("rank", "head_dim")
-    )
-    return {"ranks": ranks, "mean_rank": kept, "head_dim": whole}
+    mean = sum(key.rank / key.keys * len(key.heads) for key in ranks) / heads
+    whole = sum(key.head_dim / key.keys * len(key.heads) for key in ranks) / heads
+    return {"ranks": ranks, "mean_rank": mean, "head_dim": whole}
