@@ -300,6 +300,13 @@ def test_moments_of_two_texts_add_up():
         assert torch.allclose(value.double(), together.solve()[name].double(), atol=1e-9)
 
 
+def test_groups_that_do_not_divide_the_key_heads_are_told(demo):
+    told = "The groups do not divide the key heads at 4 of 4 sites"
+    for group, said in ((3, True), (4, False), ("all", False)):
+        swap = swap_kernel(demo, f"rank:8,group={group}", **SMALL, **BARE).swap
+        assert any(told in note for note in swap.notes) is said
+
+
 @pytest.mark.parametrize("form", ["group=all", "group=1,rotation=before"])
 def test_healing_trains_the_maps_that_are_used_and_a_saved_model_has_them(form, tmp_path):
     model = rotated()

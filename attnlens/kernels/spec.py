@@ -83,6 +83,10 @@ class Kernel:
         """Whether key heads share what it is fitted to, so that no head can have it alone."""
         return self.parameters.get("group", 1) > 1
 
+    def leaves(self, key_heads: int) -> int:
+        """How many key heads its last latent has, where that is fewer than the others have; else 0."""
+        return key_heads % min(int(self.parameters.get("group", 1)), key_heads)
+
     def of_head(self, index: int) -> Kernel:
         """The kernel of one of the heads that it is fitted to, by its number among them."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}

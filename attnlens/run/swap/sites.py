@@ -38,10 +38,13 @@ class Local:
     """At how many sites scores are capped, biased, compete with a sink, or keys have one length."""
     bounded: int = 0
     """At how many sites there are fewer scores than asked for."""
+    left: int = 0
+    """At how many sites the last latent has fewer key heads than the others."""
 
     def count(self, call: Call, kernel: Kernel) -> None:
         """Note what is special about a site."""
         self.bounded += _bounded(kernel)
+        self.left += kernel.leaves(len(set(call.key_heads))) > 0
         self.capped += call.softcap is not None
         self.biased += call.bias is not None
         self.sinking += call.sinks is not None
@@ -71,6 +74,11 @@ class Local:
             )
         if kernel.tie is not None and TIES[kernel.tie].caution:
             notes.append(TIES[kernel.tie].caution)
+        if self.left:
+            notes.append(
+                f"The groups do not divide the key heads at {self.left} of {total} sites: the last latent there has "
+                "what is left."
+            )
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
         return notes
