@@ -103,15 +103,17 @@ class Subject:
         fed, sample = feed(self.loaded, batches, TASK, 0), self.sample(batches)
         return Evaluated(name, fed, sample.names, losses(self.loaded, fed, TASK, sample.design))
 
-    def ways(self) -> dict[str, dict[Site, Basis]]:
-        """The directions of every peer and of every form of ours, fitted to the calibration windows."""
+    def ways(self, wanted: Sequence[str]) -> dict[str, dict[Site, Basis]]:
+        """The directions of every peer and of every form of ours that is wanted, fitted to the calibration windows."""
         reads = rank_peers.read_sites(self.loaded, self.sites, self.fed)
         self.forms = possible_forms(self.loaded, self.search.swaps)
         self.forms += [by_output(form) for form in self.forms]
+        self.forms = [form for form in self.forms if not wanted or own_name(form) in wanted]
         self.read = self.search.gather(by_text(self.fed, self.fitting), self.forms)
         peers = {
             name: {site: rank_peers.basis(peer, read) for site, read in reads.items()}
             for name, peer in rank_peers.PEERS.items()
+            if not wanted or name in wanted
         }
         own = {own_name(form): self.read.bases(form.spelling) for form in self.forms}
         return peers | own
@@ -126,8 +128,9 @@ class Subject:
             rises[own_name(form)] = math.inf if tried.rise is None else tried.rise.share
             return rises[own_name(form)]
 
-        plain = self.forms[: len(self.forms) // 2]
-        rise(by_output(min(plain, key=rise)))
+        best = by_output(min((form for form in self.forms if form != by_output(form)), key=rise))
+        if best in self.forms:
+            rise(best)
         return min(rises, key=rises.__getitem__)
 
     def rows(self, method: str, found: dict[Site, Basis], kept: str) -> Iterator[Row]:
@@ -163,6 +166,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="demo, few windows, one rank: does it still run?")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="(default: all)")
     parser.add_argument("--other", nargs="*", default=[], metavar="FILE", help="texts that nothing was fitted on")
+    parser.add_argument("--kept", nargs="+", choices=KEPT, default=list(KEPT), help="shares of a key (default: all)")
+    parser.add_argument("--ways", nargs="+", default=[], metavar="NAME", help="as they are printed (default: all)")
     parser.add_argument("--sequences", type=int, default=48, help="calibration windows (default: 48)")
     parser.add_argument("--evaluated", type=int, default=24, help="windows of every evaluated text (default: 24)")
     parser.add_argument("--tokens", type=int, default=128, help="of a window (default: 128)")
@@ -178,20 +183,20 @@ def main() -> None:
         if name not in asked.models:
             continue
         subject = Subject(name, place, other, cut, asked.evaluated)
-        for rows in measured(subject, list(KEPT)[:1] if asked.quick else list(KEPT)):
+        for rows in measured(subject, asked.kept[:1] if asked.quick else asked.kept, asked.ways):
             found = [one for one in found if one.model != name] + rows
             if asked.json:
                 write(Path(asked.json), found, vars(asked), [*subject.contents, *other])
         told([one for one in found if one.model == name])
 
 
-def measured(subject: Subject, every: Sequence[str]) -> Iterator[list[Row]]:
+def measured(subject: Subject, every: Sequence[str], wanted: Sequence[str]) -> Iterator[list[Row]]:
     """All rows so far, after each way and rank."""
     sequences = subject.fitting.batches.sequences, subject.choosing.batches.sequences
     print(f"\n{subject.name}: fitted on {sequences[0]} windows, chosen on {sequences[1]} others", flush=True)
     rows = list[Row]()
     start = time.monotonic()
-    ways = subject.ways()
+    ways = subject.ways(wanted)
     print(f"fitted in {time.monotonic() - start:.0f} s", flush=True)
     for kept in every:
         for method, found in ways.items():
@@ -201,7 +206,7 @@ def measured(subject: Subject, every: Sequence[str]) -> Iterator[list[Row]]:
             shares = ", ".join(f"{100 * one.share:+.2f} %" for one in fresh)
             print(f"  {kept} {method}: {shares} ({time.monotonic() - start:.0f} s)", flush=True)
             yield rows
-    chosen = subject.chosen()
+    chosen = subject.chosen() if subject.forms else ""
     print(f"  chosen: {chosen}", flush=True)
     yield [replace(one, chosen=one.method == chosen) for one in rows]
 
