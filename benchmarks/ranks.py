@@ -128,8 +128,9 @@ class Subject:
             rises[own_name(form)] = math.inf if tried.rise is None else tried.rise.share
             return rises[own_name(form)]
 
-        best = by_output(min((form for form in self.forms if form != by_output(form)), key=rise))
-        if best in self.forms:
+        plain = [form for form in self.forms if form != by_output(form)]
+        best = by_output(min(plain or self.forms, key=rise))
+        if plain and best in self.forms:
             rise(best)
         return min(rises, key=rises.__getitem__)
 
