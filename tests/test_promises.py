@@ -8,11 +8,12 @@ import pytest
 import torch
 from scipy import stats
 
+from attnlens.kernels.latents import Latents
 from attnlens.linalg.nested import nested
 from attnlens.run.swap.ranks import rises
+from attnlens.run.swap.ranks.bases import Basis
 from attnlens.run.swap.ranks.rises import Losses, rise_of
 from attnlens.run.swap.ranks.search import Budgeting
-from attnlens.run.swap.ranks.sensitivity import Basis
 from attnlens.statistics import Design
 from attnlens.texts.sampling import chosen
 
@@ -61,7 +62,8 @@ class Trial:
 def searched(costs, trial):
     """The rank that the budget's own search finds, and the estimate that it is chosen by; None where it keeps all."""
     search = Budgeting(None, (), {}, "causal", "auto", 0, lambda _: None)
-    search.found = {None: Basis((0,), (0,), torch.zeros(1, RANKS, RANKS), torch.zeros(1, RANKS, RANKS))}
+    nothing = torch.zeros(1, RANKS, RANKS)
+    search.found = {None: Basis((0,), (0,), Latents(((0,),), (0,), nothing, nothing))}
     search.table, search.steps = costs[None], nested(costs[None])
     best, tried = search._searched(trial, BUDGET)
     return (search.ranks_after(best), tried[best].rise) if best else None

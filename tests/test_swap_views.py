@@ -387,6 +387,17 @@ def test_each_text_has_its_own_rise_with_its_interval() -> None:
     assert "texts like these" in flowing(planned(promised=promised))
 
 
+@pytest.mark.parametrize(("further", "kept"), [(0.0095, "within the budget"), (0.0105, "beyond the budget")])
+def test_what_is_promised_of_one_more_text_is_told_apart_from_the_interval_of_the_mean(
+    further: float, kept: str
+) -> None:
+    promised = Rise(share=0.002, sequences=8, by_text={"a": 0.001, "b": 0.003}, further=further)
+    lines = plan_lines(plan_of(promised=promised))
+    assert f"One more text like these: at most +{100 * further:.2f} % with a chance of 95 %, {kept}" in lines
+    assert "One more text: the upper end of the prediction interval" in flowing(planned(promised=promised))
+    assert "One more text" not in flowing(planned()), "the control: one text alone"
+
+
 def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
     given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, and none was chosen"})
     for word in ("Promised", "Estimated"):

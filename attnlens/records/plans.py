@@ -64,6 +64,9 @@ class Rise(Record):
     """The share of each text alone, by name, where the sequences are of several."""
     ci95_by_text: dict[str, tuple[Number, Number]] = {}
     """The interval of each of these, over the text's windows."""
+    further: Number | None = None
+    """What the share of one more text like these stays below with a chance of 95 %: the one-sided prediction interval
+    of the texts' own shares, taken as normal; for as much text as each has here. None where there is only one."""
 
     @property
     def high(self) -> float:

@@ -14,7 +14,7 @@ True
 
 from attnlens.statistics.design import Design
 from attnlens.statistics.discoveries import adjusted, false_discovery, p_values
-from attnlens.statistics.intervals import Interval, paired_difference, student_interval
+from attnlens.statistics.intervals import Interval, further, paired_difference, student_interval
 from attnlens.statistics.means import median_error, standard_error
 from attnlens.statistics.nulls import gaussian_null, null_of_median, robust_z, z_scores
 from attnlens.statistics.ranks import rank_correlation
@@ -26,6 +26,7 @@ __all__ = [
     "Stream",
     "adjusted",
     "false_discovery",
+    "further",
     "gaussian_null",
     "median_error",
     "null_of_median",

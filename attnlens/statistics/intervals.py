@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,6 +38,21 @@ def student_interval(value: float, error: float, freedom: int, level: float = 0.
 
     reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
     return Interval(value, value - reach, value + reach)
+
+
+def further(values: Sequence[float], level: float = 0.95) -> float:
+    """The number that one more draw stays below with a chance of `level`, m + t s √(1 + 1/n), t of n − 1 degrees.
+
+    The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970); NaN for
+    fewer than two.
+    """
+    if len(values) < 2:
+        return math.nan
+    from scipy import stats
+
+    every = torch.tensor(values, dtype=torch.float64)
+    reach = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
+    return float(every.mean() + reach * every.std())
 
 
 def tail(level: float, freedom: int) -> float:

@@ -29,6 +29,10 @@ HELD_OUT = (
     "Each text's estimate and promise are of maps that were fitted to the other texts alone: they cover a kind of text "
     "that was not fitted on. The maps kept are fitted to all of them."
 )
+FURTHER = (
+    "One more text: the upper end of the prediction interval of the texts' own rises; it holds for texts of the same "
+    "population as these, as long as each of them has here."
+)
 LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
 UNITS = {"loss": "loss", "ppl": "perplexity"}
 """What a budget is a share of, in words."""
@@ -45,7 +49,7 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
     if plan.promised is not None:
         told = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
-        lines += [told, *_by_text(plan.promised)]
+        lines += [told, *_by_text(plan.promised), *_further(plan, plan.promised)]
     if plan.measured is not None:
         lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
     if plan.healed is not None:
@@ -65,6 +69,7 @@ def explained(plan: Plan) -> str:
         words.append(ESTIMATED)
     if plan.promised is not None:
         words.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
+        words += [FURTHER] if plan.promised.further is not None else []
     return " ".join([*words, MEASURED] if plan.measured is not None else words)
 
 
@@ -107,6 +112,13 @@ def _by_text(found: Rise) -> Iterator[str]:
         each = sorted(found.by_text.items(), key=lambda item: item[1])
         told = (f"{share(alone)}{_ends(found.ci95_by_text.get(name))} ({clean(name)})" for name, alone in each)
         yield f"Text by text: {', '.join(told)}"
+
+
+def _further(plan: Plan, promised: Rise) -> Iterator[str]:
+    """What is promised of one more text, which an interval of the mean does not say."""
+    if promised.further is not None:
+        kept = "within the budget" if promised.further <= plan.budget else "beyond the budget"
+        yield f"One more text like these: at most {share(promised.further)} with a chance of 95 %, {kept}"
 
 
 def _ends(interval: tuple[float, float] | None) -> str:

@@ -13,7 +13,7 @@ from attnlens.models import Loaded
 from attnlens.records import Rise, Task
 from attnlens.run.outcomes.differences import Differences
 from attnlens.run.outcomes.outputs import run, sequence_losses
-from attnlens.statistics import Design, paired_difference
+from attnlens.statistics import Design, further, paired_difference
 from attnlens.texts.targets import NOTHING, Fed
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         sequences=len(after),
         by_text={name: found for name, (found, _) in alone.items()},
         ci95_by_text={name: ends for name, (_, ends) in alone.items() if ends is not None},
+        further=further([found for found, _ in alone.values()]) if len(alone) > 1 else None,
     )
 
 

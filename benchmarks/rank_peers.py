@@ -1,0 +1,182 @@
+"""Published ways to cache fewer numbers of each key, each from its paper in a few lines.
+
+All of them are linear maps of keys, k̂ = k B Aᵀ (plus the bias), so that every one is a `Latents` and is measured by
+what measures ours. A truncated SVD of a matrix of keys K ≈ K V_r V_rᵀ has the leading eigenvectors of KᵀK for V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnlens import hooks, texts, weights
+from attnlens.kernels.latents import Latents, directions
+from attnlens.kernels.shared_keys import Turn, placed
+from attnlens.models import Loaded
+from attnlens.records import Call, Site
+from attnlens.run.swap.ranks.bases import Basis
+from attnlens.run.swap.ranks.preparation import turns
+from attnlens.texts.targets import Fed
+from attnlens.weights.factors import Maps
+
+Sides = tuple[Tensor, Tensor]
+"""A and B, each (latents, size, size), the leading directions first."""
+
+
+@dataclass
+class Moments:
+    """Σ q qᵀ of each key head's query heads, (kv_heads, d, d), and Σ k kᵀ of the stacked keys, (kv_heads·d, …)."""
+
+    queries: Tensor
+    keys: Tensor
+
+    def blocks(self) -> Tensor:
+        """Σ k kᵀ of each key head."""
+        size = self.queries.shape[-1]
+        return torch.stack(
+            [self.keys[at : at + size, at : at + size] for at in range(0, len(self.queries) * size, size)]
+        )
+
+    def add(self, query: Tensor, key: Tensor, kv_heads: int) -> None:
+        """Of (batch, heads, tokens, d)."""
+        every = (query.mT @ query).sum(0)
+        self.queries += every.unflatten(0, (kv_heads, -1)).sum(1)
+        stacked = key.transpose(1, 2).flatten(2).flatten(0, 1)
+        self.keys += stacked.T @ stacked
+
+
+@dataclass
+class Read:
+    """What the peers are made of at one site."""
+
+    maps: Maps
+    """W_Q and W_K without rotation."""
+    turn: Turn | None
+    """The rotation of keys; None where there is none."""
+    before: Moments = field(init=False)
+    """Of queries and keys before the rotation, without biases."""
+    after: Moments = field(init=False)
+    """Of rotated queries and keys as they are."""
+    weights: Moments = field(init=False)
+    """Of the columns of W_Q and W_K: no text."""
+
+    def __post_init__(self) -> None:
+        kv_heads, _, size = self.maps.key.shape
+        nothing = torch.zeros(kv_heads, size, size).double(), torch.zeros(kv_heads * size, kv_heads * size).double()
+        self.before, self.after, self.weights = (Moments(*(part.clone() for part in nothing)) for _ in range(3))
+        self.weights.add(self.maps.query[None].double(), self.maps.key[None].double(), kv_heads)
+
+    def update(self, call: Call) -> None:
+        """Add a batch."""
+        query, key, kv_heads = call.query.double(), call.key.double(), len(self.maps.key)
+        self.after.add(query, key, kv_heads)
+        if self.turn is not None:
+            places = placed(call)
+            query, key = (self.turn.turned(x, at, back=True) for x, at in zip((query, key), places, strict=True))
+        self.before.add(query - self.maps.query_bias, key - self.maps.key_bias, kv_heads)
+
+
+def principal(gram: Tensor) -> Sides:
+    """K̂ = K V_r V_rᵀ, V the eigenvectors of KᵀK: the best K̂ of rank r in ‖K − K̂‖ (Eckart & Young 1936)."""
+    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)
+    return vectors, vectors
+
+
+def svd_of_keys(read: Read) -> Sides:
+    """SVD of each head's W_K, cut."""
+    return principal(read.weights.blocks())
+
+
+def svd_of_all_keys(read: Read) -> Sides:
+    """SVD of the whole W_K, of all key heads."""
+    return principal(read.weights.keys[None])
+
+
+def svd_of_product(read: Read) -> Sides:
+    """SVD of W_Q W_Kᵀ, the W_Q of the query heads of a key head below each other; of the un-rotated form."""
+    return directions(read.weights.queries, read.weights.blocks())
+
+
+def palu_of_a_head(read: Read) -> Sides:
+    """Palu, M-LRD (Chang et al. 2024, section 3): SVD of S W_K, SᵀS = XᵀX, cut; keys before the rotation.
+
+    ‖S(W_K − Ŵ)‖ = ‖X(W_K − Ŵ)‖ = ‖K − K̂‖: the principal directions of the keys.
+    """
+    return principal(read.before.blocks())
+
+
+def palu_of_all(read: Read) -> Sides:
+    """Palu, J-LRD: the same of all key heads together (G-LRD with one group)."""
+    return principal(read.before.keys[None])
+
+
+def kq_svd(read: Read) -> Sides:
+    """KQ-SVD (Lesens et al. 2025): the best logits QKᵀ of rank r of rotated, uncentred queries and keys."""
+    return directions(read.after.queries, read.after.blocks())
+
+
+def eigen_attention(read: Read) -> Sides:
+    """Eigen Attention (Saxena et al. 2024): SVD of keys and queries below each other; under RoPE before it (their
+    Figure 6).
+    """
+    return principal(read.before.blocks() + read.before.queries)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way, and of which keys it is."""
+
+    sides: Callable[[Read], Sides]
+    """A and B of a site."""
+    before: bool = True
+    """Whether of keys before their rotation, where they have one."""
+
+
+PEERS = {
+    "SVD of W_K, per head": Peer(svd_of_keys),
+    "SVD of W_K, all heads": Peer(svd_of_all_keys),
+    "SVD of W_Q W_Kᵀ": Peer(svd_of_product),
+    "Palu M-LRD": Peer(palu_of_a_head),
+    "Palu J-LRD": Peer(palu_of_all),
+    "KQ-SVD": Peer(kq_svd, before=False),
+    "Eigen Attention": Peer(eigen_attention),
+}
+
+
+def read_sites(loaded: Loaded, sites: Sequence[Site], fed: Sequence[Fed]) -> dict[Site, Read]:
+    """What the peers are made of, in one pass of the model as it is."""
+    first, window = (
+        list(hooks.survey(loaded.model, texts.placeholder(loaded, length, 0).batches[0].inputs)) for length in (1, 2)
+    )
+    found = turns(loaded, list(sites))
+    rotated: Mapping[Site, Turn | None] = {
+        site: None if isinstance(turn, str) else turn for site, turn in found.items()
+    }
+    made = weights.factors(loaded.model, first, window)
+    reads = {}
+    for site, factors in zip(sites, made, strict=True):
+        assert isinstance(factors, weights.Factors)
+        reads[site] = Read(factors.maps, rotated[site])
+
+    def visit(site: Site, call: Call) -> None:
+        reads[site].update(call)
+
+    with torch.no_grad(), hooks.watch(loaded.model, tuple(sites), visit):
+        for one in fed:
+            hooks.forward(loaded.model, one.inputs)
+    return reads
+
+
+def basis(peer: Peer, read: Read) -> Basis:
+    """The peer's directions as a search's."""
+    heads, kv_heads = len(read.maps.query), len(read.maps.key)
+    query_map, key_map = peer.sides(read)
+    groups = (tuple(range(kv_heads)),) if len(query_map) == 1 else tuple((own,) for own in range(kv_heads))
+    key_of = tuple(head * kv_heads // heads for head in range(heads))
+    turn = read.turn if peer.before else None
+    mean = None if turn is None else read.maps.key_bias[:, 0].double()
+    latents = Latents(groups, key_of, query_map, key_map, mean, turn)
+    return Basis(tuple(range(heads)), tuple(range(kv_heads)), latents)
