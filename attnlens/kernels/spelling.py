@@ -39,7 +39,9 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
     chosen = base[0] if base else Kernel(known["exponential"])
-    kernel = replace(chosen, tie=tie[0] if tie else None, filter=filtered[0] if filtered else None)
+    _refuse_beside(words, chosen, tie)
+    own = chosen.info.oracle(**chosen.parameters) if chosen.info.oracle else None
+    kernel = replace(chosen, tie=tie[0] if tie else own, filter=filtered[0] if filtered else None)
     _refuse_signed(kernel, allow_signed)
     _refuse_parts(words, kernel)
     _refuse_tied(words, kernel)
@@ -131,6 +133,15 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
             f"{words!r}: {kernel.tie} takes log k apart, and {info.name} {what}: without a part of its logarithm it is "
             "another kind of kernel.",
             f"Write {kernel.tie} alone, or with a kernel such as rbf.",
+        )
+
+
+def _refuse_beside(words: str, kernel: Kernel, ties: Sequence[str]) -> None:
+    """A kernel that reads query and key of each token is symmetric or not by itself."""
+    if kernel.info.oracle is not None and ties:
+        raise UsageError(
+            f"{words!r}: {kernel.info.name} says itself which parts are kept, and {ties[0]} would tie others.",
+            f"Leave out {ties[0]}.",
         )
 
 
