@@ -148,7 +148,7 @@ def _refuse_beside(words: str, kernel: Kernel, ties: Sequence[str]) -> None:
 def _refuse_tied(words: str, kernel: Kernel) -> None:
     """Keys that come of several heads or of positions have no query of theirs that they could be tied to."""
     spoken = [p for p in kernel.info.parameters if not p.told and kernel.parameters[p.name] != p.default]
-    if kernel.info.prepare is not None and kernel.tie is not None and spoken:
+    if kernel.info.prepare is not None and kernel.tie is not None and spoken and not kernel.oracle:
         raise UsageError(
             f"{words!r}: {kernel.tie} ties a query to its own key, and {spoken[0].name} makes keys of more than that.",
             f"Leave out {kernel.tie}, or {spoken[0].name}.",
