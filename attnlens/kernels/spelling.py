@@ -71,7 +71,8 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
     for parameter in parameters:
         if parameter.name not in values:
             if parameter.default is None:
-                raise UsageError(f"{name} needs {parameter.name}: {parameter.meaning}.", _help(name, parameters))
+                named = f" ({' or '.join(word for word, _ in parameter.words)})" if parameter.words else ""
+                raise UsageError(f"{name} needs {parameter.name}: {parameter.meaning}{named}.", _help(name, parameters))
             values[parameter.name] = parameter.default
     return {p.name: values[p.name] for p in parameters}
 
