@@ -268,6 +268,7 @@ def test_a_planted_question_about_the_kind_is_found():
 
 OTHER_MEANINGS = {
     "plots/experiments/steps.py": {"linear"},  # axes
+    "plots/heatmap.py": {"nearest"},  # how pixels are drawn
     "records/windows.py": {"window"},  # of text, as below
     "run/compare/saved.py": {"window"},
     "sections/documents.py": {"window"},

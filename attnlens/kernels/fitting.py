@@ -39,6 +39,11 @@ def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     return (_attention(call, seen) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
+def own_attention(call: Call) -> Float[Tensor, "batch heads queries keys"]:
+    """The head's own attention over the pairs seen; rows of queries that see fewer than two keys are 0."""
+    return _attention(call, pairs_seen(call.query, call.paired_key, call.visible()))
+
+
 def output_weighted(
     call: Call, metric: Float[Tensor, "heads value_dim value_dim"]
 ) -> Float[Tensor, "batch heads queries keys"]:
@@ -46,9 +51,8 @@ def output_weighted(
 
     To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or what stands in its place.
     """
-    query, key = call.query.double(), call.paired_key.double()
-    own = _attention(call, pairs_seen(query, key, call.visible()))
-    value, metric = call.paired_value.double(), metric.double().to(query.device)
+    own = own_attention(call)
+    value, metric = call.paired_value.double(), metric.double().to(own.device)
     mean = own @ value
     onto = value @ metric
     length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)

@@ -7,7 +7,7 @@ from importlib import import_module, metadata
 
 from attnlens.registry import KERNELS, KernelInfo
 
-for _file in ("products", "distances", "features", "lowrank", "primal"):
+for _file in ("products", "distances", "features", "lowrank", "nearest", "primal"):
     import_module(f"attnlens.kernels.{_file}")
 
 

@@ -45,6 +45,8 @@ class Kernel:
     def spelling(self) -> str:
         """As it can be typed: `rbf:gamma=0.5+window:64`."""
         numbers = _spelled(self.info.name, _told(self.info, self.parameters))
+        if self.oracle:
+            return numbers
         if (self.tie or self.filter) and self.info.name == "exponential":
             numbers = ""
         more = [self.tie] if self.tie else []
@@ -67,6 +69,16 @@ class Kernel:
         """Whether k can be negative, so that attention is k / Σk and not softmax(log k)."""
         odd = any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
         return odd or not self.info.positive
+
+    @property
+    def oracle(self) -> bool:
+        """Whether it takes the evaluated text's own log k apart, by its tie: an analysis, and no model."""
+        return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether it is nothing without calibration text."""
+        return self.info.needs_fit and not self.oracle
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
@@ -101,7 +113,9 @@ class Kernel:
 
     def prepared(self, call: Call) -> tuple[Call, Kernel]:
         """The call and the kernel of which attention is computed: itself, or a call whose exponential kernel it is."""
-        found = None if self.info.prepare is None else self.info.prepare(call, **self.fitted)
+        if self.oracle:
+            return call, replace(self, info=KERNELS["exponential"], parameters={})
+        found = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
         if found is None:
             return call, self
         return found, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
@@ -158,7 +172,7 @@ class Kernel:
                 f"{self.info.name} is no kernel of a query and a key: it has no attention matrix.",
                 "Compare outputs, or choose another kernel.",
             )
-        if self.info.needs_fit and not self.fitted:
+        if self.needs_fit and not self.fitted:
             raise UsageError(
                 f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."
             )

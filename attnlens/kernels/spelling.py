@@ -39,7 +39,9 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
     chosen = base[0] if base else Kernel(known["exponential"])
-    kernel = replace(chosen, tie=tie[0] if tie else None, filter=filtered[0] if filtered else None)
+    _refuse_beside(words, chosen, tie)
+    own = chosen.info.oracle(**chosen.parameters) if chosen.info.oracle else None
+    kernel = replace(chosen, tie=tie[0] if tie else own, filter=filtered[0] if filtered else None)
     _refuse_signed(kernel, allow_signed)
     _refuse_parts(words, kernel)
     _refuse_tied(words, kernel)
@@ -69,7 +71,8 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
     for parameter in parameters:
         if parameter.name not in values:
             if parameter.default is None:
-                raise UsageError(f"{name} needs {parameter.name}: {parameter.meaning}.", _help(name, parameters))
+                named = f" ({' or '.join(word for word, _ in parameter.words)})" if parameter.words else ""
+                raise UsageError(f"{name} needs {parameter.name}: {parameter.meaning}{named}.", _help(name, parameters))
             values[parameter.name] = parameter.default
     return {p.name: values[p.name] for p in parameters}
 
@@ -134,10 +137,19 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
         )
 
 
+def _refuse_beside(words: str, kernel: Kernel, ties: Sequence[str]) -> None:
+    """A kernel that reads query and key of each token is symmetric or not by itself."""
+    if kernel.info.oracle is not None and ties:
+        raise UsageError(
+            f"{words!r}: {kernel.info.name} says itself which parts are kept, and {ties[0]} would tie others.",
+            f"Leave out {ties[0]}.",
+        )
+
+
 def _refuse_tied(words: str, kernel: Kernel) -> None:
     """Keys that come of several heads or of positions have no query of theirs that they could be tied to."""
     spoken = [p for p in kernel.info.parameters if not p.told and kernel.parameters[p.name] != p.default]
-    if kernel.info.prepare is not None and kernel.tie is not None and spoken:
+    if kernel.info.prepare is not None and kernel.tie is not None and spoken and not kernel.oracle:
         raise UsageError(
             f"{words!r}: {kernel.tie} ties a query to its own key, and {spoken[0].name} makes keys of more than that.",
             f"Leave out {kernel.tie}, or {spoken[0].name}.",

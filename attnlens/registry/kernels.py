@@ -71,8 +71,8 @@ class KernelInfo:
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
     is log k up to terms that softmax ignores."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **fitted) → the call whose exponential kernel is this one, where its keys come of several heads or of
-    positions; None where `dot` serves."""
+    """(call, **parameters, **fitted) → the call whose exponential kernel is this one, where its keys come of several
+    heads, of positions or of queries; None where `dot` serves."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, where finitely many features do."""
     fused: str = "row tiles"
@@ -89,6 +89,11 @@ class KernelInfo:
     """Whether it depends on queries and keys at all."""
     needs_fit: bool = False
     """Whether it is nothing without calibration text (rank)."""
+    caution: str = ""
+    """What a reader of its numbers must know, in a sentence."""
+    oracle: Callable[..., str | None] | None = None
+    """(**parameters) → the tie of the model's own kernel that stands in its place as an analysis of the evaluated text;
+    None where it is a model."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:

@@ -93,6 +93,11 @@ class SwapOptions:
         for kernel in self.kernels:
             if self.fit:
                 _check_fit(kernel, alone=len(self.kernels) == 1)
+            if self.heal is not None and kernel.oracle:
+                raise UsageError(
+                    f"{kernel.spelling} can't be healed: it takes the evaluated text's own logits apart.",
+                    "Leave out --heal, or oracle: the fitted form is a model.",
+                )
             if self.heal is not None and not kernel.has_gradient:
                 raise UsageError(
                     f"{kernel.spelling} can't be healed: its weights have no gradient.",
@@ -131,7 +136,7 @@ class SwapOptions:
     @property
     def calibrates(self) -> bool:
         """Whether calibration text is needed."""
-        return self.fit or self.heal is not None or any(kernel.info.needs_fit for kernel in self.kernels)
+        return self.fit or self.heal is not None or any(kernel.needs_fit for kernel in self.kernels)
 
     @property
     def limit(self) -> Budget | None:
@@ -163,6 +168,11 @@ def _check_fit(kernel: Kernel, *, alone: bool) -> None:
         raise UsageError(
             f"{kernel.info.name} has no free parameter that could be fitted.",
             "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+        )
+    if kernel.oracle:
+        raise UsageError(
+            f"{kernel.spelling} can't be fitted: it takes the evaluated text's own logits apart.",
+            "Leave out --fit, or oracle.",
         )
     if kernel.tie is not None:
         raise UsageError(

@@ -118,7 +118,7 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate:
         share = f"{100 * shared:.2g} % of the evaluated tokens"
         notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
     info = candidate.kernel.info
-    if options.fit and info.needs_fit:
+    if options.fit and candidate.kernel.needs_fit:
         notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
     if options.sweep and options.heal is not None:
         notes.append("The sweep shows the heads and layers as they are before healing.")

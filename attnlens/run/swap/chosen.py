@@ -64,6 +64,12 @@ def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
             "its e- and r-scores would belong to the tokens of two sequences.",
             "Choose --part encoder or --part decoder.",
         )
+    if crossing and kernel.info.oracle is not None:
+        raise UsageError(
+            f"{kernel.info.name} has no meaning in cross-attention ({crossing.name}): no token has both a query and a "
+            "key there.",
+            "Choose --part encoder or --part decoder.",
+        )
     modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
     if crossing and modifier:
         raise UsageError(

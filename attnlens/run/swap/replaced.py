@@ -80,7 +80,7 @@ def _surveyed(loaded: Loaded, batch: Mapping[str, Any] | None) -> tuple[Mapping[
 def _kernel(words: str, *, allow_signed: bool) -> Kernel:
     """The kernel that `words` spell. Raises UsageError for one that is nothing without calibration text."""
     kernel = parsed(word("kernel", words), allow_signed=switch("allow_signed", allow_signed))
-    if kernel.info.needs_fit:
+    if kernel.needs_fit:
         raise UsageError(
             f"{kernel.info.name} is fitted to calibration text, of which there is none here.",
             "Fit and save it with attnlens.swap_kernel(…, save=folder); attnlens.load_swapped(folder) runs it.",

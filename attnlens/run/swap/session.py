@@ -165,16 +165,16 @@ class Swapping:
 
     def _fit(self, candidate: Candidate) -> None:
         """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
-        info = candidate.kernel.info
+        info, needed = candidate.kernel.info, candidate.kernel.needs_fit
         if self.options.limit is not None:
             candidate.choice = self._chosen(candidate.last, self.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        if self.calibrated is None or info.fit is None or not (info.needs_fit or self.options.fit):
+        if self.calibrated is None or info.fit is None or not (needed or self.options.fit):
             return
-        tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if info.needs_fit else 2))
+        tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if needed else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell, self.task, self.settings.seed)
-        candidate.stages["swapped" if info.needs_fit else "fitted"] = fitted
+        candidate.stages["swapped" if needed else "fitted"] = fitted
 
     def _chosen(self, swaps: hooks.Swaps, limit: Budget) -> Choice:
         """The ranks of the plan given, or those found within the limit."""

@@ -72,6 +72,13 @@ class Local:
                 f"All keys of a head have one length at {self.constant} of {total} sites (QK-norm of unit gain): there "
                 f"{kernel.info.name} is {kernel.info.equal_lengths}."
             )
+        if kernel.oracle:
+            notes.append(
+                f"{kernel.spelling} is an analysis ({kernel.tie}): the parts are those of the evaluated text's own "
+                "logits, each sequence seen as a whole. No model computes them."
+            )
+        elif kernel.info.caution:
+            notes.append(kernel.info.caution)
         if kernel.tie is not None and TIES[kernel.tie].caution:
             notes.append(TIES[kernel.tie].caution)
         if self.left:

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Modifier, kernels
-from attnlens.registry import Analyzer, Gathering, KernelInfo, MeasureInfo, checked_name, every_analyzer
+from attnlens.registry import (
+    Analyzer,
+    Gathering,
+    KernelInfo,
+    KernelParameter,
+    MeasureInfo,
+    checked_name,
+    every_analyzer,
+)
 from attnlens.registry.distances import BETWEEN_FORMS, BETWEEN_ROWS
 from attnlens.sections.reference.lists import bounds, fitted, range_of, told_parameters
 from attnlens.sections.section import Section
@@ -124,7 +132,7 @@ def _partners(info: MeasureInfo, found: Analyzer | Gathering) -> Iterator[str]:
 
 def _kernel(info: KernelInfo) -> Section:
     kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
-    needed = ",".join(f"{each.name}=…" for each in info.parameters if each.default is None)
+    needed = ",".join(f"{each.name}={_example(each)}" for each in info.parameters if each.default is None)
     facts = {
         "log k(q, k)": info.formula,
         "parameters": "; ".join(told_parameters(info.parameters)),
@@ -133,11 +141,17 @@ def _kernel(info: KernelInfo) -> Section:
         "features": kinds[info.features],
         "fit": fitted(info),
         "keys of one length": info.equal_lengths,
+        "caution": info.caution,
         "computed by": info.fused,
         "command": f"swap-kernel --kernel {info.name}{needed and f':{needed}'}",
         "source": info.source,
     }
     return _page(info.name, info.meaning, facts)
+
+
+def _example(parameter: KernelParameter) -> str:
+    """Its first word; … where it is a number."""
+    return next((word for word, _ in parameter.words), "…")
 
 
 def _modifier(kind: str, modifier: Modifier) -> Section:

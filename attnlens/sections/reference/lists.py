@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from attnlens.architectures import Architecture
 from attnlens.kernels import Modifier
+from attnlens.kernels.spelling import default_of
 from attnlens.registry import Analyzer, Gathering, KernelInfo, KernelParameter, MeasureInfo
 from attnlens.sections.section import Column, Section, Table
 from attnlens.wording import NO_VALUE, clean
@@ -127,17 +128,19 @@ def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
 
 def _typed(name: str, parameters: Sequence[KernelParameter]) -> str:
     """The name, and below it how parameters are added: `:gamma=0.5`."""
-    defaults = ("…" if parameter.default is None else f"{parameter.default:g}" for parameter in parameters)
-    pairs = zip(parameters, defaults, strict=True)
+    pairs = zip(parameters, map(default_of, parameters), strict=True)
     return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
 def _allowed(parameter: KernelParameter) -> str:
-    """Its range in words, after its meaning."""
+    """Its range in words, after its meaning, or the words that can be typed."""
+    named = [word for word, _ in parameter.words]
+    if named and parameter.high is None:
+        return f" ({' or '.join(named)})"
     low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
     above = [] if parameter.above is None else [f"> {parameter.above:g}"]
     whole = ["whole"] if parameter.kind is int else []
-    words = [*(["even"] if parameter.even else whole), *low, *above]
+    words = [*(["even"] if parameter.even else whole), *low, *above, *(f"or {word}" for word in named)]
     return f" ({', '.join(words)})" if words else ""
 
 

@@ -1,0 +1,195 @@
+"""Nearest form of chosen parts: a head's logits made symmetric, positive definite, or rid of their key gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attnlens.errors import UsageError
+from attnlens.kernels.fitting import own_attention
+from attnlens.kernels.nearest.forms import factored, nearest_positive, nearest_symmetric, own_form
+from attnlens.kernels.spec import wide
+from attnlens.registry import KernelParameter, kernel
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from attnlens.records import Call
+
+    Query = Float[Tensor, "batch heads queries head_dim"]
+    Key = Float[Tensor, "batch heads keys head_dim"]
+
+SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)
+"""What of the logits is kept."""
+FITTED, ORACLE = 0, 1
+"""A form fitted to calibration text, or the parts of the evaluated text's own logits."""
+TIES_OF = {SYMMETRIC: "skewless", POSITIVE: "mercer", NO_KEY: "keyless", NO_SKEW: "skewless"}
+"""The tie that is each part exactly."""
+
+
+class NearestFit:
+    """the form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
+
+    The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, u = [q; k], N₀ = [[0, I], [0, 0]]. With ū the mean of u over queries they
+    are s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and terms of the query alone, which softmax ignores. C_q = Σ_i (u_i−
+    ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, m_i = Σ_j p_ij u_j, p the head's own attention: the variance of
+    the logits' error under it, twice the KL to second order, where queries and keys are independent.
+    """
+
+    def __init__(self, part: int, how: int = FITTED) -> None:
+        """All stay as typed."""
+        self.typed: dict[str, float] = {}
+        self.part = part
+        self.count: Tensor | float = 0.0
+        self.total: Tensor | float = 0.0
+        self.second: Tensor | float = 0.0
+        """Number of queries that have a choice, Σ u and Σ uuᵀ over them, head by head."""
+        self.seen: Tensor | float = 0.0
+        """Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ."""
+
+    def update(self, call: Call) -> None:
+        """Add the pairs of a batch. Raises UsageError where the logits are no form of a token's query and key."""
+        refuse(call)
+        u, weight = joined(call.query.double(), call.paired_key.double()), own_attention(call)
+        rows = weight.sum(-1, keepdim=True)
+        choosing = (rows > 0).to(u)
+        self.count = self.count + choosing.sum((0, 2))
+        self.total = self.total + (u * choosing).sum((0, 2))
+        self.second = self.second + ((u * choosing).mT @ u).sum(0)
+        apart = u - u.mean(-2, keepdim=True)  # the same scatter, without the rounding of a large common part
+        mean = weight @ apart
+        self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
+
+    def solve(self) -> dict[str, Tensor]:
+        """The fitted parameters of the swapped heads: centre ū, and but for no-key the factor, its signs and the gate.
+
+        N = F diag(signs) Fᵀ, factor F (heads, 2·head_dim, r), signs ±1 (0 beyond a head's own rank).
+        """
+        import torch
+
+        total, count = torch.as_tensor(self.total), torch.as_tensor(self.count)
+        centre = total / count.clamp_min(1)
+        if self.part == NO_KEY:
+            return {"centre": centre}
+        second = torch.as_tensor(self.second) / count.clamp_min(1)[..., None]
+        queries = second - centre[..., None] * centre[..., None, :]
+        own = own_form(centre)
+        basis, form, weights = nearest_symmetric(own, queries, torch.as_tensor(self.seen) / count.sum())
+        if self.part == POSITIVE:
+            form = nearest_positive(form, weights)
+        factor, signs = factored(basis, form)
+        return {"centre": centre, "factor": factor, "signs": signs, "gate": (own.mT @ centre[..., None])[..., 0]}
+
+
+def joined(query: Query, key: Key) -> Float[Tensor, "batch heads tokens size"]:
+    """u = [q; k] of each token and query head."""
+    import torch
+
+    return torch.cat((query, key), -1)
+
+
+def refuse(call: Call) -> None:
+    """Raise UsageError where queries and keys are not of the same tokens, or query-only terms of logits count."""
+    if call.cross or call.query.shape[-2] != call.key.shape[-2]:
+        raise UsageError(
+            f"nearest needs the query and the key of each token; this site has {call.query.shape[-2]} queries and "
+            f"{call.key.shape[-2]} keys, of {'two sequences' if call.cross else 'a key-value cache'}.",
+            "Leave out cross-attention with --part, and run without a key-value cache.",
+        )
+    if call.softcap is not None or call.sinks is not None:
+        what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
+        raise UsageError(
+            f"nearest leaves query-only terms out, and this model {what}, which sees them.",
+            "Choose another kernel for this model.",
+        )
+
+
+def nearest_call(
+    call: Call,
+    *,
+    part: int,
+    how: int,
+    centre: Float[Tensor, "heads size"] | None = None,
+    factor: Float[Tensor, "heads size rank"] | None = None,
+    signs: Float[Tensor, "heads rank"] | None = None,
+    gate: Float[Tensor, "heads size"] | None = None,
+) -> Call:
+    """The call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
+
+    Without g_i under no-skew, which softmax can't tell; no-key: s⟨q_i−q̄, k_j⟩.
+    """
+    import torch
+
+    if centre is None:
+        raise UsageError("nearest is nothing before it is fitted to a head.", "Add some calibration text.")
+    refuse(call)
+    if factor is None or signs is None or gate is None:
+        query = wide(call.query)
+        middle = centre[:, None, : query.shape[-1]].to(query)
+        return replace(call, query=(query - middle).to(call.query))
+    u = joined(wide(call.query), wide(call.paired_key))
+    u = u - centre[:, None].to(u)
+    x, g = u @ factor.to(u), (u * gate[:, None].to(u)).sum(-1, keepdim=True)
+    one = torch.ones_like(g)
+    queries, keys = [x * signs[:, None].to(x), one], [x, g]
+    if part != NO_SKEW:
+        queries, keys = [*queries, g], [*keys, one]
+    query, key = (torch.cat(side, -1).to(call.query) for side in (queries, keys))
+    return replace(call, query=query, key=key, value=call.paired_value)
+
+
+def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
+    """Queries and keys as they are for the oracle's tie; raises UsageError for the form, which has none of a query."""
+    if how == ORACLE:
+        return query, key, scale
+    raise UsageError(
+        "The nearest form reads both query and key of each token: it has no scores of queries and keys alone.",
+        "Compute attention of the whole call with attnlens.attention.attend.",
+    )
+
+
+def tie_of(part: float, how: float) -> str | None:
+    """The tie that is that part of the evaluated text's own logits; None for the fitted form."""
+    return TIES_OF[int(part)] if how == ORACLE else None
+
+
+@kernel(
+    "nearest",
+    formula="s(u_i−ū)ᵀN(u_j−ū) + gates, u = [q; k], N nearest to N₀, u_iᵀN₀u_j = ⟨q_i, k_j⟩",
+    source="Schoenberg 1938; Wright & Gonzalez 2021; closed form of attnlens",
+    positive=True,
+    symmetric=False,
+    features="infinite",
+    form="score",
+    parameters=(
+        KernelParameter(
+            "part",
+            "what the kernel keeps: its symmetric part, the positive definite part of that (a Mercer kernel), all but "
+            "the key gate, all but the skew part",
+            int,
+            words=(("symmetric", SYMMETRIC), ("positive", POSITIVE), ("no-key", NO_KEY), ("no-skew", NO_SKEW)),
+        ),
+        KernelParameter(
+            "how",
+            "a form fitted to calibration text, a model; or the evaluated text's own logits taken apart, an "
+            "analysis (bidirectional heads)",
+            int,
+            default=FITTED,
+            words=(("fitted", FITTED), ("oracle", ORACLE)),
+            told=False,
+        ),
+    ),
+    dot=alone,
+    prepare=nearest_call,
+    fused="SDPA on [Fᵀu, gate]",
+    fit=NearestFit,
+    needs_fit=True,
+    trainable=("factor", "gate"),
+    caution="nearest reads query and key of each token together, so that it runs without a key-value cache; under "
+    "softmax symmetric and no-skew are the same attention, as a gate on queries cancels.",
+    oracle=tie_of,
+)
+def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
+    """The exponential kernel with chosen parts of its logits alone: symmetric, Mercer, or without its key gate."""
+    return score
