@@ -32,6 +32,8 @@ class KernelParameter:
     """Greatest value allowed: more is a slip, and would fill the memory or never end."""
     even: bool = False
     """Whether an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
+    multiple_of: int = 1
+    """Every value is a multiple of this, where it counts."""
     words: tuple[tuple[str, float], ...] = ()
     """Values that are typed as words; where there is no bound beside them, there are no others."""
     told: bool = True

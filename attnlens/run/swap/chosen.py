@@ -64,7 +64,8 @@ def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
             "its e- and r-scores would belong to the tokens of two sequences.",
             "Choose --part encoder or --part decoder.",
         )
-    modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
+    placed = kernel.filter or kernel.near
+    modifier = kernel.tie or (placed.modifier.name if placed else None)
     if crossing and modifier:
         raise UsageError(
             f"{modifier} has no meaning in cross-attention ({crossing.name}).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from attnlens.errors import UsageError
-from attnlens.kernels import FILTERS, TIES, Modifier, kernels
+from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.registry import Analyzer, Gathering, KernelInfo, MeasureInfo, checked_name, every_analyzer
 from attnlens.registry.distances import BETWEEN_FORMS, BETWEEN_ROWS
 from attnlens.sections.reference.lists import bounds, fitted, range_of, told_parameters
@@ -41,6 +41,7 @@ def kernel_pages() -> dict[str, Section]:
     """The page of every kernel, tie and filter, by name."""
     modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
     modifiers |= {name: _modifier("filter", kept) for name, kept in FILTERS.items()}
+    modifiers |= {name: _modifier("hybrid", found) for name, found in HYBRIDS.items()}
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 

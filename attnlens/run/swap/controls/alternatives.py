@@ -117,7 +117,7 @@ def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative]) -> int | str
     """How many keys the kernel's own window holds, or that of its sink-window; or why there is no such number."""
     control = next((one for one in found if one.role == "same size"), None)
     for some in (swaps, {} if control is None else control.swaps):
-        filters = [swap.kernel.filter for swap in some.values() if swap.kernel.filter]
+        filters = [found for swap in some.values() if (found := swap.kernel.filter or swap.kernel.near)]
         widths = [one.parameters["width"] for one in filters if "width" in one.parameters]
         if widths:
             return max(widths)
@@ -153,7 +153,7 @@ def _everywhere(
 
 def _branches(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
     """What the kernel is made of, each branch alone."""
-    if not all(swap.kernel.filter for swap in swaps.values()):
+    if not all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
         return []
     return [
         _everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]),
