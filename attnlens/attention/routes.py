@@ -41,8 +41,8 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     """How `attend` computes the call: sdpa, running sums, window and running sums, flex attention, banded tiles, row
     tiles, whole matrices, or primal scores.
 
-    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks beside a signed kernel, for hidden pairs or
-    sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
+    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks beside a signed kernel, for hidden pairs
+    or sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
     """
     call, kernel = kernel.prepared(call)
     _refuse(call, kernel)

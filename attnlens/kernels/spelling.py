@@ -40,9 +40,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
     chosen = base[0] if base else Kernel(known["exponential"])
-    kernel = replace(
-        chosen, tie=next(iter(tie), None), filter=next(iter(filtered), None), near=next(iter(near), None)
-    )
+    kernel = replace(chosen, tie=next(iter(tie), None), filter=next(iter(filtered), None), near=next(iter(near), None))
     _refuse_signed(kernel, allow_signed)
     _refuse_parts(words, kernel)
     _refuse_tied(words, kernel)
@@ -156,19 +154,19 @@ def _refuse_tied(words: str, kernel: Kernel) -> None:
 
 
 def _refuse_hybrid(words: str, kernel: Kernel) -> None:
-    """Beside e^score only a kernel of positive features has a meaning, of all far keys and of the queries themselves."""
+    """A hybrid sums positive features of its far keys, and has no room for a tie or another filter."""
     if kernel.near is None:
         return
     info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
     if info.form != "features" or kernel.signed:
         what = "can be negative" if kernel.signed else "is no kernel of positive features"
         raise UsageError(
-            f"{words!r}: {kernel.near.modifier.name} adds φ(q)φ(k) of the keys beyond its window, and {info.name} {what}.",
+            f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, and {info.name} {what}.",
             "Choose learned-features, elu, relu or random-features.",
         )
     if other is not None:
         raise UsageError(
-            f"{words!r}: {kernel.near.modifier.name} says by itself which kernel is for which keys; {other} changes both.",
+            f"{words!r}: {kernel.near.modifier.name} has two kernels of its own, which {other} is not defined for.",
             f"Leave out {other}.",
         )
 

@@ -120,4 +120,6 @@ def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
     without it.
     """
     near = kernel.filter if kernel.near is None else KeyFilter(FILTERS["window"], kernel.near.parameters)
-    return Kernel(kernels()["exponential"], filter=near), replace(kernel, filter=None, near=None, fitted=kernel.own_fitted)
+    return Kernel(kernels()["exponential"], filter=near), replace(
+        kernel, filter=None, near=None, fitted=kernel.own_fitted
+    )

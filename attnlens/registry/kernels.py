@@ -83,6 +83,8 @@ class KernelInfo:
     """Whether all weight goes to the largest score."""
     fit: Callable[..., Fit | OutputFit] | None = None
     """(**parameters) → what chooses its free parameters per head from calibration text; None: it has none."""
+    fit_reads: bool = True
+    """Whether its fit reads queries and keys, and not their shapes alone."""
     trainable: tuple[str, ...] = ()
     """Fitted parameters that healing may train on."""
     equal_lengths: str = ""
