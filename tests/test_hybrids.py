@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,6 +78,7 @@ def by_loops(call: Call, kernel: Kernel, seen: Tensor) -> Tensor:
     return found.transpose(1, 2)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 11), st.integers(1, 13), st.booleans(), st.integers(-6, 6), st.integers(1, 5))
 def test_a_hybrid_is_its_formula_weight_by_weight(
     tokens: int, width: int, causal: bool, padding: int, chunk: int
@@ -184,7 +185,7 @@ def test_it_keeps_sums_and_its_window_and_has_two_branches() -> None:
 
 # --- on a trained model -----------------------------------------------------------------------------------------------
 
-ASKED = {"sequences": 8, "tokens": 64, "layers": [1], "heal": 10}
+ASKED = {"sequences": 8, "tokens": 64, "layers": [1, 2], "heal": 14}
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def healed(demo: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 def test_attention_transfer_brings_learned_features_nearer(demo: models.Loaded) -> None:
-    """A third of the distance at least is gone after ten steps: untrained maps of a random start are worse."""
+    """A third of the distance at least is gone after fourteen steps: untrained maps of a random start are worse."""
     swap = swap_kernel(demo, "learned-features:16", generate=0, controls=False, **ASKED).swap
     before, after = swap.stages[0].kl, swap.stages[-1].kl
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
