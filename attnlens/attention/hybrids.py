@@ -26,7 +26,7 @@ def near_scores(
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
     """s_ij − max_near s_ij + log γ, and that maximum, 0 where no key is near; s the model's own scores, bias included.
 
-    (Zhang et al. 2024, LoLCATs, Eq. 7; keys are paired with their query heads.)
+    (Zhang et al. 2024, LoLCATs; keys are paired with their query heads.)
     """
     own = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
     own = own if call.bias is None else own + call.bias[..., rows, columns]
@@ -38,7 +38,7 @@ def near_scores(
 
 
 @dataclass(frozen=True)
-class Sides:
+class FarFeatures:
     """What the far part is made of."""
 
     query: Float[Tensor, "batch heads tokens features"]
@@ -79,18 +79,18 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
     return (every[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
 
 
-def _sides(call: Call, kernel: Kernel, found: Reach) -> Sides:
+def _sides(call: Call, kernel: Kernel, found: Reach) -> FarFeatures:
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
     )
     query, key = pad(query, (0, 1), value=least(exact)), pad(key, (0, 1), value=1.0)
     key = key if found.kept is None else key.masked_fill(~found.kept[..., None], 0.0)
-    return Sides(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
+    return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
 
 
 def _met(
-    call: Call, kernel: Kernel, key: Key, sides: Sides, found: Reach, rows: slice, columns: slice
+    call: Call, kernel: Kernel, key: Key, sides: FarFeatures, found: Reach, rows: slice, columns: slice
 ) -> Float[Tensor, "batch heads rows wider"]:
     """Σ w_ij v_j over the keys `columns`, near ones and others."""
     assert kernel.near is not None  # noqa: S101  # by_hybrid has seen to it

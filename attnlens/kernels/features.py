@@ -126,7 +126,7 @@ class LearnedStart:
 @kernel(
     "learned-features",
     formula="log⟨φ_q(q), φ_k(k)⟩, φ(x) = [softmax(Wx√s), softmax(−Wx√s)], W of m/2 rows",
-    source="Zhang et al. 2024 (Hedgehog), Eq. 6, with softmax for exp as in LoLCATs",
+    source="Zhang et al. 2024 (Hedgehog), the form with a softmax over features, as in LoLCATs",
     **{**SUMMED, "symmetric": False},
     parameters=(KernelParameter("count", "how many features m", int, default=64, low=2, high=65536, multiple_of=2),),
     fit=LearnedStart,

@@ -159,7 +159,7 @@ HYBRIDS = {
         "hybrid",
         "a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over |i − j'| < w of s⟨q_i, k_j'⟩) where |i − j| < w, φ(q_i)φ(k_j) elsewhere",
         "the model's own kernel among the w nearest tokens, itself included, a kernel of positive features beyond them",
-        "Zhang et al. 2024 (LoLCATs), Eq. 7",
+        "Zhang et al. 2024 (LoLCATs)",
         (_count("width", "tokens on each side, itself included"),),
         lambda i, j, width: (i - j).abs() < width,
         lambda width: width - 1,

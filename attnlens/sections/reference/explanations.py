@@ -143,9 +143,9 @@ def _kernel(info: KernelInfo) -> Section:
 
 def _modifier(kind: str, modifier: Modifier) -> Section:
     facts = {
-        "keys kept" if kind == "filter" else "log k(q_i, k_j)": modifier.formula,
+        {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
         "parameters": "; ".join(told_parameters(modifier.parameters)),
-        "kind": f"{kind}: it goes with any kernel",
+        "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
         "caution": modifier.caution,
         "source": modifier.source,
     }

@@ -50,7 +50,7 @@ def kernel_list(
         ("features", [info.features for info in every]),
     )
     found = [("tie", tie) for tie in ties] + [("filter", kept) for kept in filters]
-    found += [("hybrid, of a kernel of positive features", hybrid) for hybrid in hybrids]
+    found += [("hybrid", hybrid) for hybrid in hybrids]
     modifiers = _folded(
         ("with a kernel", [_typed(modifier.name, modifier.parameters) for _, modifier in found]),
         ("log k(q_i, k_j), or the keys j that query i keeps", [_modifier(kind, modifier) for kind, modifier in found]),
@@ -140,7 +140,7 @@ def _allowed(parameter: KernelParameter) -> str:
     low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
     above = [] if parameter.above is None else [f"> {parameter.above:g}"]
     whole = ["whole"] if parameter.kind is int else []
-    words = [*(["even"] if parameter.even else whole), *low, *above]
+    words = [*(["even"] if parameter.even or parameter.multiple_of == 2 else whole), *low, *above]
     return f" ({', '.join(words)})" if words else ""
 
 
