@@ -30,10 +30,10 @@ SHOWN = "selection"
 """The analyzer whose findings can be shown head by head, and which a series of checkpoints runs too."""
 ATTENTION = "attention"
 """What can be shown of many heads: their attention rows on one sequence."""
-ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter"]
+ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
 """What stands beside a swapped kernel: in a cache of its size some first tokens and the nearest ones; the key of the
 largest score; the mean of the values; of a kernel behind a filter, the filter with the model's own kernel, and the
-kernel without the filter."""
+kernel without the filter; of a hybrid that was healed, what healing made of its far part, for all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]
 """What the length of a healing is counted in."""
 HealingGoal = Literal["teacher", "text"]

@@ -89,10 +89,9 @@ SPELLINGS = ["polynomial:degree=4,offset=1", "taylor:3", "rbf:gamma=1", "random-
 
 def every_kernel() -> list[Kernel]:
     """Each registered kernel with defaults, some with other numbers, and some with a tie or filter."""
-    typed = {"rank": "rank:3", **{name: name for name in kernels() if name != "rank"}}
-    spelled = [typed[name] for name in kernels() if all(p.default is not None for p in kernels()[name].parameters)]
+    spelled = [name for name, info in kernels().items() if not info.needs_fit]
     found = [parsed(words, allow_signed=True) for words in [*spelled, *SPELLINGS]]
-    return [*found, fitted(parsed("rank:3")), fitted(parsed("rbf"))]
+    return [*found, *(fitted(parsed(words)) for words in ("rank:3", "rbf", "learned-features:6"))]
 
 
 def fitted(kernel: Kernel) -> Kernel:
@@ -101,7 +100,10 @@ def fitted(kernel: Kernel) -> Kernel:
     numbers = {
         "rank": {"query_map": (HEADS, DIM, 3), "key_map": (HEADS, DIM, 3)},
         "rbf": {"origin": (HEADS, DIM)},
+        "learned-features": {"query_weight": (HEADS, 3, DIM), "key_weight": (HEADS, 3, DIM)},
+        "elu": {},
     }[kernel.info.name]
+    numbers |= {} if kernel.near is None else {"near_log_weight": (HEADS,)}
     return kernel.with_fitted({name: torch.randn(size, generator=draw).double() for name, size in numbers.items()})
 
 
@@ -120,8 +122,10 @@ COMBINED = [
         "rbf+tied-key",
         "elu+tied-query",
         "hard+strided:8",
+        "elu+hybrid:9",
     )
 ]
+COMBINED.append(fitted(parsed("learned-features:6+hybrid:40")))
 
 
 def dense(found: Call, kernel: Kernel) -> Tensor:
@@ -132,11 +136,13 @@ def dense(found: Call, kernel: Kernel) -> Tensor:
     log_k = log_k if found.bias is None else log_k + found.bias.double()
     seen = found.visible()
     seen = torch.ones_like(log_k, dtype=torch.bool) if seen is None else seen.expand_as(log_k).clone()
-    if kernel.filter is not None:
+    if kernel.filter is not None or kernel.near is not None:
         sequences, queries, keys = (range(n) for n in (q.shape[0], q.shape[2], k.shape[2]))
-        seen &= torch.tensor([[[keeps(found, kernel, b, i, j) for j in keys] for i in queries] for b in sequences])[
-            :, None
-        ]
+        kept = torch.tensor([[[keeps(found, kernel, b, i, j) for j in keys] for i in queries] for b in sequences])
+        if kernel.near is not None:
+            mass = hybrid_mass(found, kernel, log_k.exp(), kept[:, None] & seen, seen)
+            return (mass @ v / mass.sum(-1, keepdim=True)).transpose(1, 2)
+        seen &= kept[:, None]
     log_k = log_k.masked_fill(~seen, -math.inf)
     mass = torch.where(seen, sign * (log_k - log_k.max(-1, keepdim=True).values).exp(), 0.0)
     if kernel.info.hard:
@@ -144,16 +150,30 @@ def dense(found: Call, kernel: Kernel) -> Tensor:
     return (mass @ v / mass.sum(-1, keepdim=True)).transpose(1, 2)
 
 
+def hybrid_mass(found: Call, kernel: Kernel, far: Tensor, near: Tensor, seen: Tensor) -> Tensor:
+    """γ·e^{s − max over near keys} where near, k elsewhere; one row after another."""
+    scores = found.query.double() @ found.paired_key.double().mT * found.scale
+    scores = scores if found.bias is None else scores + found.bias.double()
+    mass = torch.zeros_like(far)
+    gamma = kernel.fitted.get("near_log_weight", torch.zeros(HEADS)).double().exp()
+    for i in range(far.shape[2]):
+        row, there = scores[:, :, i], near[:, :, i]
+        largest = torch.where(there, row, torch.tensor(-1e9).double()).max(-1, keepdim=True).values
+        mass[:, :, i] = torch.where(there, gamma[:, None] * (row - largest).exp(), far[:, :, i] * seen[:, :, i])
+    return mass
+
+
 def keeps(found: Call, kernel: Kernel, sequence: int, query: int, key: int) -> bool:
-    """The filter by its formula, from places counted by hand."""
-    assert kernel.filter is not None
+    """The filter or window by its formula, from places counted by hand."""
+    kept = kernel.filter or kernel.near
+    assert kept is not None
     start = 0
     if found.allowed is not None and found.allowed.shape[0] > 1 and not bool(found.allowed[sequence, 0, -1, 0]):
         start = 70  # left padding
     own = query + (0 if found.causal else found.key.shape[2] - found.query.shape[2])
-    i, j, numbers = own - start, key - start, kernel.filter.parameters
+    i, j, numbers = own - start, key - start, kept.parameters
     near = abs(i - j) < numbers.get("width", numbers.get("stride", 0))
-    if kernel.filter.modifier.name == "strided":
+    if kept.modifier.name == "strided":
         return near or (i - j) % numbers["stride"] == 0
     return near or j < numbers.get("sinks", 0)
 
@@ -225,6 +245,10 @@ GRADIENTS = [
     ("cross", "random-features"),
     ("causal", "window:9"),
     ("left padding, causal", "rbf+window:9"),
+    ("causal", "elu+hybrid:9"),
+    ("left padding, causal", "elu+hybrid:70"),
+    ("right padding", "elu+hybrid:9"),
+    ("grouped heads", "elu+hybrid:200"),
 ]
 
 
@@ -587,7 +611,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-LONG = [("polynomial", "auto"), ("rbf", "eager"), ("elu", "auto"), ("linear", "eager"), ("rbf+window:9", "auto")]
+LONG = [
+    ("polynomial", "auto"),
+    ("rbf", "eager"),
+    ("elu", "auto"),
+    ("linear", "eager"),
+    ("rbf+window:9", "auto"),
+    ("elu+hybrid:9", "auto"),
+]
 
 
 @pytest.mark.parametrize(("words", "path"), LONG)
@@ -616,7 +647,7 @@ def test_saved_tensors_of_the_backward_pass_stay_linear_too() -> None:
         saved.append(tensor.numel())
         return tensor
 
-    for words in ("polynomial", "elu", "rbf+window:9"):
+    for words in ("polynomial", "elu", "rbf+window:9", "elu+hybrid:9"):
         saved.clear()
         found = call(1024, batch=1, dtype=torch.float32, causal=True)
         found = replace(found, query=found.query.requires_grad_())

@@ -7,7 +7,7 @@ from program import attnlens, refused, without_torch
 
 from attnlens import registry
 from attnlens.errors import UsageError
-from attnlens.kernels import FILTERS, TIES, kernels, parsed
+from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
 from attnlens.registry import GatheringPlace, MeasureInfo
 from attnlens.registry.distances import DISTANCES
 from attnlens.sections.reference.explanations import explanation, kernel_pages, measure_pages
@@ -39,7 +39,7 @@ def test_what_to_do_can_be_typed():
 
 def test_every_kernel_has_its_page():
     pages = kernel_pages()
-    assert set(pages) == {*kernels(), *TIES, *FILTERS}
+    assert set(pages) == {*kernels(), *TIES, *FILTERS, *HYBRIDS}
     for name, page in pages.items():
         assert page.title == name
         assert page.lines[0]

@@ -33,6 +33,7 @@ VARIANTS = [
     "laplacian:0.3",
     "cosine:2.5",
     "random-features:count=7,seed=5",
+    "learned-features:6",
 ]
 FITTED = ["rbf", "rbf:gamma=0.2", "rbf:gamma=1", "polynomial", "polynomial:degree=4", "cosine", "rank:3"]
 PAIRWISE = [name for name, tie in TIES.items() if tie.part is None]
@@ -56,6 +57,19 @@ def by_features(phi):
 def performer(x, count, seed):
     omega = orthogonal_draws(count, x.shape[-1], seed)
     return torch.exp((x[..., None, :] * omega).sum(-1) - x.square().sum(-1, keepdim=True) / 2) / math.sqrt(count)
+
+
+def hedgehog(q, k, s, count, query_weight, key_weight):
+    """Σ_l of the two softmaxes' products, one feature after another."""
+    found = 0.0
+    for sign in (1, -1):
+        sides = []
+        for x, weight in ((q, query_weight), (k, key_weight)):
+            powers = [(sign * s**0.5 * (x * row[:, None]).sum(-1)).exp() for row in weight.unbind(1)]
+            sides.append([power / sum(powers) for power in powers])
+        found = found + sum(a[..., :, None] * b[..., None, :] for a, b in zip(*sides, strict=True))
+        assert len(sides[0]) == count // 2
+    return found.log()
 
 
 def difference(q, k):
@@ -92,6 +106,7 @@ NAIVE = {
     "elu": lambda *a: by_features(lambda x: torch.where(x > 0, x + 1, x.exp()))(*a).log(),
     "relu": lambda *a: by_features(lambda x: x.clamp(min=0) + 0.001)(*a).log(),
     "random-features": lambda *a, **p: by_features(performer)(*a, **p).log(),
+    "learned-features": hedgehog,
     "uniform": lambda q, k, s: torch.zeros_like(product(q, k, s)),
     "rank": lambda q, k, s, rank, group, rotation, metric, query_map, key_map: product(
         torch.einsum("bhid,hdr->bhir", q, query_map), torch.einsum("bhid,hdr->bhir", k, key_map), s
@@ -110,7 +125,16 @@ def drawn(seed=0, batch=2, heads=3, queries=9, keys=11, head_dim=8, dtype=torch.
 def known(words: str) -> Kernel:
     """The kernel of those words, fitted to other queries and keys where it is nothing without."""
     kernel = parsed(words, allow_signed=True)
-    return fitted(kernel) if kernel.info.needs_fit else kernel
+    return trained(fitted(kernel)) if kernel.info.needs_fit else kernel
+
+
+def trained(kernel: Kernel) -> Kernel:
+    """Learned features whose maps of queries and keys, equal at first, have gone apart."""
+    if kernel.info.name != "learned-features":
+        return kernel
+    draw = torch.Generator().manual_seed(3)
+    moved = {name: part + torch.randn(part.shape, generator=draw) for name, part in kernel.fitted.items()}
+    return kernel.with_fitted(moved)
 
 
 def fitted(kernel: Kernel, *batches, scale=SCALE, **more) -> Kernel:
@@ -363,15 +387,14 @@ def test_softcap_bounds_the_score_of_score_kernels():
     assert (capped - product(q, k, SCALE)).abs().max() > 1
 
 
-@pytest.mark.parametrize("words", ["linear", "elu", "relu", "random-features"])
+@pytest.mark.parametrize("words", ["linear", "elu", "relu", "random-features", "learned-features"])
 def test_feature_maps_multiply_to_the_kernel_token_by_token(words):
-    kernel, (q, k) = parsed(words), drawn()
-    phi = kernel.info.feature_map
-    found = phi(q, SCALE, "query", **kernel.parameters) @ phi(k, SCALE, "key", **kernel.parameters).mT
+    kernel, (q, k) = known(words), drawn()
+    found = kernel.phi(q, SCALE, "query") @ kernel.phi(k, SCALE, "key").mT
     sign = kernel.sign(q, k, SCALE) if kernel.signed else 1
     torch.testing.assert_close(found, sign * kernel.log(q, k, SCALE).exp())
-    some = phi(k[..., 2:5, :], SCALE, "key", **kernel.parameters)
-    torch.testing.assert_close(some, phi(k, SCALE, "key", **kernel.parameters)[..., 2:5, :])
+    some = kernel.phi(k[..., 2:5, :], SCALE, "key")
+    torch.testing.assert_close(some, kernel.phi(k, SCALE, "key")[..., 2:5, :])
     assert parsed("exponential").info.feature_map is None
 
 
@@ -391,6 +414,21 @@ def test_random_features_are_unbiased_orthogonal_and_never_overflow():
     assert (omega[:8] @ omega[8:16].mT).abs().max() > 0.1
     for size in (0.0, 10.0, 1e3):
         assert parsed("random-features").log(q.float() * size, k.float() * size, SCALE).isfinite().all()
+
+
+def test_learned_features_begin_as_random_ones_of_either_sign_and_never_overflow():
+    """Σ_l e^{⟨ω_l, x⟩} is about m e^{‖x‖²/2}; what the softmax divides by is that, so that k is Performer's over m²."""
+    q, k = drawn(size=0.3)
+    exact = product(q, k, SCALE)
+
+    def error(words):
+        return centred(fitted(parsed(words)).log(q, k, SCALE) - exact).square().mean()
+
+    assert error("learned-features:4096") < 0.1 * centred(exact).square().mean()
+    assert error("learned-features:16") > 3 * error("learned-features:4096"), "the control"
+    for size in (0.0, 10.0, 1e3, 1e6):
+        phi = fitted(parsed("learned-features")).phi(q.float() * size, SCALE, "query")
+        torch.testing.assert_close(phi.sum(-1), torch.full(phi.shape[:-1], 2.0))
 
 
 def test_features_drawn_in_inference_mode_can_be_trained_through():
@@ -607,9 +645,10 @@ def test_no_fit_turns_its_kernel_into_the_exponential_one():
         assert (centred(log) - exact).square().sum() > 0.02 * exact.square().sum(), words
 
 
-def test_a_rank_without_calibration_is_refused():
+@pytest.mark.parametrize("words", ["rank:4", "learned-features:4"])
+def test_what_is_nothing_without_calibration_is_refused(words):
     with pytest.raises(UsageError, match="fitted to a head"):
-        parsed("rank:4").log(*drawn(), SCALE)
+        parsed(words).log(*drawn(), SCALE)
 
 
 # Words
@@ -626,6 +665,7 @@ spellings = st.one_of(
     st.builds("taylor:{}".format, st.integers(1, 30).map(lambda n: 2 * n)),
     st.builds("random-features:{},{}".format, st.integers(1, 65536), st.integers(0, 2**63 - 1)),
     st.builds("rank:{}".format, st.integers(1, 65536)),
+    st.builds("learned-features:{}".format, st.integers(1, 32768).map(lambda n: 2 * n)),
 )
 ties = st.sampled_from([None, *PAIRWISE])
 filters = st.one_of(
@@ -675,6 +715,17 @@ def test_spellings_are_short():
         ("polynomial:degree=0", "degree must be at least 1, not 0", "polynomial:degree=2"),
         ("polynomial:degree=3", "odd degree is negative somewhere", "--allow-signed"),
         ("taylor:5", "odd order is negative somewhere", "--allow-signed"),
+        ("learned-features:7", "count must be a multiple of 2, not 7", "learned-features:count=64"),
+        ("elu+hybrid", "hybrid needs width", "hybrid:width="),
+        ("elu+hybrid:0", "width must be at least 1", "hybrid:width="),
+        ("elu+hybrid:4+hybrid:5", "more than one hybrid", "another --kernel"),
+        ("elu+hybrd:4", "no kernel 'hybrd'", "Did you mean 'hybrid'"),
+        ("linear+hybrid:4", "linear can be negative", "Choose learned-features"),
+        ("hybrid:4", "exponential is no kernel of positive features", "Choose learned-features"),
+        ("rbf+hybrid:4", "rbf is no kernel of positive features", "Choose learned-features"),
+        ("primal:4+hybrid:4", "primal is no kernel of positive features", "Choose learned-features"),
+        ("elu+hybrid:4+window:9", "window is not defined for", "Leave out window"),
+        ("elu+tied-key+hybrid:4", "tied-key is not defined for", "Leave out tied-key"),
         ("rank", "rank needs rank", "rank:rank="),
         ("rank:0", "rank must be at least 1, not 0", "rank:rank="),
         ("window", "window needs width", "window:width="),

@@ -86,6 +86,6 @@ def _windowed(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bo
 def unplaced(reason: str) -> UsageError:
     """The error for a filter where queries have no place among the keys."""
     return UsageError(
-        f"A filter needs each query's place among the keys, but {reason}.",
-        "Leave out such sites with --part or --layers, or use the kernel without a filter.",
+        f"A filter or hybrid needs each query's place among the keys, but {reason}.",
+        "Leave out such sites with --part or --layers, or use the kernel without it.",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from attnlens.attention.hybrids import by_hybrid
 from attnlens.attention.positions import unplaced
 from attnlens.attention.primal_scores import by_primal, refuse_primal
 from attnlens.attention.products import by_products
@@ -37,11 +38,11 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
 
 
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
-    """How `attend` computes the call: sdpa, running sums, flex attention, banded tiles, row tiles, whole matrices, or
-    primal scores.
+    """How `attend` computes the call: sdpa, running sums, window and running sums, flex attention, banded tiles, row
+    tiles, whole matrices, or primal scores.
 
-    Raises UsageError for a tie or filter in cross-attention, for sinks beside a signed kernel, for hidden pairs or
-    sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
+    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks beside a signed kernel, for hidden pairs
+    or sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
     """
     call, kernel = kernel.prepared(call)
     _refuse(call, kernel)
@@ -70,7 +71,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for what has no meaning."""
     if kernel.info.form == "output":
         refuse_primal(call)
-    if call.cross and kernel.filter is not None:
+    if call.cross and (kernel.filter is not None or kernel.near is not None):
         raise unplaced("this site attends to another sequence")
     if call.cross and kernel.tie is not None:
         raise UsageError(
@@ -109,6 +110,18 @@ def _of_products(call: Call, kernel: Kernel) -> str | None:
 
 
 def _of_sums(call: Call, kernel: Kernel) -> str | None:
+    return "" if kernel.near is not None else _of_features(call, kernel)
+
+
+def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
+    if kernel.near is None:
+        return ""
+    if call.query.shape[2] != call.key.shape[2]:
+        return "with a key-value cache a query's row is computed whole"
+    return _of_features(call, kernel)
+
+
+def _of_features(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.feature_map is None:
         return ""
     found = _of_linear(call, kernel, "running sum")
@@ -148,6 +161,7 @@ def _of_bands(call: Call, kernel: Kernel) -> str | None:
 _OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
     "sdpa": _of_products,
     "running sums": _of_sums,
+    "window and running sums": _of_hybrids,
     "flex attention": _of_scores,
     "banded tiles": _of_bands,
 }
@@ -156,6 +170,7 @@ _OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
 _COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "sdpa": by_products,
     "running sums": by_sums,
+    "window and running sums": by_hybrid,
     "flex attention": by_scores,
     "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
     "whole matrices": by_whole,

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import dropout, one_hot
 from torch.utils.checkpoint import checkpoint
 
+from attnlens.attention.hybrids import near_scores
 from attnlens.attention.positions import Positions, positions
 from attnlens.attention.whole import whole_weights
 from attnlens.kernels.spec import Kernel
@@ -34,7 +35,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     if kernel.part is not None:
         return whole_weights(call, kernel)[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))
-    where = positions(call, kernel.filter) if kernel.filter is not None else None
+    where = _places(call, kernel)
     return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
 
 
@@ -45,7 +46,7 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     O(T · tile) there, too.
     """
     value = call.paired_value
-    where = positions(call, kernel.filter) if kernel.filter is not None else None
+    where = _places(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
     output = partial(_tile, call, kernel, call.paired_key, value, where, reach)
     tiles = _tiles(call, reach)
@@ -58,6 +59,12 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)
     return whole
+
+
+def _places(call: Call, kernel: Kernel) -> Positions | None:
+    """Places among the keys, where the kernel asks for them."""
+    found = kernel.filter or kernel.near
+    return None if found is None else positions(call, found)
 
 
 def _tile(
@@ -124,7 +131,12 @@ def _weights(
     if call.bias is not None:
         log_k = log_k + call.bias[..., rows, columns]
     seen = _seen(call, kernel, where, rows, columns)
-    sign = None
+    sign, sinks = None, None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
+    if kernel.near is not None and where is not None:
+        near = where.kept(kernel.near, rows, columns)
+        near = near if seen is None else near & seen
+        own, largest = near_scores(call, kernel, key, near, rows, columns)
+        log_k, sinks = torch.where(near, own, log_k), None if sinks is None else sinks - largest
     if kernel.signed:
         sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     if seen is not None:
@@ -132,13 +144,13 @@ def _weights(
         blind = ~seen.any(-1, keepdim=True) & (call.sinks is None)
         log_k = torch.where(seen, log_k, torch.where(blind, 0.0, -torch.inf).to(log_k.dtype))
         sign = None if sign is None else torch.where(blind, 1, sign)
-    return _normalised(log_k, sign, call.sinks, hard=kernel.info.hard)
+    return _normalised(log_k, sign, sinks, hard=kernel.info.hard)
 
 
 def _normalised(
     log_k: Float[Tensor, "batch heads rows columns"],
     sign: Float[Tensor, "batch heads rows columns"] | None,
-    sinks: Float[Tensor, " heads"] | None,
+    sinks: Float[Tensor, "#batch heads #rows 1"] | None,
     *,
     hard: bool,
 ) -> Float[Tensor, "batch heads rows columns"]:
@@ -148,7 +160,7 @@ def _normalised(
         return mass / mass.sum(-1, keepdim=True)
     keys = log_k.shape[-1]
     if sinks is not None:
-        column = sinks.view(1, -1, 1, 1).expand(*log_k.shape[:3], 1)
+        column = sinks.expand(*log_k.shape[:3], 1)
         log_k = torch.cat([log_k, column.to(log_k.dtype)], dim=-1)
     if hard:
         return one_hot(log_k.argmax(-1), log_k.shape[-1])[..., :keys].to(log_k.dtype)

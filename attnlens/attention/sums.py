@@ -43,16 +43,15 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
     underflow attends evenly to the keys allowed; with signed features one does whose sums are all zero. A query that
     may see nothing gets zero, and one whose signed denominators cancel to zero no finite number.
     """
-    found, phi_of = reach(call), kernel.info.feature_map
-    assert found is not None  # noqa: S101  # route has seen to both
-    assert phi_of is not None  # noqa: S101
+    found = reach(call)
+    assert found is not None  # noqa: S101  # route has seen to it
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in kernel.tied(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
     value = pad(call.paired_value.to(exact), (0, 1), value=1.0)
 
     def side(x: Tokens, which: str, rows: slice) -> Float[Tensor, "batch heads rows features"]:
-        phi = phi_of(x[..., rows, :], call.scale, which, **kernel.parameters, **kernel.fitted)
+        phi = kernel.phi(x[..., rows, :], call.scale, which)
         if which == "query" or found.kept is None:
             return phi
         return phi.masked_fill(~found.kept[..., rows, None], 0.0)

@@ -1,11 +1,11 @@
 """Attention kernels, defined in the files of this room; a Kernel is one with its parameters."""
 
 from attnlens.kernels.loading import kernels
-from attnlens.kernels.modifiers import FILTERS, TIES, Modifier
+from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, Modifier
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import parsed
 
 OWN = Kernel(kernels()["exponential"])
 """The models' own kernel."""
 
-__all__ = ["FILTERS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]
+__all__ = ["FILTERS", "HYBRIDS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens.records import Call
+
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
 
 RELU_FLOOR = 1e-3
@@ -92,3 +94,61 @@ def random_features(
 def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
     """Every visible key alike, φ = 1: attention is the mean of the values, whatever queries and keys say."""
     return wide(x).new_ones(*x.shape[:-1], 1)
+
+
+class LearnedStart:
+    """the maps W of queries and keys: at first rows of random orthogonal directions with the lengths of Gaussian rows.
+
+    Before training, then, φ(q)φ(k) is nearly positive random features of ±ω (Choromanski et al. 2021, Lemma 1): Σ_l
+    e^{⟨ω_l, x⟩} is about e^{‖x‖²/2} times their number, and softmax divides by it. Nothing is read but the shapes.
+    """
+
+    def __init__(self, count: int) -> None:
+        """`count` stays as typed."""
+        self.typed: dict[str, float] = {}
+        self.count = count
+        self.weight: Tensor | None = None
+
+    def update(self, call: Call) -> None:
+        """Take in the shapes of a batch."""
+        from attnlens.ksvd.features import orthogonal_draws
+
+        heads, head_dim = call.query.shape[1], call.query.shape[-1]
+        weight = orthogonal_draws(self.count // 2, head_dim, 0).to(call.query.device)
+        self.weight = weight.expand(heads, -1, -1)
+
+    def solve(self) -> dict[str, Float[Tensor, "heads half head_dim"]]:
+        """`query_weight` and `key_weight`, equal at first."""
+        assert self.weight is not None  # noqa: S101  # a fit has seen some text
+        return {"query_weight": self.weight.clone(), "key_weight": self.weight.clone()}
+
+
+@kernel(
+    "learned-features",
+    formula="log⟨φ_q(q), φ_k(k)⟩, φ(x) = [softmax(Wx√s), softmax(−Wx√s)], W of m/2 rows",
+    source="Zhang et al. 2024 (Hedgehog), the form with a softmax over features, as in LoLCATs",
+    **{**SUMMED, "symmetric": False},
+    parameters=(KernelParameter("count", "how many features m", int, default=64, low=2, high=65536, multiple_of=2),),
+    fit=LearnedStart,
+    fit_reads=False,
+    trainable=("query_weight", "key_weight"),
+    needs_fit=True,
+)
+def learned_features(
+    x: Tokens,
+    scale: float,
+    side: str,
+    count: int,
+    query_weight: Float[Tensor, "heads half head_dim"],
+    key_weight: Float[Tensor, "heads half head_dim"],
+) -> Float[Tensor, "batch heads tokens features"]:
+    """Linear attention with learned positive features: maps of queries and of keys, each head its own.
+
+    The features of each sign sum to 1, so that k lies between 0 and 2. --heal trains the maps by attention transfer.
+    """
+    import torch
+
+    x = wide(x) * scale**0.5
+    weight = query_weight if side == "query" else key_weight
+    projected = x @ weight.to(x).mT
+    return torch.cat((projected.softmax(-1), (-projected).softmax(-1)), -1)

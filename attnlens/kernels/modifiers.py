@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.kernels.parts import keyless, mercer, negativeless, skewless
-from attnlens.registry import KernelParameter
+from attnlens.registry import Fit, KernelParameter
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
+
+    from attnlens.records import Call
 
     Pairs = Float[Tensor, "*batch n n"]
 
@@ -151,3 +153,46 @@ FILTERS = {
     )
 }
 """Which keys a query keeps, by position."""
+
+HYBRIDS = {
+    "hybrid": Modifier(
+        "hybrid",
+        "a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over |i − j'| < w of s⟨q_i, k_j'⟩) where |i − j| < w, φ(q_i)φ(k_j) elsewhere",
+        "the model's own kernel among the w nearest tokens, itself included, a kernel of positive features beyond them",
+        "Zhang et al. 2024 (LoLCATs)",
+        (_count("width", "tokens on each side, itself included"),),
+        lambda i, j, width: (i - j).abs() < width,
+        lambda width: width - 1,
+        caution="γ, a number of each head, is 1 unless it was healed. While no key is beyond the window, it is the "
+        "model itself.",
+    )
+}
+"""Which keys keep the model's own kernel, beside a kernel of features for all others."""
+
+NEAR_WEIGHT = "near_log_weight"
+"""The name of log γ, (heads,), among a hybrid's fitted parameters."""
+
+
+class NearFit:
+    """log γ of a hybrid, 0, beside what the fit of its far part chooses."""
+
+    def __init__(self, own: Fit | None) -> None:
+        """`own` is the far part's fit; None: it has none."""
+        self.own = own
+        needed = own is not None and not own.typed
+        self.typed = {} if needed else {NEAR_WEIGHT: 0.0} | (own.typed if own is not None else {})
+        self.heads = 0
+
+    def update(self, call: Call) -> None:
+        """Take in a batch."""
+        self.heads = call.query.shape[1]
+        if self.own is not None:
+            self.own.update(call)
+
+    def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
+        """The far part's parameters and `near_log_weight`."""
+        import torch
+
+        found = {} if self.own is None else self.own.solve()
+        device = next(iter(found.values())).device if found else None
+        return found | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.modifiers import TIES, KeyFilter
-from attnlens.registry import KERNELS, KernelInfo
+from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
+from attnlens.registry import KERNELS, Fit, KernelInfo, OutputFit
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
@@ -40,6 +40,8 @@ class Kernel:
     """Which keys a query keeps, beside the model's own mask."""
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)
     """Parameters chosen per head."""
+    near: KeyFilter | None = None
+    """Of a hybrid: the keys that keep the model's own kernel. This kernel is that of the others."""
 
     @cached_property
     def spelling(self) -> str:
@@ -52,6 +54,8 @@ class Kernel:
         more = [self.tie] if self.tie else []
         if self.filter:
             more.append(_spelled(self.filter.modifier.name, self.filter.parameters, named=False))
+        if self.near:
+            more.append(_spelled(self.near.modifier.name, self.near.parameters, named=False))
         return "+".join(([numbers] if numbers else []) + more)
 
     @cached_property
@@ -62,6 +66,8 @@ class Kernel:
             parts.append(f"{self.tie}: {TIES[self.tie].formula}")
         if self.filter is not None:
             parts.append(f"{self.filter.modifier.name}: {self.filter.modifier.formula}")
+        if self.near is not None:
+            parts.append(f"{self.near.modifier.name}: {self.near.modifier.formula}")
         return "; ".join(parts)
 
     @cached_property
@@ -120,6 +126,33 @@ class Kernel:
             return call, self
         return found, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
 
+    @property
+    def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
+        """The fitted parameters that the kernel's functions take: all but a hybrid's weight of near keys."""
+        return {name: part for name, part in self.fitted.items() if name != NEAR_WEIGHT}
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Fitted parameters that healing may train on."""
+        return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
+
+    def fitting(self) -> Fit | OutputFit | None:
+        """What chooses its free parameters per head from calibration text; None: it has none."""
+        own = None if self.info.fit is None else self.info.fit(**self.parameters)
+        if self.near is None:
+            return own
+        assert own is None or isinstance(own, Fit)  # noqa: S101  # parsed has refused the others
+        return NearFit(own)
+
+    def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
+        """φ of one side of queries and keys, "query" or "key", for a kernel that is ⟨φ(q), φ(k)⟩.
+
+        Raises UsageError where it is nothing before it is fitted.
+        """
+        assert self.info.feature_map is not None  # noqa: S101  # whoever sums features has seen to it
+        self._refuse_unfitted()
+        return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
+
     def with_fitted(self, fitted: Mapping[str, Shaped[Tensor, "heads ..."]]) -> Kernel:
         """The same kernel with parameters chosen per head."""
         return replace(self, fitted=dict(fitted))
@@ -131,7 +164,7 @@ class Kernel:
 
         Score kernels read softcap · tanh(s⟨q, k⟩ / softcap) where the model caps its scores; the others have no score
         to cap. In float32 at least, but for a score that is itself the answer (exponential, rank, hard). A tie of
-        whole sequences takes all these tokens for one, and keeps no query-only terms.
+        whole sequences takes all these tokens for one, and keeps no query-only terms. Of a hybrid: that of far keys.
         Raises UsageError for a tie where queries and keys are not the same tokens, and for a rank that is not fitted.
         """
         query, key = self.tied(query, key)
@@ -166,25 +199,27 @@ class Kernel:
         return {"tied-query": (query, query), "tied-key": (key, key)}.get(self.tie, (query, key))
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Log:
-        numbers = {**self.parameters, **self.fitted}
+        numbers = {**self.parameters, **self.own_fitted}
         if self.info.form == "output":
             raise UsageError(
                 f"{self.info.name} is no kernel of a query and a key: it has no attention matrix.",
                 "Compare outputs, or choose another kernel.",
             )
-        if self.needs_fit and not self.fitted:
-            raise UsageError(
-                f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."
-            )
+        self._refuse_unfitted()
         if self.info.form == "score":
             if self.info.dot is not None:
                 query, key, scale = self.info.dot(query, key, scale, **numbers)
             return self.info.function(score(query, key, scale, softcap), **numbers)
         if self.info.form == "pair":
             return self.info.function(query, key, scale, **numbers)
-        sides = (self.info.function(x, scale, side, **numbers) for x, side in ((query, "query"), (key, "key")))
-        product = next(sides) @ next(sides).mT
+        product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
         return log_magnitude(product + least(product.dtype))
+
+    def _refuse_unfitted(self) -> None:
+        if self.needs_fit and not self.own_fitted:
+            raise UsageError(
+                f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."
+            )
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Log:

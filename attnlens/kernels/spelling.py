@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from attnlens.errors import UsageError
 from attnlens.kernels.loading import kernels
-from attnlens.kernels.modifiers import FILTERS, TIES, KeyFilter
+from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifier
 from attnlens.kernels.spec import Kernel
 from attnlens.registry import KernelParameter, checked_name
 
@@ -17,40 +17,47 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """The kernel that `words` spell: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
 
     Values may be typed without their names, in the order of the parameters (`rank:8`, `sink-window:4,64`); a tie or
-    filter alone goes with the exponential kernel.
+    filter alone goes with the exponential kernel, a hybrid with a kernel of features.
     Raises UsageError for an unknown name (did you mean), a parameter that does not exist or has the wrong type or
     range, two kernels, ties or filters, and an odd power where signed kernels are not allowed.
     """
     known = kernels()
-    base, tie, filtered = [], [], []
+    base, tie, filtered, near = [], [], [], []
     # The plus of 1e+06 joins nothing.
     for part in re.split(r"(?<!\d[eE])\+", words):
         name, _, numbers = part.strip().partition(":")
-        checked_name("kernel", name, [*known, *TIES, *FILTERS])
+        checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
             _numbers(name, numbers, ())
             tie.append(name)
         elif name in FILTERS:
-            values = _numbers(name, numbers, FILTERS[name].parameters)
-            filtered.append(KeyFilter(FILTERS[name], {key: int(value) for key, value in values.items()}))
+            filtered.append(_key_filter(FILTERS[name], numbers))
+        elif name in HYBRIDS:
+            near.append(_key_filter(HYBRIDS[name], numbers))
         else:
             base.append(Kernel(known[name], _numbers(name, numbers, known[name].parameters)))
-    for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered)):
+    for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered), ("hybrid", near)):
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
     chosen = base[0] if base else Kernel(known["exponential"])
     _refuse_beside(words, chosen, tie)
     own = chosen.info.oracle(**chosen.parameters) if chosen.info.oracle else None
-    kernel = replace(chosen, tie=tie[0] if tie else own, filter=filtered[0] if filtered else None)
+    kernel = replace(chosen, tie=next(iter(tie), own), filter=next(iter(filtered), None), near=next(iter(near), None))
     _refuse_signed(kernel, allow_signed)
     _refuse_parts(words, kernel)
     _refuse_tied(words, kernel)
+    _refuse_hybrid(words, kernel)
     if kernel.info.form == "output" and (tie or filtered):
         raise UsageError(
             f"{words!r}: {kernel.info.name} has no scores of a query and a key that could be tied or filtered.",
             f"Write {kernel.info.name} alone.",
         )
     return kernel
+
+
+def _key_filter(modifier: Modifier, numbers: str) -> KeyFilter:
+    values = _numbers(modifier.name, numbers, modifier.parameters)
+    return KeyFilter(modifier, {key: int(value) for key, value in values.items()})
 
 
 def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
@@ -106,6 +113,8 @@ def _crossed(parameter: KernelParameter, value: float) -> str | None:
         return f"at least {parameter.low:g}"
     if parameter.high is not None and value > parameter.high:
         return f"at most {parameter.high}"
+    if parameter.kind is int and value % parameter.multiple_of:
+        return f"a multiple of {parameter.multiple_of}"
     return None
 
 
@@ -153,6 +162,24 @@ def _refuse_tied(words: str, kernel: Kernel) -> None:
         raise UsageError(
             f"{words!r}: {kernel.tie} ties a query to its own key, and {spoken[0].name} makes keys of more than that.",
             f"Leave out {kernel.tie}, or {spoken[0].name}.",
+        )
+
+
+def _refuse_hybrid(words: str, kernel: Kernel) -> None:
+    """A hybrid sums positive features of its far keys, and has no room for a tie or another filter."""
+    if kernel.near is None:
+        return
+    info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
+    if info.form != "features" or kernel.signed:
+        what = "can be negative" if kernel.signed else "is no kernel of positive features"
+        raise UsageError(
+            f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, and {info.name} {what}.",
+            "Choose learned-features, elu, relu or random-features.",
+        )
+    if other is not None:
+        raise UsageError(
+            f"{words!r}: {kernel.near.modifier.name} has two kernels of its own, which {other} is not defined for.",
+            f"Leave out {other}.",
         )
 
 

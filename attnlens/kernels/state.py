@@ -37,7 +37,7 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
     """Numbers that a head keeps when it has read `tokens` tokens; None where it keeps them all whole.
 
     A filter keeps the keys and values that one query may see; running sums over m features keep m·(value_dim + 1); keys
-    of r numbers keep tokens·(r + value_dim).
+    of r numbers keep tokens·(r + value_dim). A hybrid keeps sums and the keys of its window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -46,7 +46,10 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
     if cached is not None:
         return shape.tokens * token
     features = feature_count(kernel, shape)
-    return None if features is None else float(features * (shape.value_dim + 1))
+    if features is None:
+        return None
+    near = 0 if kernel.near is None else kept_keys(kernel.near, shape) * token
+    return float(features * (shape.value_dim + 1) + near)
 
 
 def kept_keys(found: KeyFilter, shape: HeadShape) -> int:
@@ -83,12 +86,11 @@ def feature_count(kernel: Kernel, shape: HeadShape) -> int | None:
     """The length of φ(k), for kernels that are computed by running sums; else None."""
     import torch
 
-    phi = kernel.info.feature_map
-    if phi is None:
+    if kernel.info.feature_map is None:
         return None
     key = torch.zeros(1, shape.heads, 1, shape.head_dim)
-    fitted = {name: part.cpu() for name, part in kernel.fitted.items()}
-    return int(phi(key, shape.head_dim**-0.5, "key", **kernel.parameters, **fitted).shape[-1])
+    here = kernel.with_fitted({name: part.cpu() for name, part in kernel.fitted.items()})
+    return int(here.phi(key, shape.head_dim**-0.5, "key").shape[-1])
 
 
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
@@ -114,5 +116,10 @@ def filtered(name: str, **parameters: int) -> Kernel:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """What a kernel behind a filter is made of: the filter with the model's own kernel, the kernel without it."""
-    return Kernel(kernels()["exponential"], filter=kernel.filter), replace(kernel, filter=None)
+    """What a kernel behind a filter, or a hybrid, is made of: that window with the model's own kernel, and the kernel
+    without it.
+    """
+    near = kernel.filter if kernel.near is None else KeyFilter(FILTERS["window"], kernel.near.parameters)
+    return Kernel(kernels()["exponential"], filter=near), replace(
+        kernel, filter=None, near=None, fitted=kernel.own_fitted
+    )

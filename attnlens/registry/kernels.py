@@ -32,6 +32,8 @@ class KernelParameter:
     """Greatest value allowed: more is a slip, and would fill the memory or never end."""
     even: bool = False
     """Whether an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
+    multiple_of: int = 1
+    """Every value is a multiple of this, where it counts."""
     words: tuple[tuple[str, float], ...] = ()
     """Values that are typed as words; where there is no bound beside them, there are no others."""
     told: bool = True
@@ -81,6 +83,8 @@ class KernelInfo:
     """Whether all weight goes to the largest score."""
     fit: Callable[..., Fit | OutputFit] | None = None
     """(**parameters) → what chooses its free parameters per head from calibration text; None: it has none."""
+    fit_reads: bool = True
+    """Whether its fit reads queries and keys, and not their shapes alone."""
     trainable: tuple[str, ...] = ()
     """Fitted parameters that healing may train on."""
     equal_lengths: str = ""

@@ -258,7 +258,7 @@ class SwapRequest(ModelRequest, HealingRequest, total=False):
         bool,
         Option(
             "Measure simple alternatives beside each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
-            "each branch of a kernel with a filter.",
+            "each branch of a kernel with a filter and of a hybrid.",
             True,
             flag="--controls/--no-controls",
         ),

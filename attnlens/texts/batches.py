@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnlens.choices import Placement
@@ -75,6 +75,10 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def first(self) -> Batches:
+        """The first pass alone."""
+        return replace(self, batches=self.batches[:1], sequences=self.batches[0].size)
 
     @property
     def ids(self) -> list[tuple[int, ...]]:

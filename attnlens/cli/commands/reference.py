@@ -34,7 +34,9 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
     if kind == "architectures":
         told += lists.architecture_list(*architectures.architectures())
     if kind in (None, "kernels"):
-        told += lists.kernel_list(kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values())
+        told += lists.kernel_list(
+            kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values(), kernels.HYBRIDS.values()
+        )
     if kind in (None, "analyzers"):
         told.append(lists.analyzer_list(registry.every_analyzer()))
     if kind in (None, "measures"):

@@ -28,6 +28,7 @@ MARKS: dict[ControlRole, tuple[str, str]] = {
     "floor": ("X", "✖"),
     "filter alone": ("<", "◀"),
     "without filter": (">", "▶"),
+    "far part, healed": ("^", "▲"),
 }
 """How controls are drawn, and the same in a text."""
 ROLES: dict[ControlRole, str] = {
@@ -36,6 +37,7 @@ ROLES: dict[ControlRole, str] = {
     "floor": "all keys alike",
     "filter alone": "filter alone",
     "without filter": "without its filter",
+    "far part, healed": "its far part, healed",
 }
 """What they are, in a few words."""
 WIDE = 30.0

@@ -150,12 +150,16 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """What a simple alternative to a kernel does to the model, at the same sites and heads, without any training."""
+    """What a simple alternative to a kernel does to the model, at the same sites and heads, without any training.
+
+    Only `far part, healed` is trained, as a part of its hybrid.
+    """
 
     role: ControlRole
     """`same size`: some first tokens and the nearest ones, in a cache of the kernel's size (64 with 4 first tokens
     where it is not bounded); `one key`: that of the largest score; `floor`: the mean of the values; of a kernel behind
-    a filter its two branches, `filter alone` with the model's own kernel, and `without filter`."""
+    a filter, and of a hybrid, its two branches, `filter alone` with the model's own kernel, and `without filter`; of a
+    healed hybrid `far part, healed`: its far kernel for all keys, with the maps and weights as trained."""
     kernel: str | None
     """As it can be typed, of most sites where they differ; None where there is none, see `reasons`."""
     state: Number | None = None

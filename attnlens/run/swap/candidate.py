@@ -123,5 +123,6 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate:
     if options.sweep and options.heal is not None:
         notes.append("The sweep shows the heads and layers as they are before healing.")
     if any(control.swaps for control in candidate.controls) and options.heal is not None:
-        notes.append("Controls are of the model as it is before healing.")
+        but = ", but for the healed far part" if any(control.weights for control in candidate.controls) else ""
+        notes.append(f"Controls are of the model as it is before healing{but}.")
     return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]

@@ -70,7 +70,8 @@ def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
             "key there.",
             "Choose --part encoder or --part decoder.",
         )
-    modifier = kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
+    placed = kernel.filter or kernel.near
+    modifier = kernel.tie or (placed.modifier.name if placed else None)
     if crossing and modifier:
         raise UsageError(
             f"{modifier} has no meaning in cross-attention ({crossing.name}).",

@@ -110,7 +110,7 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
 
     A fit knows their shapes; it needs some text to tell them.
     """
-    bare = {s: swap for s, swap in swaps.items() if swap.kernel.info.trainable and not swap.kernel.fitted}
+    bare = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     found = dict(swaps)
     fits = _fits(bare)
     _read(loaded, sites, bare, fits, batches, lambda _: None)
@@ -119,7 +119,7 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
         start = {
             name: torch.full_like(part, fitting.typed[name])
             for name, part in fitting.solve().items()
-            if name in kernel.info.trainable
+            if name in kernel.trainable
         }
         found[site] = hooks.Replacement(kernel.with_fitted(start), bare[site].heads)
     return found
@@ -127,8 +127,8 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
 
 def _fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
     """A fit of every swapped site whose kernel has free parameters."""
-    kernels = {site: swap.kernel for site, swap in swaps.items()}
-    return {site: kernel.info.fit(**kernel.parameters) for site, kernel in kernels.items() if kernel.info.fit}
+    fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
+    return {site: found for site, found in fits.items() if found is not None}
 
 
 def _read(

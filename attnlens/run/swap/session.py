@@ -172,8 +172,9 @@ class Swapping:
             return
         if self.calibrated is None or info.fit is None or not (needed or self.options.fit):
             return
-        tell = self._teller(f"fit {info.name}", self.calibrated.sequences * (1 if needed else 2))
-        fitted = fit(self.loaded, self.sites, candidate.last, self.calibrated, tell, self.task, self.settings.seed)
+        text = self.calibrated if info.fit_reads else self.calibrated.first()
+        tell = self._teller(f"fit {info.name}", text.sequences * (1 if needed else 2))
+        fitted = fit(self.loaded, self.sites, candidate.last, text, tell, self.task, self.settings.seed)
         candidate.stages["swapped" if needed else "fitted"] = fitted
 
     def _chosen(self, swaps: hooks.Swaps, limit: Budget) -> Choice:
@@ -225,12 +226,12 @@ class Swapping:
             control = None if healer.interrupted else procedure.run_control()
         self.interrupted = healer.interrupted or (control is not None and control[1].interrupted)
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
-        variants = {"healed": self._variant(candidate.last, candidate.weights)}
+        variants = measuring.healed(candidate, self._variant, self.shapes if self.options.controls else {})
         if control is not None:
             variants["control"] = self._variant(control[1].healed_swaps(), control[1].values())
         tell = self._teller("compare", len(variants) * sum(map(tokens_in, self.fed)))
         found = compare(model, self.fed, variants, self.task, tell, self.design)
-        candidate.found["healed"] = found["healed"]
+        measuring.keep_healed(candidate, found)
         if control is not None:
             record = control_of(control[0], found["control"], found["healed"], seed)
             reasons = healing.reasons if record else {**healing.reasons, "control": "a model diverged"}

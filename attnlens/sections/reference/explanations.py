@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from attnlens.errors import UsageError
-from attnlens.kernels import FILTERS, TIES, Modifier, kernels
+from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.registry import (
     Analyzer,
     Gathering,
@@ -49,6 +49,7 @@ def kernel_pages() -> dict[str, Section]:
     """The page of every kernel, tie and filter, by name."""
     modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
     modifiers |= {name: _modifier("filter", kept) for name, kept in FILTERS.items()}
+    modifiers |= {name: _modifier("hybrid", found) for name, found in HYBRIDS.items()}
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 
@@ -156,9 +157,9 @@ def _example(parameter: KernelParameter) -> str:
 
 def _modifier(kind: str, modifier: Modifier) -> Section:
     facts = {
-        "keys kept" if kind == "filter" else "log k(q_i, k_j)": modifier.formula,
+        {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
         "parameters": "; ".join(told_parameters(modifier.parameters)),
-        "kind": f"{kind}: it goes with any kernel",
+        "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
         "caution": modifier.caution,
         "source": modifier.source,
     }

@@ -35,7 +35,9 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
     )
 
 
-def kernel_list(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier]) -> list[Section]:
+def kernel_list(
+    infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
+) -> list[Section]:
     """Every kernel as it is typed: log k, what it is, its parameters, what a fit chooses, its fast form and its source.
 
     Whether k ≥ 0, is symmetric, has finitely many features. A second table holds what goes with any kernel.
@@ -49,8 +51,9 @@ def kernel_list(infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: 
         ("features", [info.features for info in every]),
     )
     found = [("tie", tie) for tie in ties] + [("filter", kept) for kept in filters]
+    found += [("hybrid", hybrid) for hybrid in hybrids]
     modifiers = _folded(
-        ("with any kernel", [_typed(modifier.name, modifier.parameters) for _, modifier in found]),
+        ("with a kernel", [_typed(modifier.name, modifier.parameters) for _, modifier in found]),
         ("log k(q_i, k_j), or the keys j that query i keeps", [_modifier(kind, modifier) for kind, modifier in found]),
     )
     return [kernels, modifiers]
@@ -140,7 +143,12 @@ def _allowed(parameter: KernelParameter) -> str:
     low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
     above = [] if parameter.above is None else [f"> {parameter.above:g}"]
     whole = ["whole"] if parameter.kind is int else []
-    words = [*(["even"] if parameter.even else whole), *low, *above, *(f"or {word}" for word in named)]
+    words = [
+        *(["even"] if parameter.even or parameter.multiple_of == 2 else whole),
+        *low,
+        *above,
+        *(f"or {word}" for word in named),
+    ]
     return f" ({', '.join(words)})" if words else ""
 
 

@@ -51,7 +51,8 @@ def measured(swap: Swap) -> list[Control]:
 
 def _beside(control: Control) -> str:
     """`vs sink-window:4,64`."""
-    return f"{BESIDE} {clean(control.kernel or '')}"
+    healed = " (healed)" if control.role == "far part, healed" else ""
+    return f"{BESIDE} {clean(control.kernel or '')}{healed}"
 
 
 def text_rows(swaps: Sequence[Swap]) -> Table:

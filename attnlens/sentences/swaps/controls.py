@@ -67,7 +67,12 @@ def _less(one: Change | None, other: Change) -> bool:
 
 def _named(control: Control) -> str:
     """The control's spelling, and what it is there for."""
-    what = {"floor": " (the floor)", "filter alone": " (the filter alone)", "without filter": " (without the filter)"}
+    what = {
+        "floor": " (the floor)",
+        "filter alone": " (the filter alone)",
+        "without filter": " (without the filter)",
+        "far part, healed": " (the far part alone, healed)",
+    }
     return f"{clean(control.kernel or '')}{what.get(control.role, '')}"
 
 

@@ -36,16 +36,19 @@ class Alternative:
     """Numbers that a head keeps, mean over sites."""
     reason: str = ""
     """Why there is none."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """Healed weights by name, of the one that is trained."""
     agreement: dict[str, Any] = field(default_factory=dict)
     """For how long its greedy continuations are the original's, or why that is not known."""
 
     @property
-    def key(self) -> tuple[tuple[Site, int | str], ...]:
+    def key(self) -> tuple[object, ...]:
         """Equal for alternatives that are the same at every site, which are measured once."""
         # fitted maps have no spelling: kernels that hold some are known by themselves
-        return tuple(
+        found = [
             (site, id(swap.kernel) if swap.kernel.fitted else swap.kernel.spelling) for site, swap in self.swaps.items()
-        )
+        ]
+        return (*found, id(self.weights)) if self.weights else tuple(found)
 
     @property
     def spelling(self) -> str | None:
@@ -113,11 +116,22 @@ def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[A
     return [one for one in every if not one.swaps or one.key not in (asked, own)]
 
 
+def healed_far_part(
+    swaps: hooks.Swaps, weights: Mapping[str, Tensor], shapes: Mapping[Site, HeadShape]
+) -> Alternative | None:
+    """What healing made of a hybrid's far part, for all keys; None for what is no hybrid."""
+    if not all(swap.kernel.near for swap in swaps.values()):
+        return None
+    found = _everywhere("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1])
+    found.weights = weights
+    return found
+
+
 def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative]) -> int | str:
     """How many keys the kernel's own window holds, or that of its sink-window; or why there is no such number."""
     control = next((one for one in found if one.role == "same size"), None)
     for some in (swaps, {} if control is None else control.swaps):
-        filters = [swap.kernel.filter for swap in some.values() if swap.kernel.filter]
+        filters = [one for swap in some.values() if (one := swap.kernel.filter or swap.kernel.near)]
         widths = [one.parameters["width"] for one in filters if "width" in one.parameters]
         if widths:
             return max(widths)
@@ -153,7 +167,7 @@ def _everywhere(
 
 def _branches(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
     """What the kernel is made of, each branch alone."""
-    if not all(swap.kernel.filter for swap in swaps.values()):
+    if not all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
         return []
     return [
         _everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]),

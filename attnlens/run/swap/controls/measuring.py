@@ -13,6 +13,7 @@ from attnlens.models import Loaded
 from attnlens.records import Site
 from attnlens.run.outcomes.differences import Differences, Variant
 from attnlens.run.swap.candidate import Candidate
+from attnlens.run.swap.controls.alternatives import healed_far_part
 
 
 class Changing(Protocol):
@@ -46,8 +47,22 @@ def variants(candidates: Sequence[Candidate], changing: Changing) -> dict[object
         for stage, swaps in candidate.stages.items():
             found[index, stage] = changing(swaps, candidate.weights if stage == "healed" else None)
     for candidate in candidates:
-        found |= {control.key: changing(control.swaps) for control in candidate.controls if control.swaps}
+        found |= {one.key: changing(one.swaps, one.weights) for one in candidate.controls if one.swaps}
     return found
+
+
+def healed(candidate: Candidate, changing: Changing, shapes: Mapping[Site, HeadShape]) -> dict[object, Variant]:
+    """The candidate as it was healed and, as one more control, a hybrid's far part; without `shapes` no control."""
+    far = healed_far_part(candidate.last, candidate.weights, shapes) if shapes else None
+    candidate.controls += [] if far is None else [far]
+    found: dict[object, Variant] = {"healed": changing(candidate.last, candidate.weights)}
+    return found if far is None else found | {far.key: changing(far.swaps, far.weights)}
+
+
+def keep_healed(candidate: Candidate, found: Mapping[object, Differences]) -> None:
+    """Give the candidate what was measured of it, and of its far part, after healing."""
+    candidate.found["healed"] = found["healed"]
+    candidate.measured |= {one.key: found[one.key] for one in candidate.controls if one.weights}
 
 
 def keep_differences(candidates: Sequence[Candidate], found: Mapping[object, Differences]) -> None:

@@ -76,7 +76,7 @@ class Healer:
             self.parameters[site] = {
                 name: Trained.of(part.float(), _step(name, swap.kernel, self.convention))
                 for name, part in swap.kernel.fitted.items()
-                if name in swap.kernel.info.trainable
+                if name in swap.kernel.trainable
             }
 
     def _weight(self, start: Tensor, mask: Tensor) -> Trained:
