@@ -296,7 +296,9 @@ def test_clip_is_compared_by_its_embeddings_whatever_texts_share_a_batch(more):
     assert swap.task == "hidden"
     assert swap.causality_error == 0
     assert swap.hidden_cosine < 0.999
-    assert swap.hidden_cosine == pytest.approx(alone.hidden_cosine, abs=1e-6 if "sweep" in more else 1e-2)
+    assert swap.stages[0].hidden_cosine == pytest.approx(alone.stages[0].hidden_cosine, abs=1e-6)
+    if "heal" in more:  # which batches are kept back and in what order they come depends on their size
+        assert min(swap.hidden_cosine, alone.hidden_cosine) > swap.stages[0].hidden_cosine
     if "sweep" in more:
         assert {effect.part for effect in swap.sweep} == {"vision", "decoder"}
 

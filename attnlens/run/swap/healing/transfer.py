@@ -32,7 +32,7 @@ class ModuleCall:
 
 
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
-    """Σ_sites ‖new − own‖² / ‖own‖² of softmax(…)V over real tokens, whose gradient times `weight` the leaves gain.
+    """Σ_sites ‖new − own‖² / ‖own‖² of softmax(…)V, mean over sequences; the leaves gain its gradient times `weight`.
 
     (Zhang et al. 2024, LoLCATs, Eq. 6, with relative errors, so that every site counts.) The original model runs once,
     up to the last site that is trained; each module then runs again by itself on what it was given there, so that
@@ -50,7 +50,7 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 
 
 def transferred(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The same sum for each sequence, without gradient or regulariser: ‖new − own‖² over the batch's mean of ‖own‖²."""
+    """The same sum for each sequence, without gradient or regulariser."""
     with torch.no_grad():
         each = [_relative_errors(*pair, inputs) for pairs, _ in _pairs(healer, inputs) for pair in pairs]
     alike = [found for found in each if len(found) == len(each[0])]
@@ -124,7 +124,7 @@ def _penalty(healer: Healer, penalties: list[Tensor]) -> Tensor | float:
 
 
 def _relative_errors(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Of each sequence ‖new − own‖² over real tokens, over the batch's mean of ‖own‖²."""
+    """Of each sequence ‖new − own‖² / ‖own‖² over real tokens, whatever else is in its batch."""
     real = hooks.real_tokens(own, inputs)
     missed, whole = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - own, own))
-    return missed / whole.mean().clamp_min(SMALLEST)
+    return missed / whole.clamp_min(SMALLEST)
