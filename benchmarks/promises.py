@@ -126,7 +126,7 @@ def main() -> None:
         for content in (contents[:1] if asked.quick else contents)
         for outcome in outcomes(Population(loaded, content, cut), budget, 2 if asked.quick else asked.placements)
     ]
-    told(found, budget)
+    told(found, budget.share)
     if asked.json:
         write(Path(asked.json), found, vars(asked), contents)
 
@@ -159,7 +159,7 @@ def split(content: Content, parts: int) -> list[Content]:
     ]
 
 
-def outcomes(population: Population, budget: float, placements: int) -> Iterator[Outcome]:
+def outcomes(population: Population, budget: Budget, placements: int) -> Iterator[Outcome]:
     """What every scheme promises at every placement."""
     name = population.content.name
     print(f"\n{name}: {population.design.count} windows of {population.cut.tokens} tokens", flush=True)
@@ -184,9 +184,13 @@ def outcome(name: str, scheme: str, seed: int, choice: Choice, truth: float, ris
 
 
 def mean_rank(choice: Choice) -> float:
-    """Over query heads."""
-    pairs = [(rank, choice.bases[site].group) for site, ranks in choice.ranks.items() for rank in ranks]
-    return sum(rank * group for rank, group in pairs) / sum(group for _, group in pairs)
+    """Numbers kept for each key head, over query heads."""
+    latents = [
+        (rank / len(group), len(choice.bases[site].heads_of(at)))
+        for site, ranks in choice.ranks.items()
+        for at, (rank, group) in enumerate(zip(ranks, choice.bases[site].groups, strict=True))
+    ]
+    return sum(rank * heads for rank, heads in latents) / sum(heads for _, heads in latents)
 
 
 def spread_parts(population: Population, seed: int) -> tuple[Sample, Sample, Sample]:

@@ -8,7 +8,7 @@ import pytest
 
 import attnlens
 from attnlens import registry
-from attnlens.kernels import FILTERS, TIES, kernels
+from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels
 from attnlens.registry.distances import DISTANCES
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ def test_what_the_navigation_names_is_there(reference):
     ("shelf", "names"),
     [
         ("measures", {*registry.measure_infos(), *(info.name for info in DISTANCES)}),
-        ("kernels", {*kernels(), *TIES, *FILTERS}),
+        ("kernels", {*kernels(), *TIES, *FILTERS, *HYBRIDS}),
         ("commands", set(PAGES.commands()) | COMMANDS),
     ],
 )
