@@ -31,6 +31,7 @@ import torch
 from scipy import stats
 
 from attnlens import hooks, models, texts
+from attnlens.arguments import Budget
 from attnlens.arguments import budget as read_budget
 from attnlens.choices import Placement
 from attnlens.files import write_atomically
