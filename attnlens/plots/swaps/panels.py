@@ -164,9 +164,9 @@ def _kept(plan: Plan) -> str:
 
 
 def _healing(swap: Swap, healing: Healing) -> Panel:
-    hollow, kept = _hollow(healing), "dotted: step kept"
-    note = f"dashed: {'original' if hollow else 'the original'}; {kept}" if swap.judged_by == "loss" else kept
-    note += "; hollow: transfer" if hollow else ""
+    hollow = _hollow(healing)
+    note = "hollow: transfer" if hollow else "dotted: step kept"
+    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{_goal(healing)}. "
         f"{_healed_by(swap)}. Step {healing.best} was kept.{hollow}"
