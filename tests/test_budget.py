@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import families
@@ -362,6 +363,18 @@ def test_a_larger_budget_buys_smaller_ranks(demo, few):
     # nested: no head has more directions under the larger budget
     for small, large in zip(found[0].ranks, found[1].ranks, strict=True):
         assert large.rank <= small.rank
+
+
+def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
+    """Its rises are those of exp(loss), which spends as much as a budget of loss of log(1 + share) nats."""
+    found = swap_kernel(demo, "rank:group=1", budget="ppl:4%", **SHORT)
+    plan, loss = found.plan, found.swap.loss
+    assert (plan.unit, plan.budget) == ("ppl", 0.04)
+    assert plan.measured.share == pytest.approx(math.expm1(loss.after - loss.before), abs=1e-6)
+    assert plan.measured.share != pytest.approx(loss.after / loss.before - 1, rel=0.2), "the control: not of the loss"
+    assert plan.estimated.bound(room.MARGIN) <= 0.04
+    assert "a perplexity 4 % higher" in plan_lines(plan)[0]
+    assert plan.mean_rank < 16
 
 
 def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo, few):

@@ -85,10 +85,6 @@ class Grams:
             second = second - ((mean / whole).mT @ mean).sum((0, 1))
         return second, (stack * by_key).sum((0, 1)), by_key.sum()
 
-    def like(self) -> Grams:
-        """Of the same heads, with nothing added yet."""
-        return Grams(self.groups, self.key_of, self.turn)
-
     def as_heavy_as(self, other: Grams) -> Grams:
         """The same moments with weights of the other's sum."""
         factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)

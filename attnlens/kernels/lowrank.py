@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import UsageError
@@ -57,12 +58,12 @@ class MapsFit:
 
     def update(self, call: Call, by_attention: Weight | None = None) -> None:
         """Add this batch's C_q and C_k; `by_attention` are its `pairs_weighted`, where they are known."""
-        fresh = Grams(*latents_of(call, self.group), turn=self.turn if self.before else None)
-        self.grams = self.grams or fresh.like()
+        blank = partial(Grams, *latents_of(call, self.group), turn=self.turn if self.before else None)
+        self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:
             assert self.output is not None  # noqa: S101  # whoever fits by the output has read W_O
-            self.outputs = self.outputs or fresh.like()
+            self.outputs = self.outputs or blank()
             self.outputs.update(call, output_weighted(call, self.output))
 
     def plus(self, other: MapsFit) -> MapsFit:

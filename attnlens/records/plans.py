@@ -97,7 +97,7 @@ class PlanStep(Record):
     mean_rank: Number
     """Mean over query heads."""
     predicted: Number
-    """The sum of the heads' sensitivities, as a share of the loss."""
+    """The sum of the latents' sensitivities, as a share of the loss, or of perplexity."""
     rise: Rise
     """What was estimated, on the calibration text that chose among the steps."""
 

@@ -170,12 +170,14 @@ class Budgeting:
         nothing = Rise(share=0.0, sequences=len(trial.own.means), over=trial.own.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=nothing)}
         best, low, high = 0, 0, len(self.steps) + 1
-        at = min(max(1, self._steps_within(budget * loss)), len(self.steps))
+        allowed = budget * loss if self.unit == "loss" else math.log1p(budget)
+        at = min(max(1, self._steps_within(allowed)), len(self.steps))
         for _ in range(TRIES):
             ranks = self.ranks_after(at)
             rise, predicted = trial.rise(ranks), self.predicted(ranks)
             if rise is not None:
-                tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=predicted / loss, rise=rise)
+                share = predicted / loss if self.unit == "loss" else math.expm1(predicted)
+                tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=share, rise=rise)
             largest = math.inf if rise is None else rise.bound(self.margin)
             if largest <= budget:
                 best = low = at
