@@ -10,6 +10,7 @@ import axe_core_python
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
 
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
 needed = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver on this machine")
@@ -40,10 +41,11 @@ def sized(browser: webdriver.Chrome, width: int, height: int = 1000) -> None:
 
 
 def opened(browser: webdriver.Chrome, path: Path, fragment: str = "") -> None:
-    """Load the page anew."""
+    """Load the page anew, until its script has run: on busy cores `get` returns before it has, if the page is large."""
     browser.get("about:blank")
     browser.get(f"{path.as_uri()}#{fragment}")
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
+    ready = lambda _: browser.execute_script("return document.documentElement.dataset.ready") == "yes"  # noqa: E731
+    WebDriverWait(browser, 30).until(ready, "the page's script did not run to its end")
 
 
 def logged(browser: webdriver.Chrome) -> list[str]:

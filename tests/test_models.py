@@ -502,6 +502,7 @@ def test_hub_that_is_unreachable_is_given_up_at_once(tmp_path: Path, monkeypatch
     def unroutable(address: object, timeout: float) -> None:
         tries.append(address)
         time.sleep(60)
+        raise TimeoutError
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(socket, "create_connection", unroutable)

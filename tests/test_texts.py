@@ -545,3 +545,13 @@ def test_an_image_of_any_size_that_a_config_asks_for_is_not_made(size: Any) -> N
     model.config.__dict__["image_size"] = size
     with pytest.raises(TextError):
         noise.made(model, ("pixel_values",), draws, 0)
+
+
+@pytest.mark.parametrize(("wanted", "read"), [(1, [2]), (5, [2, 2, 2]), (9, [2, 2, 2, 2, 1]), (99, [2, 2, 2, 2, 1])])
+def test_some_passes_lie_evenly_among_all(wanted: int, read: list[int]) -> None:
+    every = fed(reading("gpt2"), content(PROSE), sequences=9, tokens=8, batch_size=2)
+    some = every.some(wanted)
+    assert [batch.size for batch in some] == read
+    assert some.sequences == sum(read)
+    places = [next(at for at, batch in enumerate(every) if batch is one) for one in some]
+    assert places == [index * len(every) // len(read) for index in range(len(read))]

@@ -51,7 +51,7 @@ class MapsFit:
         self.turn: Turn | None = None
         """The rotation, which whoever fits keys before it must give."""
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
-        """W_OᵀW_O of each head, which whoever fits by the output must give."""
+        """G = E[g gᵀ] of the gradient g of each head's output, which whoever fits by the output must give."""
         self.grams: Grams | None = None
         self.outputs: Grams | None = None
         """The same moments, pairs weighted by what they do to the output."""
@@ -62,7 +62,7 @@ class MapsFit:
         self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:
-            assert self.output is not None  # noqa: S101  # whoever fits by the output has read W_O
+            assert self.output is not None  # noqa: S101  # whoever fits by the output has given it
             self.outputs = self.outputs or blank()
             self.outputs.update(call, output_weighted(call, self.output))
 
@@ -134,7 +134,7 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
         ),
         KernelParameter(
             "metric",
-            "pairs weighted by attention, or half by what they do to the output, a²‖W_O(v − ō)‖²",
+            "pairs weighted by attention, or half by what they do to predictions, a²(v − ō)ᵀG(v − ō)",
             int,
             default=ATTENTION,
             words=(("attention", ATTENTION), ("output", OUTPUT)),

@@ -160,9 +160,9 @@ HYBRIDS = {
         "a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over |i − j'| < w of s⟨q_i, k_j'⟩) where |i − j| < w, φ(q_i)φ(k_j) elsewhere",
         "the model's own kernel among the w nearest tokens, itself included, a kernel of positive features beyond them",
         "Zhang et al. 2024 (LoLCATs)",
-        (_count("width", "tokens on each side, itself included"),),
-        lambda i, j, width: (i - j).abs() < width,
-        lambda width: width - 1,
+        FILTERS["window"].parameters,
+        FILTERS["window"].keeps,
+        FILTERS["window"].reach,
         caution="γ, a number of each head, is 1 unless it was healed. While no key is beyond the window, it is the "
         "model itself.",
     )

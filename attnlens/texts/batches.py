@@ -80,6 +80,14 @@ class Batches:
         """The first pass alone."""
         return replace(self, batches=self.batches[:1], sequences=self.batches[0].size)
 
+    def some(self, sequences: int) -> Batches:
+        """As many passes, spread evenly, as hold about so many sequences; all where there are no more."""
+        count = -(-len(self.batches) * sequences // self.sequences)
+        if count >= len(self.batches):
+            return self
+        found = tuple(self.batches[index * len(self.batches) // count] for index in range(count))
+        return replace(self, batches=found, sequences=sum(batch.size for batch in found))
+
     @property
     def ids(self) -> list[tuple[int, ...]]:
         """What each sequence says, without padding; empty where no tokens are fed."""

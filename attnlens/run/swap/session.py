@@ -29,7 +29,7 @@ from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.controls import measuring
 from attnlens.run.swap.controls.alternatives import shapes_of
-from attnlens.run.swap.fit import fit
+from attnlens.run.swap.fit import MOST_FITTED, fit
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Procedure, changed_weights, control_of
 from attnlens.run.swap.predictors.sweeping import Sweeping, Windowed
@@ -172,7 +172,7 @@ class Swapping:
             return
         if self.calibrated is None or info.fit is None or not (needed or self.options.fit):
             return
-        text = self.calibrated if info.fit_reads else self.calibrated.first()
+        text = self.calibrated.some(MOST_FITTED) if info.fit_reads else self.calibrated.first()
         tell = self._teller(f"fit {info.name}", text.sequences * (1 if needed else 2))
         fitted = fit(self.loaded, self.sites, candidate.last, text, tell, self.task, self.settings.seed)
         candidate.stages["swapped" if needed else "fitted"] = fitted

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -268,12 +270,12 @@ class Trial:
         """With the numbers of every latent; None where it diverges. Each text under maps that did not read it."""
         search, found = self.search, []
         by_site = search.by_site(ranks)
-        for name, fed in by_text(self.fed, self.part):
+        for name, batches in groupby(by_text(self.fed, self.part), key=itemgetter(0)):
+            fed = [one for _, one in batches]
+            alone = Design.plain(sum(texts.sequences_in(one.inputs) for one in fed))
             swaps = search.swapped(by_site, search.left_out.get(name))
             with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
-                found.append(
-                    losses(search.loaded, [fed], search.task, Design.plain(texts.sequences_in(fed.inputs))).means
-                )
+                found.append(losses(search.loaded, fed, search.task, alone).means)
             search.progress(len(found[-1]))
         return rise_of(self.own, torch.cat(found), self.part.names, search.seed, search.unit)
 
