@@ -22,7 +22,7 @@ from attnlens.run.swap.ranks.preparation import BATCHES, prepare
 from attnlens.texts import Batch, Batches
 from attnlens.texts.targets import feed
 
-MOST_FITTED = 512
+MOST_FITTED = 128
 """Sequences that a fit reads of all that are there for a healing."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way from the typed to the fitted parameters that are tried."""
