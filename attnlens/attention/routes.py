@@ -118,6 +118,8 @@ def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
         return ""
     if call.query.shape[2] != call.key.shape[2]:
         return "with a key-value cache a query's row is computed whole"
+    if kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
+        return "sequences padded on the left have their first tokens elsewhere"
     return _of_features(call, kernel)
 
 

@@ -154,17 +154,37 @@ FILTERS = {
 }
 """Which keys a query keeps, by position."""
 
+
+def _hybrid(name: str, window: str, near: str, meaning: str, source: str) -> Modifier:
+    """The hybrid whose near keys are those that the filter `window` keeps; `near` is their condition."""
+    found = FILTERS[window]
+    return Modifier(
+        name,
+        f"a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) where {near}, φ(q_i)φ(k_j) elsewhere",
+        f"the model's own kernel among {meaning}, a kernel of positive features beyond them",
+        source,
+        found.parameters,
+        found.keeps,
+        found.reach,
+        from_start=found.from_start,
+        caution="γ, a number of each head, is 1 unless it was fitted or healed. While no key is beyond the window, it "
+        "is the model itself.",
+    )
+
+
 HYBRIDS = {
-    "hybrid": Modifier(
-        "hybrid",
-        "a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over |i − j'| < w of s⟨q_i, k_j'⟩) where |i − j| < w, φ(q_i)φ(k_j) elsewhere",
-        "the model's own kernel among the w nearest tokens, itself included, a kernel of positive features beyond them",
-        "Zhang et al. 2024 (LoLCATs)",
-        FILTERS["window"].parameters,
-        FILTERS["window"].keeps,
-        FILTERS["window"].reach,
-        caution="γ, a number of each head, is 1 unless it was healed. While no key is beyond the window, it is the "
-        "model itself.",
+    hybrid.name: hybrid
+    for hybrid in (
+        _hybrid(
+            "hybrid", "window", "|i − j| < w", "the w nearest tokens, itself included", "Zhang et al. 2024 (LoLCATs)"
+        ),
+        _hybrid(
+            "sink-hybrid",
+            "sink-window",
+            "j < sinks or |i − j| < w",
+            "the first tokens and the w nearest",
+            "Zhang et al. 2024 (LoLCATs); Xiao et al. 2024",
+        ),
     )
 }
 """Which keys keep the model's own kernel, beside a kernel of features for all others."""
@@ -174,7 +194,7 @@ NEAR_WEIGHT = "near_log_weight"
 
 
 class NearFit:
-    """log γ of a hybrid, 0, beside what the fit of its far part chooses."""
+    """log γ of a hybrid, at first 0, beside what the fit of its far part chooses."""
 
     def __init__(self, own: Fit | None) -> None:
         """`own` is the far part's fit; None: it has none."""

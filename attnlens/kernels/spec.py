@@ -87,6 +87,16 @@ class Kernel:
         return self.info.needs_fit and not self.oracle
 
     @property
+    def fits(self) -> bool:
+        """Whether a fit has something to choose."""
+        return self.info.fit is not None or self.near is not None
+
+    @property
+    def fit_reads(self) -> bool:
+        """Whether its fit reads text, and not shapes alone."""
+        return self.info.fit_reads or self.near is not None
+
+    @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
         """What its tie leaves of a whole sequence's log k, up to query-only terms; None for ties of single pairs."""
         return None if self.tie is None else TIES[self.tie].part

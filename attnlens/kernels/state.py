@@ -119,7 +119,10 @@ def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
     """What a kernel behind a filter, or a hybrid, is made of: that window with the model's own kernel, and the kernel
     without it.
     """
-    near = kernel.filter if kernel.near is None else KeyFilter(FILTERS["window"], kernel.near.parameters)
+    near = kernel.filter
+    if kernel.near is not None:
+        keeps = kernel.near.modifier.keeps
+        near = KeyFilter(next(one for one in FILTERS.values() if one.keeps is keeps), kernel.near.parameters)
     return Kernel(kernels()["exponential"], filter=near), replace(
         kernel, filter=None, near=None, fitted=kernel.own_fitted
     )

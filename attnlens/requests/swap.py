@@ -164,7 +164,7 @@ def _refuse_shared_stdin(asked: Mapping[str, Any]) -> None:
 
 def _check_fit(kernel: Kernel, *, alone: bool) -> None:
     """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
-    if alone and kernel.info.fit is None:
+    if alone and not kernel.fits:
         raise UsageError(
             f"{kernel.info.name} has no free parameter that could be fitted.",
             "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",

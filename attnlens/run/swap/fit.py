@@ -18,6 +18,7 @@ from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
 from attnlens.registry import Fit, OutputFit
 from attnlens.run.progress import Tell
+from attnlens.run.swap.near_weights import NearShares
 from attnlens.run.swap.ranks.preparation import BATCHES, prepare
 from attnlens.texts import Batch, Batches
 from attnlens.texts.targets import feed
@@ -86,25 +87,34 @@ def fit(
 ) -> hooks.Swaps:
     """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
-    Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best.
+    Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best,
+    or of a hybrid the weight of near keys. What is nothing unless it is fitted takes the first alone.
     """
     fits = _fits(swaps)
     ranks = {site: found for site, found in fits.items() if isinstance(found, MapsFit)}
     if any(found.by_output or found.before for found in ranks.values()):
         fed = feed(loaded, replace(batches, batches=batches.batches[:BATCHES]), task, seed)
         prepare(loaded, sites, swaps, ranks.items(), fed, task, seed)
-    _read(loaded, sites, swaps, fits, batches, progress)
+    hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # whose far parts need shapes alone
+    _read(loaded, sites, swaps, fits, *((batches.first(), lambda _: None) if hybrid else (batches, progress)))
     solved = {site: found.solve() for site, found in fits.items()}
-    searches = {
-        site: Search(swaps[site].kernel, fits[site].typed, fitted)
-        for site, fitted in solved.items()
-        if fits[site].typed
-    }
+    searches = dict[Site, Search | NearShares]()
+    for site, found in solved.items():
+        kernel, typed = swaps[site].kernel, fits[site].typed
+        if kernel.near is not None:
+            searches[site] = NearShares(kernel.with_fitted(found))
+        elif typed:
+            searches[site] = Search(kernel, typed, found)
     if searches:
         chosen = {site: swaps[site] for site in searches}
         _each(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
     solved |= {site: search.best() for site, search in searches.items()}
     return {site: hooks.Replacement(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
+
+
+def passes(kernel: Kernel) -> int:
+    """How often the fit of a kernel reads the text."""
+    return 1 if kernel.needs_fit or kernel.near is not None else 2
 
 
 def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:

@@ -29,7 +29,7 @@ from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.controls import measuring
 from attnlens.run.swap.controls.alternatives import shapes_of
-from attnlens.run.swap.fit import MOST_FITTED, fit
+from attnlens.run.swap.fit import MOST_FITTED, fit, passes
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Procedure, changed_weights, control_of
 from attnlens.run.swap.predictors.sweeping import Sweeping, Windowed
@@ -165,15 +165,15 @@ class Swapping:
 
     def _fit(self, candidate: Candidate) -> None:
         """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
-        info, needed = candidate.kernel.info, candidate.kernel.needs_fit
+        kernel, needed = candidate.kernel, candidate.kernel.needs_fit
         if self.options.limit is not None:
             candidate.choice = self._chosen(candidate.last, self.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        if self.calibrated is None or info.fit is None or not (needed or self.options.fit):
+        if self.calibrated is None or not kernel.fits or not (needed or self.options.fit):
             return
-        text = self.calibrated.some(MOST_FITTED) if info.fit_reads else self.calibrated.first()
-        tell = self._teller(f"fit {info.name}", text.sequences * (1 if needed else 2))
+        text = self.calibrated.some(MOST_FITTED) if kernel.fit_reads else self.calibrated.first()
+        tell = self._teller(f"fit {kernel.info.name}", text.sequences * passes(kernel))
         fitted = fit(self.loaded, self.sites, candidate.last, text, tell, self.task, self.settings.seed)
         candidate.stages["swapped" if needed else "fitted"] = fitted
 
