@@ -148,10 +148,9 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
         kernel = sink_window(state, shapes[site])
         found[site] = hooks.Replacement(kernel or OWN, swap.heads)
     if all(swap.kernel.filter is None for swap in found.values()):
-        shape, state = (
-            shapes[next(iter(swaps))],
-            state_numbers(next(iter(swaps.values())).kernel, shapes[next(iter(swaps))]),
-        )
+        site = next(iter(swaps))
+        shape = shapes[site]
+        state = state_numbers(swaps[site].kernel, shape)
         what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
         return Alternative("same size", {}, mean_state(swaps, shapes), WHOLE.format(what=what, tokens=shape.tokens))
     return Alternative("same size", found, mean_state(found, shapes))
