@@ -1,6 +1,7 @@
 """Tests that attention by every route is softmax(log k + mask) v as computed naively in float64."""
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -696,6 +697,16 @@ def test_flex_attention_asks_for_the_same_sum(case: str, words: str) -> None:
     found, kernel = CASES[case](dtype=torch.float32), parsed(words)
     result = scores.by_scores(found, kernel, compiled=False).transpose(1, 2)
     assert apart(result, dense(found, kernel)) <= 1e-5
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU by g++")
+def test_flex_attention_compiled_is_the_same_sum() -> None:
+    """For a CPU, where torch can: not for grouped heads, a bias or a cache, which its CPU kernel has no room for."""
+    found = CASES["left padding, causal"](dtype=torch.float32)
+    kernel = parsed("polynomial:degree=2,offset=1+sink-window:3,9")
+    result = scores.by_scores(found, kernel).transpose(1, 2)
+    assert apart(result, dense(found, kernel)) <= 1e-5
+    assert apart(result, dense(found, parsed("polynomial:degree=2,offset=1+window:9"))) > 0.01, "the control"
 
 
 @pytest.mark.usefixtures("uncompiled")
