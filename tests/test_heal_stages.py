@@ -25,6 +25,7 @@ from attnlens.hooks import OWN
 from attnlens.kernels import parsed
 from attnlens.records import HealingRate, read_report
 from attnlens.requests.healing import Amount, HealOptions
+from attnlens.run.swap.fit import fit
 from attnlens.run.swap.healing import Healer, heal, rates
 from attnlens.run.swap.healing.course import adamw, descend
 from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split
@@ -268,6 +269,29 @@ def test_the_maps_of_a_rank_are_trained_with_the_weights(demo):
     assert swap.healing.parameters == 4 * (128 * 256 + 8 * 2 * 16 * 1)
     distances = [step.validation for step in swap.healing.curve]
     assert min(distances) < 0.97 * distances[0]
+
+
+@pytest.mark.parametrize("words", ["rank:4,group=all,rotation=before", "rank:6,group=2"])
+def test_a_latent_that_heads_share_is_trained_as_one(words):
+    """After training, the query heads of one key head have one A and offset, the readers of a latent one B."""
+    model = family("llama")
+    fed = texts.batches(model, texts.sample("demo"), texts.Cut(tokens=16, sequences=16, batch_size=8))
+    sites = sites_of(model.model, fed.batches[0].inputs)
+    swaps = fit(model, sites, {site: hooks.Replacement(parsed(words)) for site in sites}, fed, lambda _: None)
+    healer = Healer(model, sites, swaps, "causal", "auto")
+    healer.prepare(fed.batches[0])
+    optimiser = adamw(healer.leaves, 1e-2)
+    descend(healer, optimiser, [Fed(fed.batches[0].inputs, None)], "transfer")
+    for site, swap in healer.healed_swaps().items():
+        found, start = swap.kernel.fitted, swaps[site].kernel.fitted
+        latents, keys = (len(set(map(str, start[name].tolist()))) for name in ("members", "key_head"))
+        assert keys < len(start["key_head"]), "several query heads read a key head"
+        for name, count in (("key_map", latents), ("query_map", keys), ("offset", keys)):
+            if name in swap.kernel.trainable and name in found:
+                assert len({str(row.tolist()) for row in found[name]}) == count
+                assert (found[name] != start[name]).any(), "the control: it was trained"
+    count = sum(leaf.numel() for part in healer.parameters.values() for one in part.values() for leaf in one.leaves)
+    assert count < sum(swap.kernel.fitted[n].numel() for swap in swaps.values() for n in ("query_map", "key_map"))
 
 
 def test_blocks_that_are_computed_again_give_the_same_gradient(demo):

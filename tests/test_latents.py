@@ -311,7 +311,7 @@ def test_groups_that_do_not_divide_the_key_heads_are_told(demo):
 def test_healing_trains_the_maps_that_are_used_and_a_saved_model_has_them(form, tmp_path):
     model = rotated()
     report = swap_kernel(
-        model, f"rank:3,{form}", heal=16, save=tmp_path / "cut", sequences=4, tokens=16, batch_size=2, **BARE
+        model, f"rank:3,{form}", heal=60, save=tmp_path / "cut", sequences=4, tokens=16, batch_size=2, **BARE
     )
     healed = report.swap.stages[-1]
     assert healed.name == "healed"

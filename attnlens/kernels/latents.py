@@ -186,7 +186,8 @@ class Latents:
         import torch
 
         size, most = self.head_dim, max(map(len, self.groups))
-        found: dict[str, list[Tensor]] = {name: [] for name in ("query_map", "key_map", "members", "offset")}
+        names = "query_map", "key_map", "members", "key_head", "offset"
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
         for own in self.key_of:
             number = next(at for at, group in enumerate(self.groups) if own in group)
             group = self.groups[number]
@@ -194,6 +195,7 @@ class Latents:
             found["query_map"].append(query_map[number, slot])
             found["key_map"].append(key_map[number].view(most, size, -1))
             firsts = [self.key_of.index(one) for one in group]
+            found["key_head"].append(torch.tensor(own, device=key_map.device))
             found["members"].append(torch.tensor(firsts + firsts[:1] * (most - len(group)), device=key_map.device))
             if self.mean is not None:
                 latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]

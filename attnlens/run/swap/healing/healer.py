@@ -21,7 +21,7 @@ from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
 from attnlens.run.outcomes.outputs import divergence, owned_means, predictions
-from attnlens.run.swap.fit import unfitted
+from attnlens.run.swap.fit import TINIEST, unfitted
 from attnlens.run.swap.healing.trainable import trainable
 from attnlens.run.swap.healing.trained import LowRankChange, Trained, standing_in
 from attnlens.texts import Batch
@@ -73,8 +73,9 @@ class Healer:
         if self.recompute:
             self.blocks = _blocks(self.loaded, batch)
         for site, swap in self.swaps.items():
+            copies = swap.kernel.copies
             self.parameters[site] = {
-                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention))
+                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention), copies.get(name))
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.trainable
             }
@@ -225,12 +226,17 @@ class Healer:
 
 
 def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
-    """By how much a change of W_e's and W_r's columns is scaled: √σ, σ of the mean over tokens.
+    """By how much a change of a map's columns is scaled, as an optimiser's steps are equal in all of them; None: not.
 
-    J has the curvature C/σ in a column: an optimiser's equal steps would leap out of its valley where σ is small.
+    Of A and B of a rank: a column's length, as a share of the root mean square, so that long and short ones turn alike.
+    Of primal's maps: √σ, σ of the mean over tokens; J has the curvature C/σ in a column, and equal steps would leap out
+    of its valley where σ is small.
     """
-    if kernel.info.form != "output" or name not in ("query_map", "key_map"):
+    if name not in ("query_map", "key_map"):
         return None
+    if kernel.info.form != "output":
+        squares = kernel.fitted[name].float().square()
+        return (squares.mean(-2, keepdim=True) / squares.mean().clamp_min(TINIEST)).sqrt().expand_as(squares)
     of = kernel.fitted
     power = 1.0 if convention == "code" else 0.5
     length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0

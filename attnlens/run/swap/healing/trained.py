@@ -25,11 +25,16 @@ class Trained:
     """What is added to it, float32 and a leaf."""
     mask: Tensor | None = None
     """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
+    rows: Tensor | None = None
+    """Which row of `start` each head has, where several have one in common; None: each has its own."""
 
     @classmethod
-    def of(cls, start: Tensor, mask: Tensor | None = None) -> Trained:
-        """A free change, 0 at first."""
-        return cls(start, torch.zeros_like(start, dtype=torch.float32, requires_grad=True), mask)
+    def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
+        """A free change, 0 at first; heads of equal numbers in `copies` have one in common."""
+        if copies is not None:
+            first = [int((copies == number).nonzero()[0]) for number in range(int(copies.max()) + 1)]
+            start, mask = start[first], None if mask is None else mask[first]
+        return cls(start, torch.zeros_like(start, dtype=torch.float32, requires_grad=True), mask, copies)
 
     @property
     def added(self) -> Tensor:
@@ -38,8 +43,9 @@ class Trained:
 
     @property
     def value(self) -> Tensor:
-        """Its value now."""
-        return (self.start.float() + self.added).to(self.start.dtype)
+        """Its value now, head by head."""
+        found = (self.start.float() + self.added).to(self.start.dtype)
+        return found if self.rows is None else found[self.rows]
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -65,7 +71,7 @@ class LowRankChange(Trained):
         rows, columns = start.flatten(1).shape
         drawn = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
         left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
-        return cls(start, left, mask, drawn.to(start.device).requires_grad_())
+        return cls(start, left, mask, None, drawn.to(start.device).requires_grad_())
 
     @property
     def added(self) -> Tensor:
