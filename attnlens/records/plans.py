@@ -205,12 +205,11 @@ class Plan(Record):
 
     @property
     def kept(self) -> bool:
-        """Whether the budget is kept: by the promise's whole interval, where one was made, and by what was measured.
-
-        False too where the model diverged.
+        """Whether the budget is kept: by what was measured and, where a promise was made, by its whole interval and on
+        each of its texts. False too where the model diverged.
         """
         unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
-        promised = self.promised.high <= self.budget if self.promised else unmade
+        promised = self.promised.bound(1) <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget
 
     def write_json(self, path: str | Path) -> None:

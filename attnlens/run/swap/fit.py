@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attnlens.records import Call, Site, Task
 from attnlens.registry import Fit, OutputFit
 from attnlens.run.progress import Tell
 from attnlens.run.swap.near_weights import NearShares
-from attnlens.run.swap.ranks.preparation import BATCHES, prepare
+from attnlens.run.swap.ranks.preparation import SEQUENCES, prepare
 from attnlens.texts import Batch, Batches
 from attnlens.texts.targets import feed
 
@@ -93,7 +93,7 @@ def fit(
     fits = _fits(swaps)
     ranks = {site: found for site, found in fits.items() if isinstance(found, MapsFit)}
     if any(found.by_output or found.before for found in ranks.values()):
-        fed = feed(loaded, replace(batches, batches=batches.batches[:BATCHES]), task, seed)
+        fed = feed(loaded, batches.some(SEQUENCES), task, seed)
         prepare(loaded, sites, swaps, ranks.items(), fed, task, seed)
     hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # whose far parts need shapes alone
     _read(loaded, sites, swaps, fits, *((batches.first(), lambda _: None) if hybrid else (batches, progress)))

@@ -94,13 +94,15 @@ def _promise(plan: Plan, promised: Rise) -> str:
         return "beyond the budget: it is not kept"
     if promised.high > plan.budget:
         return "within the budget, though its interval is not: the budget may not be kept"
+    if beyond := [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]:
+        return f"within the budget over all texts, and beyond it on {' and '.join(beyond)}: the budget may not be kept"
     return "within the budget" + ("" if promised.ci95 else ", without an interval")
 
 
 def _verdict(plan: Plan, measured: Rise) -> str:
     """Whether the rise keeps the budget, and whether its interval does; whether the promise holds here."""
     if measured.share > plan.budget:
-        kept = plan.promised is not None and plan.promised.high <= plan.budget
+        kept = plan.promised is not None and plan.promised.bound(1) <= plan.budget
         return "beyond the budget" + (": the promise does not hold on this text" if kept else "")
     if measured.ci95 is None:
         return "within the budget, without an interval"

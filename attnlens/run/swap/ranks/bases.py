@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +20,7 @@ from attnlens.kernels.lowrank import MapsFit
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
 from attnlens.run.progress import Tell
-from attnlens.run.swap.ranks.preparation import prepare
+from attnlens.run.swap.ranks.preparation import give_metrics, give_rotations
 from attnlens.texts.targets import Fed
 
 ANY = "rank:65536"
@@ -125,16 +125,18 @@ def gathered(
 ) -> FormsRead:
     """What every form of latents reads of these batches, each of one text, in one pass of the original model.
 
-    Raises UsageError where some, but not all of the query heads that share a key head are swapped, and what `prepare`
-    raises.
+    Where pairs are weighted by the output, each text's are by gradients of that text: what is read of it alone stays
+    out of maps fitted to the others. Raises UsageError where some, but not all of the query heads that share a key head
+    are swapped, and what `give_rotations` and `give_metrics` raise.
     """
     blank = {form.spelling: {site: _blank(form) for site in swaps} for form in forms}
-    every = [(site, fit) for fits in blank.values() for site, fit in fits.items()]
-    prepare(loaded, sites, swaps, every, [fed for _, fed in batches], task, seed)
+    give_rotations(loaded, swaps, _every(blank.values()))
     found = FormsRead({}, {}, {form: {} for form in blank})
-    for name, _ in batches:
+    for name in dict.fromkeys(name for name, _ in batches):
         for form, fits in found.fits.items():
-            fits.setdefault(name, {site: copy(fit) for site, fit in blank[form].items()})
+            fits[name] = {site: copy(fit) for site, fit in blank[form].items()}
+        own = [fed for text, fed in batches if text == name]
+        give_metrics(loaded, sites, swaps, _every(fits[name] for fits in found.fits.values()), own, task, seed)
 
     def visit(site: Site, call: Call) -> None:
         if site not in swaps:
@@ -153,6 +155,10 @@ def gathered(
             progress(texts.sequences_in(fed.inputs))
     found.heads = {site: found.heads[site] for site in swaps}
     return found
+
+
+def _every(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
+    return [pair for found in fits for pair in found.items()]
 
 
 def _blank(form: Kernel) -> MapsFit:

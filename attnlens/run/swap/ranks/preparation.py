@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 WINDOW = 64
 """Positions from which frequencies are told."""
-BATCHES = 2
-"""Batches whose gradients make the output metric."""
+SEQUENCES = 16
+"""Sequences of a text whose gradients make the output metric, at most."""
 
 
 def prepare(
@@ -35,33 +35,63 @@ def prepare(
     task: Task,
     seed: int,
 ) -> None:
-    """Give each fit the rotation and the output metric that it asks for.
-
-    Raises UsageError where keys before the rotation are asked for at a site whose keys are not rotated by distance, or
-    whose attention is not told the positions; ModelError where the loss has no gradient.
-    """
+    """Give each fit the rotation and the output metric that it asks for; raises what these two raise."""
     every = list(fits)
-    before = [(site, fit) for site, fit in every if fit.before]
-    if before:
-        found = turns(loaded, list(swaps))
-        for site, fit in before:
-            turn = found[site]
-            if isinstance(turn, str):
-                raise UsageError(
-                    f"{site.name} has no keys before a rotation: {turn}.", "Leave out rotation=before, or such layers."
-                )
-            fit.turn = turn
-    by_output = [(site, fit) for site, fit in every if fit.by_output]
-    if by_output:
-        if task == "hidden":
+    give_rotations(loaded, swaps, every)
+    give_metrics(loaded, sites, swaps, every, fed, task, seed)
+
+
+def give_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
+    """Give each fit of keys before the rotation how they are turned back.
+
+    Raises UsageError at a site whose keys are not rotated by distance, or whose attention is not told the positions.
+    """
+    before = [(site, fit) for site, fit in fits if fit.before]
+    found = turns(loaded, list(swaps)) if before else {}
+    for site, fit in before:
+        turn = found[site]
+        if isinstance(turn, str):
             raise UsageError(
-                "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
-                "Leave out metric=output.",
+                f"{site.name} has no keys before a rotation: {turn}.", "Leave out rotation=before, or such layers."
             )
-        metrics = output_metrics(loaded, sites, fed[:BATCHES], task, seed)
-        for site, fit in by_output:
-            heads = swaps[site].heads
-            fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
+        fit.turn = turn
+
+
+def give_metrics(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    fits: Iterable[tuple[Site, MapsFit]],
+    fed: Sequence[Fed],
+    task: Task,
+    seed: int,
+) -> None:
+    """Give each fit that weighs pairs by the output the metric of these batches, which should be what it reads.
+
+    Raises UsageError for a model without predictions, ModelError where the loss has no gradient.
+    """
+    by_output = [(site, fit) for site, fit in fits if fit.by_output]
+    if not by_output:
+        return
+    if task == "hidden":
+        raise UsageError(
+            "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
+            "Leave out metric=output.",
+        )
+    metrics = output_metrics(loaded, sites, _first(fed, SEQUENCES), task, seed)
+    for site, fit in by_output:
+        heads = swaps[site].heads
+        fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
+
+
+def _first(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
+    """The first `sequences` of these batches, whatever their size."""
+    for one in fed:
+        count = texts.sequences_in(one.inputs)
+        if sequences <= 0:
+            return
+        yield one if count <= sequences else one.rows(0, sequences)
+        sequences -= count
 
 
 def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
@@ -92,7 +122,7 @@ def _turn(found: Rotation | UnreadableError | None) -> Turn | str:
 
 
 def output_metrics(
-    loaded: Loaded, sites: tuple[Site, ...], fed: Sequence[Fed], task: Task, seed: int
+    loaded: Loaded, sites: tuple[Site, ...], fed: Iterable[Fed], task: Task, seed: int
 ) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
     """E[g gᵀ] of each head, g = ∂loss/∂o with targets that the model itself draws: W_Oᵀ F W_O of its output o.
 
