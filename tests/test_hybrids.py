@@ -207,20 +207,32 @@ def test_it_keeps_sums_and_its_window_and_has_two_branches() -> None:
 
 
 @pytest.mark.parametrize("far", ["learned-features:6", "elu"])
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(far: str, sinks: int) -> None:
-    """Σ KL(own ‖ hybrid) over rows, computed densely at many γ, is nowhere lower; at γ = 1 it is higher."""
-    found = Call(*drawn(70, size=1.0), 0.6, causal=True)
+@pytest.mark.parametrize(("sinks", "sink_logits"), [(0, None), (3, None), (0, [4.0, 5.0])])
+def test_the_fitted_weight_of_near_keys_has_the_least_divergence_of_all(
+    far: str, sinks: int, sink_logits: list[float] | None
+) -> None:
+    """Σ KL(own ‖ hybrid) over rows, computed densely at many γ, is nowhere lower; at γ = 1 it is higher.
+
+    What the model's own sink takes is one more outcome of a row.
+    """
+    sink = None if sink_logits is None else torch.tensor(sink_logits, dtype=torch.float64)
+    found = Call(*drawn(70, size=1.0), 0.6, causal=True, sinks=sink)
     kernel = hybrid(9, far, sinks=sinks)
     kernel = kernel.with_fitted(kernel.fitted | {"near_log_weight": torch.zeros(HEADS).double()})
     fitting = NearShares(kernel)
     for part in (0, 1):
-        fitting.update(Call(*(x[part : part + 1] for x in (found.query, found.key, found.value)), 0.6, causal=True))
+        one = (x[part : part + 1] for x in (found.query, found.key, found.value))
+        fitting.update(Call(*one, 0.6, causal=True, sinks=sink))
     best = fitting.best()["near_log_weight"]
-    own = weights(found, OWN)
+
+    def outcomes(of: Kernel) -> Tensor:
+        rows = weights(found, of)
+        return torch.cat([rows, 1 - rows.sum(-1, keepdim=True)], -1) if sink is not None else rows
+
+    own = outcomes(OWN)
 
     def divergence(log_weight: Tensor) -> Tensor:
-        new = weights(found, kernel.with_fitted(kernel.fitted | {"near_log_weight": log_weight}))
+        new = outcomes(kernel.with_fitted(kernel.fitted | {"near_log_weight": log_weight}))
         return torch.where(own > 0, own * (own / new).log(), 0.0).sum((0, 2, 3))
 
     least = divergence(best)

@@ -27,7 +27,8 @@ class NearShares:
     """log γ at which near keys have, on average over queries, as large a share of the weights as in the model itself.
 
     That is where Σ KL(own ‖ hybrid) over queries is least: its derivative is Σ γN/(γN + F) − Σ own share, which grows
-    with log γ (N and F the weights of near and far keys under γ = 1). Queries without far keys count for nothing.
+    with log γ (N the weights of near keys under γ = 1, F those of far ones and of a sink, which is one more outcome).
+    Queries that see near keys alone count for nothing.
     """
 
     kernel: Kernel
@@ -44,8 +45,9 @@ class NearShares:
         near = positions(call, self.kernel.near).kept(self.kernel.near, *every)
         own, new = (weights(call, kernel).double() for kernel in (hooks.OWN, self.kernel))
         self.own.append((own * near).sum(-1).transpose(0, 1).flatten(1).cpu())
-        parts = [(new * where).sum(-1).transpose(0, 1).flatten(1).cpu() for where in (near, ~near)]
-        self.odds.append(parts[0].log() - parts[1].log())
+        among, beyond = (new * near).sum(-1), (new * ~near).sum(-1)
+        beyond = beyond if call.sinks is None else beyond + (1 - new.sum(-1)).clamp_min(0)
+        self.odds.append((among.log() - beyond.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
         """All that is fitted, with γ."""
