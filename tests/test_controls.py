@@ -14,12 +14,15 @@ from torch import Tensor
 
 from attnlens import models
 from attnlens.attention import attend
+from attnlens.hooks import Replacement
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.state import HeadShape, cached_numbers, kept_keys, sink_window, state_numbers
-from attnlens.records import Call, Control, Report, Swap
+from attnlens.records import Call, Control, Report, Site, Swap
 from attnlens.run import swap_kernel
 from attnlens.run.outcomes.positions import TokenLosses, evidence
+from attnlens.run.swap.controls.alternatives import alternatives
+from attnlens.run.swap.controls.spelled import spelled
 from attnlens.statistics import Design
 from attnlens.texts.targets import NOTHING
 
@@ -116,6 +119,20 @@ def test_a_rank_keeps_shorter_keys_of_all_tokens() -> None:
     found = sink_window(128 * (6 + 16), CAUSAL)
     assert found is not None
     assert found.spelling == f"sink-window:4,{128 * 22 // 32 - 4}"
+
+
+def test_a_control_that_differs_by_layer_is_spelled_with_its_range() -> None:
+    sites = [Site(f"layer.{layer}", 0, layer, "decoder") for layer in range(3)]
+    shapes = dict.fromkeys(sites, CAUSAL)
+
+    def same_size(*ranks: int) -> str | None:
+        swaps = {site: Replacement(ranked(rank)) for site, rank in zip(sites, ranks, strict=True)}
+        return next(one for one in alternatives(swaps, shapes) if one.role == "same size").spelling
+
+    assert same_size(4, 4, 4) == "sink-window:4,76", "the control"
+    assert same_size(4, 4, 6) == "sink-window:4,76–84 by layer"
+    assert same_size(4, 6, 16) == "sink-window:4,76–all by layer"
+    assert spelled(map(parsed, ("window:2", "sink-window:1,2", "window:3"))) == "window:2–3/sink-window:1,2 by layer"
 
 
 @pytest.mark.parametrize("shape", [CAUSAL, BOTH])

@@ -161,6 +161,7 @@ class Control(Outcome):
     a filter, and of a hybrid, its two branches, `filter alone` with the model's own kernel, and `without filter`; of a
     healed hybrid `far part, healed`: its far kernel for all keys, with the maps and weights as trained."""
     kernel: str | None
-    """As it can be typed, of most sites where they differ; None where there is none, see `reasons`."""
+    """As it can be typed; where sites differ the range of each number (`sink-window:4,68–80 by layer`, `4,68–all` where
+    some keep all keys); None where there is none, see `reasons`."""
     state: Number | None = None
     """Numbers that a head keeps of a whole window's tokens, mean over sites."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -20,6 +19,7 @@ from attnlens.kernels.state import FLOOR, ONE_KEY, HeadShape, branches, sink_win
 from attnlens.models import Loaded
 from attnlens.records import Control, Site
 from attnlens.run.outcomes.differences import Differences, Variant
+from attnlens.run.swap.controls.spelled import spelled
 
 CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
 WHOLE = "{what} holds all {tokens} keys: it is the model itself"
@@ -52,9 +52,8 @@ class Alternative:
 
     @property
     def spelling(self) -> str | None:
-        """The kernel of most sites."""
-        counted = Counter(swap.kernel.spelling for swap in self.swaps.values())
-        return counted.most_common(1)[0][0] if counted else None
+        """Its kernel; where sites have windows of different widths, the range of them."""
+        return spelled(swap.kernel for swap in self.swaps.values()) or None
 
     def refuse(self, loaded: Loaded, inputs: Mapping[str, Tensor], variant: Callable[[hooks.Swaps], Variant]) -> None:
         """Leave it out, with the reason, where a site refuses its kernel."""
