@@ -11,9 +11,11 @@ import torch
 from loaded import BARE, family, loaded
 from program import DEMO
 from torch import Tensor
+from views import summary
 
 from attnlens import models
 from attnlens.attention import attend
+from attnlens.errors import UsageError
 from attnlens.hooks import Replacement
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.lowrank import MapsFit
@@ -150,9 +152,18 @@ def test_what_holds_all_keys_is_no_control() -> None:
     assert sink_window(128.0 * 32 - 1, CAUSAL) is not None
     assert sink_window(None, replace(CAUSAL, tokens=68)) is None
     assert sink_window(None, replace(CAUSAL, tokens=69)) is not None
-    few = sink_window(17.0, CAUSAL)
+    few = sink_window(63.0, CAUSAL)
     assert few is not None
-    assert few.spelling == "window:1", "at least the query's own key"
+    assert few.spelling == "window:1"
+
+
+def test_no_control_is_larger_than_its_kernel(demo: models.Loaded) -> None:
+    swap = swap_kernel(demo, "uniform", **READ | {"sequences": 2}).swap
+    control = by_role(swap)["same size"]
+    assert (swap.state, control.kernel) == (17, None)
+    assert control.reasons["kernel"] == "a state of 17 numbers holds no key and its value, which are 32"
+    assert "No same size control: a state of 17 numbers holds no key and its value, which are 32." in swap.notes
+    assert "no key is beyond a window of 64" in swap.reasons["beyond_window"]
 
 
 def test_kept_keys_are_counted_row_by_row() -> None:
@@ -210,6 +221,10 @@ def test_a_control_that_is_the_model_itself_is_said_to_be(demo: models.Loaded) -
     assert control.kernel is None
     assert control.loss is None
     assert any("a state of 4,352 numbers holds all 64 keys" in note for note in swap.notes)
+    assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
+    swap = swap_kernel(demo, "random-features:400", **READ | {"tokens": 160, "path": "fused"}).swap
+    assert by_role(swap)["same size"].kernel is None
+    assert swap.beyond_window.window == 64, "as of a kernel without a state"
 
 
 def test_cross_attention_has_no_window() -> None:
@@ -298,6 +313,27 @@ def test_losses_by_place_cover_every_token_once() -> None:
     assert sum(part.tokens for part in found) == len(before)
     mean = sum(part.change.delta * part.tokens for part in found) / len(before)
     assert mean == pytest.approx(float((after - before).mean()))
+
+
+def test_all_kernels_of_a_table_are_judged_on_the_same_tokens(report: Report, demo: models.Loaded) -> None:
+    found = {swap.beyond_window.tokens for swap in report.swaps}
+    found |= {one.beyond_window.tokens for swap in report.swaps for one in swap.controls if one.kernel}
+    assert len(found) == 1
+    told = summary(report)
+    assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in " ".join(told.split())
+    alone = swap_kernel(demo, "elu", **READ | {"controls": False}).swap
+    assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
+
+
+def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: models.Loaded) -> None:
+    """Controls and generated texts have the paths that there are."""
+    words = {"sequences": 2, "tokens": 48, "generate": 4}
+    fused, free = (swap_kernel(demo, "elu", **words, path=path).swap for path in ("fused", "auto"))
+    assert [one.kernel for one in fused.controls] == [one.kernel for one in free.controls]
+    assert by_role(fused)["one key"].loss == by_role(free)["one key"].loss
+    assert fused.agreement == free.agreement
+    with pytest.raises(UsageError, match="no fused path"):
+        swap_kernel(demo, "hard", **words, path="fused")
 
 
 def test_places_and_windows_agree_with_the_whole(report: Report) -> None:

@@ -59,7 +59,7 @@ class Candidate:
     def weigh(self, shapes: Mapping[Site, HeadShape]) -> None:
         """Find its state, and the controls of that size."""
         self.controls, self.state = alternatives(self.last, shapes), mean_state(self.last, shapes)
-        self.window = window_beyond(self.last, self.controls)
+        self.window = window_beyond(self.last, self.controls, shapes)
 
     def outcomes(self, seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The fields of an Outcome at each stage; `names` are those of the texts."""

@@ -254,7 +254,7 @@ def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:
     for stage in swap.stages:
         yield stage.name if several else "", stage.reasons
         of_stages |= set(Stage.model_fields)
-    yield "", {name: reason for name, reason in swap.reasons.items() if name not in of_stages}
+    yield "", {name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages}
 
 
 def _reason_line(names: str, reason: str, places: Sequence[str]) -> str:
