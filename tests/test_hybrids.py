@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from views import summary
 
 from attnlens import hooks, models
 from attnlens.attention import attend, hybrids, route, weights
@@ -262,6 +263,25 @@ def test_attention_transfer_brings_learned_features_nearer(demo: models.Loaded) 
     assert after is not None
     assert after < 0.67 * before
     assert swap.fitted == ["key_weight", "query_weight"]
+    assert not any("random" in note for note in swap.notes)
+
+
+def test_what_no_text_was_read_for_is_not_called_fitted(demo: models.Loaded) -> None:
+    """The maps of learned features are random until they are trained; γ of their hybrid is fitted to text."""
+    asked = {"sequences": 2, "tokens": 32, "layers": [1], "generate": 0, "controls": False}
+    report = swap_kernel(demo, "learned-features:16", **asked)
+    random = "The maps of learned-features are random until --heal trains them."
+    assert report.swap.fitted == []
+    assert random in report.swap.notes
+    assert report.settings.calibration is None
+    assert "fitted" not in summary(report)
+    mixed = swap_kernel(demo, ["learned-features:16+hybrid:8", "elu+hybrid:8"], fit=True, **asked)
+    assert [swap.fitted for swap in mixed.swaps] == [["near_log_weight"], ["near_log_weight"]]
+    assert [random in swap.notes for swap in mixed.swaps] == [True, False]
+    assert summary(mixed).count("fitted per head: γ") == 2
+    bare = swap_kernel(demo, "elu+hybrid:8", **asked)
+    assert "γ, the weight of near keys, is 1 in every head; --fit chooses it." in bare.swap.notes
+    assert not any("--fit" in note for swap in mixed.swaps for note in swap.notes)
 
 
 def test_a_healed_hybrid_stands_beside_its_branches(healed: tuple[Swap, Path]) -> None:

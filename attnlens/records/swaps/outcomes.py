@@ -65,8 +65,8 @@ class BeyondWindow(Record):
     """
 
     window: int
-    """Keys that the window holds, the query's own included: the kernel's own, else that of its sink-window control, else
-    64; of several kernels the widest of these beyond which there are enough tokens."""
+    """Keys that the window holds, the query's own included: the kernel's own, else that of its sink-window control,
+    else 64; of several kernels the widest of these beyond which there are enough tokens."""
     tokens: int
     """How many such tokens there are."""
     change: Change

@@ -68,7 +68,8 @@ class TokenLosses:
         some = _rows(self.back, 0) > window
         if (count := self.count(window)) < FEWEST:
             back = counted(window, "token")
-            return f"{counted(count, 'token')} have their evidence more than {back} back, fewer than {FEWEST}"
+            have = "has its" if count == 1 else "have their"
+            return f"{counted(count, 'token')} {have} evidence more than {back} back, fewer than {FEWEST}"
         change, tokens = _change(_rows(self.before, torch.nan), _rows(self.after, torch.nan), some, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 

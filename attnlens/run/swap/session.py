@@ -165,18 +165,18 @@ class Swapping:
         return changed
 
     def _fit(self, candidate: Candidate) -> None:
-        """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
+        """A kernel that is nothing before a fit begins with it; for the others it is a stage."""
         kernel, needed = candidate.kernel, candidate.kernel.needs_fit
         if self.options.limit is not None:
             candidate.choice = self._chosen(candidate.last, self.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        if self.calibrated is None or not kernel.fits or not (needed or self.options.fit):
+        source = self.calibrated if kernel.fit_reads else self.evaluated.first()  # of which the shapes are read
+        if source is None or not kernel.fits or not (needed or self.options.fit):
             return
-        text = self.calibrated.some(MOST_FITTED) if kernel.fit_reads else self.calibrated.first()
-        tell = self._teller(f"fit {kernel.info.name}", text.sequences * passes(kernel))
-        fitted = fit(self.loaded, self.sites, candidate.last, text, tell, self.task, self.settings.seed)
-        candidate.stages["swapped" if needed else "fitted"] = fitted
+        text = source.some(MOST_FITTED)
+        how = self._teller(f"fit {kernel.info.name}", text.sequences * passes(kernel)), self.task, self.settings.seed
+        candidate.stages["swapped" if needed else "fitted"] = fit(self.loaded, self.sites, candidate.last, text, *how)
 
     def _chosen(self, swaps: hooks.Swaps, limit: Budget) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
