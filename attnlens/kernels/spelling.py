@@ -134,7 +134,7 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
         return
     if kernel.filter is not None:
         raise UsageError(
-            f"{words!r}: {kernel.tie} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
+            f"{words!r}: {kernel.tied_by} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
             "Leave one of them out.",
         )
     if kernel.signed or info.hard or info.form == "features":
