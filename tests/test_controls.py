@@ -20,8 +20,9 @@ from attnlens.hooks import Replacement
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.state import HeadShape, cached_numbers, kept_keys, sink_window, state_numbers
-from attnlens.records import Call, Control, Report, Site, Swap
+from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Report, Site, Swap
 from attnlens.run import swap_kernel
+from attnlens.run.outcomes import differences
 from attnlens.run.outcomes.positions import TokenLosses, evidence
 from attnlens.run.swap.controls.alternatives import alternatives
 from attnlens.run.swap.controls.spelled import spelled
@@ -323,6 +324,54 @@ def test_all_kernels_of_a_table_are_judged_on_the_same_tokens(report: Report, de
     assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in " ".join(told.split())
     alone = swap_kernel(demo, "elu", **READ | {"controls": False}).swap
     assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
+
+
+def test_a_legend_stands_where_any_row_has_its_column(report: Report) -> None:
+    none = {"agreement": None, "beyond_window": None}
+    first = report.swaps[0]
+    greedy = Agreement(
+        prompts=1, source="windows", prompt_tokens=8, tokens=4, until=[4], median=4, quartiles=(4, 4), never=1
+    )
+    controls = [one.model_copy(update={"agreement": greedy}) for one in first.controls]
+    stages = [stage.model_copy(update=none) for stage in first.stages]
+    bare = first.model_copy(update=none | {"stages": stages, "controls": controls})
+    for more in ([], [bare.model_copy(update={"kernel": "relu"})]):
+        told = " ".join(summary(report.model_copy(update={"swap": bare, "more_swaps": more})).split())
+        assert "greedy: tokens that generated texts have in common" in told
+        assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in told
+        assert "a filter and its kernel alone" not in told, "no such control is there"
+    assert "a filter and its kernel alone" in " ".join(summary(report).split())
+
+
+def test_windows_that_differ_are_named_row_by_row(report: Report) -> None:
+    """As in reports made before all kernels had the same."""
+    swaps = []
+    for window, swap in zip((4, 16, 16), report.swaps, strict=True):
+        controls = [one.model_copy(update={"beyond_window": beyond_of(one, window)}) for one in swap.controls]
+        swaps.append(swap.model_copy(update={"beyond_window": beyond_of(swap, window), "controls": controls}))
+    told = summary(report.model_copy(update={"swap": swaps[0], "more_swaps": swaps[1:]}))
+    assert told.count("(> 4)") == 4
+    assert "further back than the keys in brackets" in " ".join(told.split())
+    assert told.count("vs uniform") == 3 * summary(report).count("vs uniform"), "not shared"
+
+
+def beyond_of(row: Outcome, window: int) -> BeyondWindow | None:
+    return row.beyond_window and row.beyond_window.model_copy(update={"window": window})
+
+
+def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: models.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = differences.divergence
+    monkeypatch.setattr(differences, "divergence", lambda own, new: honest(own, new) - 1e-6)
+    swap = swap_kernel(demo, "exponential", **READ | {"sequences": 2, "controls": False}).swap
+    assert swap.kl == 0
+    assert swap.kl_ci95[0] == 0
+
+
+def test_one_window_gives_a_reason_once(demo: models.Loaded) -> None:
+    told = summary(swap_kernel(demo, "elu+hybrid:8", **READ | {"sequences": 1}))
+    assert " ".join(told.split()).count("one window has no spread") == 2, "below the table, and of all intervals"
+    assert "a hybrid's window and far part alone" in " ".join(told.split())
+    assert "(the far part alone)" in " ".join(told.split())
 
 
 def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: models.Loaded) -> None:

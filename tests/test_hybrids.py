@@ -24,6 +24,7 @@ from attnlens.run import swap_kernel
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.near_weights import NearShares
 from attnlens.run.swap.restored import load_swapped
+from attnlens.sections.reference.explanations import explanation
 from attnlens.texts import placeholder
 
 HEADS, DIM = 2, 4
@@ -264,6 +265,20 @@ def test_attention_transfer_brings_learned_features_nearer(demo: models.Loaded) 
     assert after < 0.67 * before
     assert swap.fitted == ["key_weight", "query_weight"]
     assert not any("random" in note for note in swap.notes)
+
+
+def test_errors_and_the_page_have_an_example_to_type() -> None:
+    with pytest.raises(UsageError, match="Write it like sink-hybrid:4,64;"):
+        parsed("elu+sink-hybrid:4")
+    with pytest.raises(UsageError, match=r"learned-features, as in elu\+hybrid:8"):
+        parsed("hybrid:8")
+    with pytest.raises(UsageError, match=r"learned-features\.$"):
+        parsed("rbf+hybrid:8")
+    for name, words in (("hybrid", "elu+hybrid:64"), ("sink-hybrid", "elu+sink-hybrid:4,64")):
+        page = dict(explanation(name).items)
+        assert page["command"] == f"swap-kernel --kernel {words} --fit"
+        assert parsed(words).near is not None
+        assert all(parsed(f"{far}+hybrid:8").near for far in page["kernels"].split(", "))
 
 
 def test_what_no_text_was_read_for_is_not_called_fitted(demo: models.Loaded) -> None:
