@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -341,6 +342,13 @@ def test_a_legend_stands_where_any_row_has_its_column(report: Report) -> None:
         assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in told
         assert "a filter and its kernel alone" not in told, "no such control is there"
     assert "a filter and its kernel alone" in " ".join(summary(report).split())
+
+
+def test_a_comparison_says_of_each_kernel_whether_its_size_costs_less(report: Report) -> None:
+    told = " ".join(summary(report).split())
+    assert re.search(r" elu \(\+\d+ %\): sink-window:4,4, of its size, costs less \(\+\d+ %\)\.", told)
+    assert "sink-window:4,12, of its size, costs" in told
+    assert told.count(", of its size, costs") == 2, "hard has no such control"
 
 
 def test_windows_that_differ_are_named_row_by_row(report: Report) -> None:

@@ -75,7 +75,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
 def _several(report: Report) -> Iterator[Section]:
     first = report.swaps[0]
     yield Section(lines=_said(effects.reach(report), _calibration(report)))
-    lines = _said(effects.ranking(report.swaps) or effects.verdict(first))
+    lines = _said(effects.ranking(report.swaps) or effects.verdict(first), *map(controls.beside_size, report.swaps))
     lines += _said(
         *(f"{clean(swap.kernel)}: {controls.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text)
     )

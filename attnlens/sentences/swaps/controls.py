@@ -69,6 +69,19 @@ def beside(swap: Swap) -> str:
     return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
 
 
+def beside_size(swap: Swap) -> str:
+    """`elu (+139 %): sink-window:4,4, of its size, costs less (+50 %).`; empty without that control."""
+    control = next((one for one in swap.controls if one.role == "same size" and one.perplexity is not None), None)
+    if control is None or control.loss is None or swap.loss is None or swap.perplexity is None:
+        return ""
+    less, more = _less(control.loss, swap.loss), _less(swap.loss, control.loss)
+    verdict = "costs less" if less else "costs more" if more else "costs neither less nor more beyond the intervals"
+    return (
+        f"{clean(swap.kernel)} ({rise_words(swap.loss)}): {clean(control.kernel or '')}, of its size, {verdict} "
+        f"({rise_words(control.loss)})."
+    )
+
+
 def _less(one: Change | None, other: Change) -> bool:
     """Whether its interval ends below the other's."""
     return one is not None and one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
