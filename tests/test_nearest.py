@@ -18,6 +18,7 @@ import attnlens
 from attnlens import hooks, texts
 from attnlens.attention import attend, weights
 from attnlens.errors import UsageError
+from attnlens.kernels import TIES as EVERY_TIE
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.nearest.fitted import NearestFit
 from attnlens.kernels.nearest.forms import factored, nearest_positive, nearest_symmetric, own_form
@@ -298,8 +299,12 @@ def test_a_report_names_the_oracle_an_analysis_and_the_fitted_form_a_model():
     report = swap_kernel(family("bert"), ["nearest:positive", "nearest:positive,oracle", "mercer"], **QUICK)
     model, analysis, tie = report.swaps
     assert analysis.kernel == "nearest:part=positive,how=oracle"
-    assert any("is an analysis (mercer)" in note for note in analysis.notes)
-    assert not any("is an analysis" in note for note in model.notes)
+    assert any(note.startswith("An analysis: ") for note in analysis.notes)
+    assert not any("nearest" in note for note in analysis.notes), "a kernel's name stands before its notes"
+    assert not any("analysis" in note for note in model.notes)
+    assert "N nearest to N₀" in model.formula
+    assert "N₀" not in analysis.formula, "no form is fitted"
+    assert analysis.formula.startswith(EVERY_TIE["mercer"].formula)
     assert (analysis.kl, analysis.hidden_cosine) == (tie.kl, tie.hidden_cosine)
     assert model.fitted == ["centre", "factor", "gate", "signs"]
     assert analysis.fitted == []
@@ -405,5 +410,7 @@ def test_the_program_runs_it_and_explains_it():
     page = " ".join(program("explain", "nearest").stdout.split())
     assert "(symmetric or positive or no-key or no-skew)" in page
     assert "(fitted or oracle)" in page
-    with pytest.raises(UsageError, match="mercer needs every pair of tokens"):
+    with pytest.raises(UsageError, match=r"^nearest:positive,oracle needs every pair of tokens") as refusal:
         swap_kernel("demo", "nearest:positive,oracle", **QUICK)
+    assert "leave out oracle" in refusal.value.remedy
+    assert "mercer" not in str(refusal.value)

@@ -322,6 +322,31 @@ def test_a_sweep_that_stops_lists_what_it_left_without_a_number():
         assert len(one.values) == len(fields["sweep"])
 
 
+@pytest.mark.parametrize("why", ["lacks", "diverged", "expected"])
+def test_a_sweep_of_all_heads_names_its_cause(why):
+    harm = drawn(3, 40)
+    measure = harm + 0.8 * drawn(103, 40)
+    some = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].tolist()
+    if why == "lacks":
+        measure[next(place for place in range(40) if place not in some)] = math.nan
+    if why == "diverged":  # of the heads drawn, which are swept first
+        harm[some[0]] = math.nan
+    alone, measures = planted(harm, {"planted": measure})
+
+    def sweep(units):
+        places = [alone.units.index(unit) for unit in units]
+        return Alone(list(units), alone.own, alone.changed[places], alone.sizes, alone.kept, alone.design, tested=False)
+
+    order = swept_in_order(alone.units, sweep, measures, 0)["prediction"].order
+    assert (order.measure, order.not_swept) == ("planted", [])
+    told = {
+        "lacks": "1 head lacks planted",
+        "diverged": "1 head diverged",
+        "expected": "were expected among the last ones left, more than 0.05",
+    }
+    assert {name: words in order.rule for name, words in told.items()} == {name: name == why for name in told}
+
+
 def test_a_sweep_in_order_gives_each_head_the_effect_of_a_full_one(demo, report):
     swap = swap_kernel(demo, "rbf", sweep="predicted", **READ).swap
     full = {(effect.layer, effect.head): effect.delta for effect in report.swap.sweep}

@@ -396,8 +396,8 @@ def test_a_model_without_a_tokenizer_is_saved_without_one(demo, tmp_path):
 @pytest.mark.slow
 def test_the_program_saves_and_says_where(tmp_path):
     words = ("--kernel", "rbf", "--sequences", "2", "--tokens", "16", "--no-progress", "--save", tmp_path / "model")
-    done = program("swap-kernel", *words)
+    done = program("swap-kernel", *words, "--json", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "model") in done.stderr
+    assert f"Wrote the changed model to {tmp_path / 'model'}, {tmp_path / 'a.json'}" in done.stderr
     load_swapped(tmp_path / "model").close()
     refused(program("swap-kernel", *words), "not an empty folder")

@@ -33,7 +33,7 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     rounding of its numbers' type (half precision: where it rounds to it). Rows that may see nothing are no such sum:
     uniform in row tiles and bands, zero elsewhere. Raises UsageError where no path can serve: see route.
     """
-    call, kernel = kernel.prepared(call)
+    call, kernel = _prepared(call, kernel)
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
@@ -44,7 +44,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks beside a signed kernel, for hidden pairs
     or sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
     """
-    call, kernel = kernel.prepared(call)
+    call, kernel = _prepared(call, kernel)
     _refuse(call, kernel)
     if kernel.info.form == "output":
         return "primal scores"
@@ -65,6 +65,13 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
         f"{kernel.spelling} has no fused path here: {reason}.",
         "Use --path auto or --path eager; both are exact.",
     )
+
+
+def _prepared(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
+    """The call and the kernel that are computed; an analysis is refused by the name that was typed, not by its tie."""
+    if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
+        refuse_hidden(call, kernel)
+    return kernel.prepared(call)
 
 
 def _refuse(call: Call, kernel: Kernel) -> None:

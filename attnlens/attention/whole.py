@@ -40,16 +40,18 @@ def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads quer
 
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError where the tie's parts are no property of the model: a mask hides pairs, or a sink competes."""
+    name = kernel.tied_by
     if call.sinks is not None:
         raise UsageError(
-            f"{kernel.tie} leaves query-only terms out, and this model's attention sinks compete with them.",
+            f"{name} leaves query-only terms out, and this model's attention sinks compete with them.",
             "Choose another kernel for this model.",
         )
     if _hides(call):
+        instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
         raise UsageError(
-            f"{kernel.tie} needs every pair of tokens, and a mask hides some here (causal, or a window): the parts of "
-            "log k are no property of such a head.",
-            "Choose the bidirectional sites: --part encoder, or --layers.",
+            f"{name} needs every pair of tokens, and a mask hides some here (causal, or a window): the parts of log k "
+            "are no property of such a head.",
+            f"Choose the bidirectional sites: --part encoder, or --layers{instead}.",
         )
 
 

@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from attnlens.sections.section import Document
 
 
-def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False) -> None:
+def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, saved: Sequence[str] = ()) -> None:
     """Write the data, show the tables, draw the pictures, and tell which files there are.
 
     What fails is told when the rest is done: raised as an AttnlensError, or as Exit where the reader of stdout left.
-    `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption.
+    `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption; `saved` is
+    told as written too.
     """
     from attnlens import export  # late, because it loads the records
 
     failures = Failures()
-    written: list[str] = []
+    written = [*saved]
     older = ""
     report = _naming_windows(outputs, report)
     try:

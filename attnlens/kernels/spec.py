@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -61,6 +62,8 @@ class Kernel:
     @cached_property
     def formula(self) -> str:
         """log k, with what its tie and filter make of it."""
+        if self.oracle and self.tie is not None:  # no form is fitted
+            return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         parts = [self.info.formula]
         if self.tie is not None:
             parts.append(f"{self.tie}: {TIES[self.tie].formula}")
@@ -80,6 +83,11 @@ class Kernel:
     def oracle(self) -> bool:
         """Whether it takes the evaluated text's own log k apart, by its tie: an analysis, and no model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
+
+    @property
+    def tied_by(self) -> str:
+        """What was typed to have its tie: the tie's name, or the analysis that has it (`nearest:positive,oracle`)."""
+        return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
     def needs_fit(self) -> bool:

@@ -12,6 +12,9 @@ from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifi
 from attnlens.kernels.spec import Kernel
 from attnlens.registry import KernelParameter, checked_name
 
+EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}
+"""Numbers of filters and hybrids for an example."""
+
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """The kernel that `words` spell: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
@@ -134,7 +137,7 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
         return
     if kernel.filter is not None:
         raise UsageError(
-            f"{words!r}: {kernel.tie} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
+            f"{words!r}: {kernel.tied_by} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
             "Leave one of them out.",
         )
     if kernel.signed or info.hard or info.form == "features":
@@ -172,15 +175,21 @@ def _refuse_hybrid(words: str, kernel: Kernel) -> None:
     info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
     if info.form != "features" or kernel.signed:
         what = "can be negative" if kernel.signed else "is no kernel of positive features"
+        alone = f", as in elu+{words}" if info.name not in words and other is None else ""
         raise UsageError(
             f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, and {info.name} {what}.",
-            "Choose learned-features, elu, relu or random-features.",
+            f"Choose {', '.join(far_kernels())}{alone}.",
         )
     if other is not None:
         raise UsageError(
             f"{words!r}: {kernel.near.modifier.name} has two kernels of its own, which {other} is not defined for.",
             f"Leave out {other}.",
         )
+
+
+def far_kernels() -> list[str]:
+    """The kernels that a hybrid can have beyond its window."""
+    return [info.name for info in kernels().values() if info.form == "features" and info.positive]
 
 
 def _how_many(parameters: Iterable[KernelParameter]) -> str:
@@ -195,8 +204,15 @@ def default_of(parameter: KernelParameter) -> str:
     return next((word for word, number in parameter.words if number == parameter.default), f"{parameter.default:g}")
 
 
+def example(name: str, parameters: Sequence[KernelParameter]) -> str:
+    """A filter or hybrid with numbers, `sink-window:4,64`."""
+    return f"{name}:{','.join(str(EXAMPLES[parameter.name]) for parameter in parameters)}"
+
+
 def _help(name: str, parameters: Sequence[KernelParameter]) -> str:
     if not parameters:
         return f"Write it as {name}."
+    if name in FILTERS or name in HYBRIDS:
+        return f"Write it like {example(name, parameters)}; `attnlens list kernels` explains it."
     shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
     return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."

@@ -99,7 +99,8 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     4 of them are first tokens, at most half; of a state without bound 4 beside 64. Where both directions are seen,
     |i − j| < w holds 2w − 1 keys: then one first token less, if need be, makes their number exact.
     """
-    keys = SINKS + WIDTH if state is None else max(1, int(state // shape.token))
+    keys = SINKS + WIDTH if state is None else int(state // shape.token)
+    assert keys  # noqa: S101  # whoever asks has a state of one token at least
     if keys >= shape.tokens:
         return None
     sinks = min(SINKS, keys // 2)

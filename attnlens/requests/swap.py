@@ -136,7 +136,8 @@ class SwapOptions:
     @property
     def calibrates(self) -> bool:
         """Whether calibration text is needed."""
-        return self.fit or self.heal is not None or any(kernel.needs_fit for kernel in self.kernels)
+        fitted = any(one.fits and one.fit_reads and (one.needs_fit or self.fit) for one in self.kernels)
+        return fitted or self.heal is not None
 
     @property
     def limit(self) -> Budget | None:

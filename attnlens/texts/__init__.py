@@ -6,7 +6,7 @@ from attnlens.texts.foreign import foreign_notes
 from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sequences import window_length
-from attnlens.texts.sources import Content, read_each, sample
+from attnlens.texts.sources import Content, read, read_each, sample
 from attnlens.texts.towers import plain_ids, standing_ids, towers
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "passages",
     "placeholder",
     "plain_ids",
+    "read",
     "read_each",
     "reads_noise",
     "reads_text",

@@ -38,6 +38,11 @@ class Content:
     """What this text was cut into last: a run cuts its texts several times."""
 
 
+def read(path: str) -> Content:
+    """That file, or standard input (`-`), which may be empty; raises TextError where it is no text that can be read."""
+    return Content(_decoded(_bytes_of(path), path), _name(path))
+
+
 def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
     """The texts of those files (`-` is standard input) under names of their own; none where no file is named.
 

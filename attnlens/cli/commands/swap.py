@@ -12,7 +12,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import guarded, interruptible_at_once, say
+from attnlens.cli.show import guarded, interruptible_at_once
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import named_model, working
 from attnlens.errors import UsageError
@@ -62,9 +62,8 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
             report, stopped = stop.report, True
         except run.UnsavedError as error:
             report, unsaved = error.report, error
-    if given["save"] is not None and unsaved is None and not outputs.quiet:
-        say(f"Saved the changed model to {given['save']}")
-    deliver(outputs, report, interrupted=stopped)
+    saved = [f"the changed model to {given['save']}"] if given["save"] is not None and unsaved is None else []
+    deliver(outputs, report, interrupted=stopped, saved=saved)
     if unsaved is not None:
         raise unsaved
     if given["strict"]:

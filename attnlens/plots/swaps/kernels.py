@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
 from attnlens.sentences.judged import distance, distance_ci95, effect_name
-from attnlens.sentences.swaps.controls import rise_interval, rise_words
+from attnlens.sentences.swaps.controls import is_hybrid, rise_interval, rise_words
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ ROLES: dict[ControlRole, str] = {
     "far part, healed": "its far part, healed",
 }
 """What they are, in a few words."""
+OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without filter": "far part alone"}
+"""The same of hybrids."""
 WIDE = 30.0
 """How many times as large as the smallest effect the largest must be for the axis to become logarithmic."""
 FINEST = 1e-3
@@ -80,8 +82,10 @@ def cost_of(control: Control) -> float | None:
 
 def legend_of(swaps: Sequence[Swap]) -> str:
     """What the grey marks are, in words; empty where there are none."""
-    there = dict.fromkeys(one.role for swap in swaps for one in swap.controls if cost_of(one) is not None)
-    told = ", ".join(f"{sign} {ROLES[role]}" for role, (_, sign) in MARKS.items() if role in there)
+    of = {swap.kernel: {one.role for one in swap.controls if cost_of(one) is not None} for swap in swaps}
+    there = {role for roles in of.values() for role in roles}
+    words = ROLES | (OF_HYBRIDS if all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel]) else {})
+    told = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in there)
     return f"grey: {told}" if told else ""
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Control, Outcome, Swap
 
-NAME = 26
+NAME = 30
 """Characters of a control's name."""
 BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
 

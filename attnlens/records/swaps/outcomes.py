@@ -65,7 +65,8 @@ class BeyondWindow(Record):
     """
 
     window: int
-    """Keys that the window holds, the query's own included: the kernel's own, or that of its sink-window control."""
+    """Keys that the window holds, the query's own included: the kernel's own, else that of its sink-window control,
+    else 64; of several kernels the widest of these beyond which there are enough tokens."""
     tokens: int
     """How many such tokens there are."""
     change: Change
@@ -161,6 +162,7 @@ class Control(Outcome):
     a filter, and of a hybrid, its two branches, `filter alone` with the model's own kernel, and `without filter`; of a
     healed hybrid `far part, healed`: its far kernel for all keys, with the maps and weights as trained."""
     kernel: str | None
-    """As it can be typed, of most sites where they differ; None where there is none, see `reasons`."""
+    """As it can be typed; where sites differ the range of each number (`sink-window:4,68–80 by layer`, `4,68–all` where
+    some keep all keys); None where there is none, see `reasons`."""
     state: Number | None = None
     """Numbers that a head keeps of a whole window's tokens, mean over sites."""

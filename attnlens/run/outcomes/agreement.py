@@ -58,17 +58,34 @@ class Continued:
     """The ids that end a text."""
 
 
-def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
-    """The first halves of evaluated windows, spread evenly over them, all of one length; or why there are none.
+def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Prompts | None) -> Prompts | str:
+    """The prompts given, else those of the windows; raises UsageError for some that the model can't continue."""
+    if given is None:
+        return of_windows(model, fed, task)
+    if why := _silent(model, fed, task):
+        why = "it does not predict the next token alone" if why == NOT_CAUSAL else why
+        raise UsageError(f"The model can't continue prompts: {why}.", "Leave out --prompts.")
+    return given
 
-    Of lines, of those that are no shorter than the middle one, half of that one's length.
-    """
+
+def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
+    """Why the model continues no text; empty where it does."""
     if task != "causal":
         return NOT_CAUSAL
     if set(fed[0].inputs) - TEXT:
         return "the model reads more than text"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return "the model keeps no key-value cache"
+    return ""
+
+
+def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
+    """The first halves of evaluated windows, spread evenly over them, all of one length; or why there are none.
+
+    Of lines, of those that are no shorter than the middle one, half of that one's length.
+    """
+    if why := _silent(model, fed, task):
+        return why
     rows = [row for one in fed for row in _rows(one)]
     middle = sorted(map(len, rows))[len(rows) // 2]
     long = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
@@ -85,11 +102,14 @@ def _rows(fed: Fed) -> list[Tensor]:
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     """The lines of a file, padded on the left.
 
-    Raises TextError where there are none, or one leaves no room in the model's context to continue it.
+    Raises TextError where there are none, or one leaves no room in the model's context to continue it, and UsageError
+    where the model has no tokenizer.
     """
     lines = [line for line in content.text.splitlines() if line.strip()]
-    if loaded.tokenizer is None or not lines:
+    if not lines:
         raise TextError(f"{content.name} holds no prompt.", "Give a file with one prompt a line.")
+    if loaded.tokenizer is None:
+        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out --prompts.")
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     most, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and most >= limit:

@@ -160,6 +160,7 @@ class Differences:
         losses, reasons = self._losses(seed, texts)
         top = self.agreeing / float(torch.cat(self.counts).sum())
         lone = {} if ends else {"kl_ci95": self._lone}
+        kl = max(kl, 0.0)  # a mean of rounding errors of either sign, where both are the same
         return losses | {"kl": kl, "kl_ci95": ends, "top1_agreement": top, "reasons": reasons | lone}
 
     def _states(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:

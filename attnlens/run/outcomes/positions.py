@@ -13,6 +13,7 @@ from attnlens.records import BeyondWindow, Change, PositionChange
 from attnlens.run.outcomes.paired import paired_change
 from attnlens.statistics import Design
 from attnlens.texts.targets import NOTHING
+from attnlens.wording import counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -58,11 +59,17 @@ class TokenLosses:
             found.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
         return found
 
+    def count(self, window: int) -> int:
+        """How many tokens have their evidence more than `window` tokens back."""
+        return sum(int((part > window).sum()) for part in self.back)
+
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
         """The change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
         some = _rows(self.back, 0) > window
-        if int(some.sum()) < FEWEST:
-            return f"{int(some.sum())} tokens have their evidence more than {window} tokens back, fewer than {FEWEST}"
+        if (count := self.count(window)) < FEWEST:
+            back = counted(window, "token")
+            have = "has its" if count == 1 else "have their"
+            return f"{counted(count, 'token')} {have} evidence more than {back} back, fewer than {FEWEST}"
         change, tokens = _change(_rows(self.before, torch.nan), _rows(self.after, torch.nan), some, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, texts
 from attnlens.kernels import Kernel
+from attnlens.kernels.modifiers import NEAR_WEIGHT
 from attnlens.kernels.state import HeadShape
 from attnlens.records import Control, Healing, ModelInfo, Pair, Settings, Site, Stage, Swap
 from attnlens.requests.swap import SwapOptions
@@ -56,10 +57,17 @@ class Candidate:
         """The swap at the last stage."""
         return list(self.stages.values())[-1]
 
+    @property
+    def fitted(self) -> list[str]:
+        """The parameters that were chosen per head from text: not those at their random start."""
+        kernel = next(iter(self.last.values())).kernel
+        start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
+        return sorted(set(kernel.fitted) - start)
+
     def weigh(self, shapes: Mapping[Site, HeadShape]) -> None:
         """Find its state, and the controls of that size."""
         self.controls, self.state = alternatives(self.last, shapes), mean_state(self.last, shapes)
-        self.window = window_beyond(self.last, self.controls)
+        self.window = window_beyond(self.last, self.controls, shapes)
 
     def outcomes(self, seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The fields of an Outcome at each stage; `names` are those of the texts."""
@@ -89,7 +97,7 @@ class Candidate:
             formula=kernel.formula,
             formula_of="output" if kernel.info.form == "output" else "log k",
             parameters=dict(kernel.parameters) if self.choice is None else {},
-            fitted=sorted(next(iter(self.last.values())).kernel.fitted),
+            fitted=self.fitted,
             sites=local.sites,
             **gates | last | {"reasons": reasons | last["reasons"]},
             off_simplex=mean_of(site.off_simplex for site in local.sites),
@@ -117,12 +125,22 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate:
     if shared:
         share = f"{100 * shared:.2g} % of the evaluated tokens"
         notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
-    info = candidate.kernel.info
-    if options.fit and candidate.kernel.needs_fit:
-        notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
+    notes += _unchosen(options, candidate)
     if options.sweep and options.heal is not None:
         notes.append("The sweep shows the heads and layers as they are before healing.")
     if any(control.swaps for control in candidate.controls) and options.heal is not None:
         but = ", but for the healed far part" if any(control.weights for control in candidate.controls) else ""
         notes.append(f"Controls are of the model as it is before healing{but}.")
     return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]
+
+
+def _unchosen(options: SwapOptions, candidate: Candidate) -> list[str]:
+    """Which parameters stand as they were before any text was read, and what --fit adds."""
+    kernel, info, notes = candidate.kernel, candidate.kernel.info, []
+    if options.fit and kernel.needs_fit and info.fit_reads:
+        notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
+    if options.heal is None and kernel.needs_fit and not info.fit_reads:
+        notes.append(f"The maps of {info.name} are random until --heal trains them.")
+    if options.heal is None and kernel.near is not None and NEAR_WEIGHT not in candidate.fitted:
+        notes.append("γ, the weight of near keys, is 1 in every head; --fit chooses it.")
+    return notes

@@ -18,7 +18,7 @@ from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.healing import Amount
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
-from attnlens.run.outcomes.agreement import of_file
+from attnlens.run.outcomes.agreement import of_file, prompts_of
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.saved import UnsavedError
@@ -49,16 +49,16 @@ def swap_kernel(
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(reading.files(given))
     others = texts.read_each(options.calibration)
-    lines = texts.read_each([] if options.prompts is None else [options.prompts])
+    lines = None if options.prompts is None else texts.read(options.prompts)
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     _refuse_same(contents, others)
-    prompts = [of_file(loaded, content) for content in lines]
+    prompts = None if lines is None else of_file(loaded, lines)
     cut = feeding.cut_of(asked, given)
     work = _prepared(loaded, options, asked, contents, others, cut, progress)
-    work.prompts = next(iter(prompts), None)
+    work.prompts = prompts_of(loaded.model, work.fed, work.task, prompts) if options.generate else work.prompts
     return _reported(work, start)
 
 

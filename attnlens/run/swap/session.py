@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from attnlens import hooks, models, texts
 from attnlens.arguments import Budget
+from attnlens.choices import Route
 from attnlens.errors import OutputError
 from attnlens.kernels import Kernel
 from attnlens.kernels.state import HeadShape
@@ -19,7 +21,7 @@ from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.initialised import predictions, refuse_initialised
-from attnlens.run.outcomes.agreement import Prompts, agreements, of_windows
+from attnlens.run.outcomes.agreement import Prompts, agreements
 from attnlens.run.outcomes.differences import Differences, Variant, compare
 from attnlens.run.outcomes.outputs import run, tokens_in
 from attnlens.run.outcomes.windows import windows_of
@@ -65,8 +67,8 @@ class Swapping:
     samples: tuple[Sample, ...]
     """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
     progress: Progress
-    prompts: Prompts | None = None
-    """What is continued greedily; None: evaluated windows."""
+    prompts: Prompts | str = "nothing is generated"
+    """What is continued greedily, or why nothing is."""
     shared: float = 0.0
     """Share of the evaluated tokens that stand in the calibration text too."""
     sites: tuple[Site, ...] = ()
@@ -153,29 +155,28 @@ class Swapping:
     def _swaps(self, kernel: Kernel) -> hooks.Swaps:
         return {site: hooks.Replacement(kernel, heads) for site, heads in self.chosen.items()}
 
-    def _variant(self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None) -> Variant:
+    def _variant(self, swaps: hooks.Swaps, weights: measuring.Weights = None, path: Route | None = None) -> Variant:
         @contextmanager
         def changed() -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(changed_weights(self.loaded.model, weights or {}))
-                stack.enter_context(hooks.replace(self.loaded.model, self.sites, swaps, self.options.path))
+            replaced = hooks.replace(self.loaded.model, self.sites, swaps, path or self.options.path)
+            with changed_weights(self.loaded.model, weights or {}), replaced:
                 yield
 
         return changed
 
     def _fit(self, candidate: Candidate) -> None:
-        """A kernel that is nothing without calibration text begins with it; for the others it is a stage."""
+        """A kernel that is nothing before a fit begins with it; for the others it is a stage."""
         kernel, needed = candidate.kernel, candidate.kernel.needs_fit
         if self.options.limit is not None:
             candidate.choice = self._chosen(candidate.last, self.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        if self.calibrated is None or not kernel.fits or not (needed or self.options.fit):
+        source = self.calibrated if kernel.fit_reads else self.evaluated.first()  # of which the shapes are read
+        if source is None or not kernel.fits or not (needed or self.options.fit):
             return
-        text = self.calibrated.some(MOST_FITTED) if kernel.fit_reads else self.calibrated.first()
-        tell = self._teller(f"fit {kernel.info.name}", text.sequences * passes(kernel))
-        fitted = fit(self.loaded, self.sites, candidate.last, text, tell, self.task, self.settings.seed)
-        candidate.stages["swapped" if needed else "fitted"] = fitted
+        text = source.some(MOST_FITTED)
+        how = self._teller(f"fit {kernel.info.name}", text.sequences * passes(kernel)), self.task, self.settings.seed
+        candidate.stages["swapped" if needed else "fitted"] = fit(self.loaded, self.sites, candidate.last, text, *how)
 
     def _chosen(self, swaps: hooks.Swaps, limit: Budget) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
@@ -207,10 +208,9 @@ class Swapping:
 
     def _generate(self, candidates: list[Candidate]) -> None:
         """For how long greedy continuations are the original's, of every stage and control."""
-        every = measuring.variants(candidates, self._variant)
-        prompts = self.prompts or of_windows(self.loaded.model, self.fed, self.task)
+        every = measuring.variants(candidates, partial(self._variant, path=measuring.EXACT))
         tell = self._teller("generate", len(every) + 1)
-        found, notes = agreements(self.loaded.model, prompts, self.options.generate, every, tell)
+        found, notes = agreements(self.loaded.model, self.prompts, self.options.generate, every, tell)
         measuring.keep_agreements(candidates, found)
         self._note(notes)
 

@@ -74,8 +74,8 @@ class Local:
             )
         if kernel.oracle:
             notes.append(
-                f"{kernel.spelling} is an analysis ({kernel.tie}): the parts are those of the evaluated text's own "
-                "logits, each sequence seen as a whole. No model computes them."
+                "An analysis: the parts that are kept are those of the evaluated text's own logits, each sequence seen "
+                "as a whole. No model computes them."
             )
         elif kernel.info.caution:
             notes.append(kernel.info.caution)

@@ -146,10 +146,10 @@ def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
         apart = apart.reshape(texts.sequences_in(fed.inputs), -1)  # of images cut into windows, or in one row
         mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
         mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
-        return ((apart * mask).sum(1) / mask.sum(1)).cpu()
+        return ((apart * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # below 0 is rounding
     targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
     if fed.noise:
-        return sequence_means(divergence(own, new), targets != NOTHING)[0]
+        return sequence_means(divergence(own, new), targets != NOTHING)[0].clamp_min(0)
     return sequence_losses(new, targets)[0]
 
 

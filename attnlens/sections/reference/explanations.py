@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
+from attnlens.kernels.spelling import example, far_kernels
 from attnlens.registry import (
     Analyzer,
     Gathering,
@@ -160,10 +161,20 @@ def _modifier(kind: str, modifier: Modifier) -> Section:
         {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
         "parameters": "; ".join(told_parameters(modifier.parameters)),
         "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
+        **(_of_hybrid(modifier) if kind == "hybrid" else {}),
         "caution": modifier.caution,
         "source": modifier.source,
     }
     return _page(modifier.name, modifier.meaning, facts)
+
+
+def _of_hybrid(modifier: Modifier) -> dict[str, str]:
+    """With which kernels it goes, what a fit chooses, and an example."""
+    return {
+        "kernels": ", ".join(far_kernels()),
+        "fit": "--fit: γ of each head, at which near keys have as large a share of the weights as in the model itself",
+        "command": f"swap-kernel --kernel elu+{example(modifier.name, modifier.parameters)} --fit",
+    }
 
 
 def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:

@@ -116,7 +116,8 @@ def fitted(info: KernelInfo) -> str:
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").splitlines()[0]
-    return f"{'must be fitted' if info.needs_fit else '--fit'}: {first.partition(':')[0]}"
+    how = "must be fitted" if info.needs_fit else "--fit"
+    return f"{how if info.fit_reads else 'trained by --heal'}: {first.partition(':')[0]}"
 
 
 def _modifier(kind: str, modifier: Modifier) -> str:

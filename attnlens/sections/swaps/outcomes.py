@@ -142,13 +142,18 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
 
 
 def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """Each kernel, what stands beside it alone, and at the end what stands beside all; each under its name."""
+    """Each kernel, what stands beside it alone, and at the end what stands beside all; each under its name.
+
+    Where kernels differ in the window beyond which tokens are looked at, nothing stands beside all.
+    """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
+    windows = {one.beyond_window.window for swap in swaps for one in measured(swap) if one.beyond_window is not None}
     for swap in swaps:
         rows.append((_named(swap), swap))
         for control in measured(swap):
-            if control.role in SHARED:
+            # a report of several windows has the rows of each beside its kernel
+            if control.role in SHARED and len(windows) < 2:
                 shared.setdefault(_beside(control), control)
             else:
                 rows.append((_beside(control), control))
@@ -216,11 +221,15 @@ RISES: Cells = (
 
 
 def _placed(rows: Sequence[Outcome]) -> Cells:
-    """What is lost beyond a window, and for how many tokens generated texts are the original's."""
-    decimals = loss_decimals([row.beyond_window.change for row in rows if row.beyond_window is not None])
+    """What is lost beyond a window, named where rows differ in it, and for how long texts are the original's."""
+    there = [row.beyond_window for row in rows if row.beyond_window is not None]
+    decimals = loss_decimals([one.change for one in there])
+    several = len({one.window for one in there}) > 1
 
     def beyond(found: Outcome) -> str:
-        return _delta(found.beyond_window.change if found.beyond_window else None, decimals)
+        one = found.beyond_window
+        window = f" (> {one.window})" if several and one is not None else ""
+        return _delta(one.change if one else None, decimals) + window
 
     return ("Δ beyond", beyond), ("greedy", lambda found: agreed(found.agreement) or NO_VALUE)
 

@@ -75,7 +75,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
 def _several(report: Report) -> Iterator[Section]:
     first = report.swaps[0]
     yield Section(lines=_said(effects.reach(report), _calibration(report)))
-    lines = _said(effects.ranking(report.swaps) or effects.verdict(first))
+    lines = _said(effects.ranking(report.swaps) or effects.verdict(first), *map(controls.beside_size, report.swaps))
     lines += _said(
         *(f"{clean(swap.kernel)}: {controls.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text)
     )
@@ -136,16 +136,11 @@ def _reading_help(swap: Swap, report: Report) -> str:
 
 def _beside_help(swaps: Sequence[Swap]) -> str:
     """What the rows of controls and the columns of places and generated tokens are."""
-    told = ""
-    if any(map(measured, swaps)):
-        told += (
-            f" {BESIDE}: controls, the same heads without training: a sink-window that keeps as much as the kernel "
-            "(64 tokens and the first 4 where it keeps all), one key (hard), all alike (uniform), and a filter and its "
-            "kernel alone."
-        )
-    if any(swap.beyond_window for swap in swaps):
-        told += " Δ beyond: of the tokens whose evidence no such window holds."
-    if any(swap.agreement for swap in swaps):
+    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
+    beside, beyond = controls.legend(swaps), controls.beyond_legend(rows)
+    told = f" {BESIDE}: {beside}" if beside else ""
+    told += f" {beyond}" if beyond else ""
+    if any(row.agreement for row in rows):
         told += " greedy: tokens that generated texts have in common with the original's, median."
     return told
 

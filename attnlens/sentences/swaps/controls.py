@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from attnlens.kernels import HYBRIDS
 from attnlens.records import Agreement, Change, Control, Outcome, Swap
-from attnlens.wording import clean, counted, decimals_for, written
+from attnlens.wording import clean, counted, decimals_for, listed, written
+
+LEGEND = {
+    "same size": "a sink-window that keeps as much as the kernel (64 tokens and the first 4 where it keeps all)",
+    "one key": "one key (hard)",
+    "floor": "all keys alike (uniform)",
+}
+"""What the controls of any kernel are."""
 
 
 def rise(loss: Change) -> float:
@@ -50,7 +58,8 @@ def beside(swap: Swap) -> str:
     """What the sink-window and the kernel's branches cost beside it, and the floor; empty without controls."""
     if swap.loss is None or swap.diverged:
         return ""
-    told = [(one, _named(one)) for one in swap.controls if one.loss is not None and one.perplexity is not None]
+    there = [one for one in swap.controls if one.loss is not None and one.perplexity is not None]
+    told = [(one, _named(one, hybrid=is_hybrid(swap))) for one in there]
     costs = ", ".join(f"{name} {rise_words(one.loss)}" for one, name in told if one.loss is not None)
     if not costs:
         return ""
@@ -60,20 +69,50 @@ def beside(swap: Swap) -> str:
     return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
 
 
+def beside_size(swap: Swap) -> str:
+    """`elu (+139 %): sink-window:4,4, of its size, costs less (+50 %).`; empty without that control."""
+    control = next((one for one in swap.controls if one.role == "same size" and one.perplexity is not None), None)
+    if control is None or control.loss is None or swap.loss is None or swap.perplexity is None:
+        return ""
+    less, more = _less(control.loss, swap.loss), _less(swap.loss, control.loss)
+    verdict = "costs less" if less else "costs more" if more else "costs neither less nor more beyond the intervals"
+    return (
+        f"{clean(swap.kernel)} ({rise_words(swap.loss)}): {clean(control.kernel or '')}, of its size, {verdict} "
+        f"({rise_words(control.loss)})."
+    )
+
+
 def _less(one: Change | None, other: Change) -> bool:
     """Whether its interval ends below the other's."""
     return one is not None and one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
 
 
-def _named(control: Control) -> str:
+def _named(control: Control, *, hybrid: bool) -> str:
     """The control's spelling, and what it is there for."""
     what = {
         "floor": " (the floor)",
-        "filter alone": " (the filter alone)",
-        "without filter": " (without the filter)",
+        "filter alone": " (the window alone)" if hybrid else " (the filter alone)",
+        "without filter": " (the far part alone)" if hybrid else " (without the filter)",
         "far part, healed": " (the far part alone, healed)",
     }
     return f"{clean(control.kernel or '')}{what.get(control.role, '')}"
+
+
+def is_hybrid(swap: Swap) -> bool:
+    """Whether its kernel has the model's own among near keys, and features beyond them."""
+    return any(part.partition(":")[0] in HYBRIDS for part in swap.kernel.split("+"))
+
+
+def legend(swaps: Sequence[Swap]) -> str:
+    """What the controls beside these kernels are; empty where there are none."""
+    every = [(swap, one.role) for swap in swaps for one in swap.controls if one.kernel is not None]
+    roles = {role for _, role in every}
+    told = [words for role, words in LEGEND.items() if role in roles]
+    parted = {is_hybrid(swap) for swap, role in every if role == "filter alone"}
+    told += ["a filter and its kernel alone"] * (False in parted)
+    told += ["a hybrid's window and far part alone"] * (True in parted)
+    told += ["its far part alone as it was healed"] * ("far part, healed" in roles)
+    return f"controls, the same heads without training: {listed(told)}." if told else ""
 
 
 def worst_text(swap: Swap) -> str:
@@ -103,7 +142,7 @@ def beyond(swap: Swap) -> str:
     if (found := swap.beyond_window) is not None:
         told.append(
             f"On the {counted(found.tokens, 'token')} whose pair with the token before stood last more than "
-            f"{found.window} tokens back the loss changes by {_bounded(found.change)}."
+            f"{counted(found.window, 'token')} back the loss changes by {_bounded(found.change)}."
         )
     if len(swap.loss_by_position) > 1:
         first, last = swap.loss_by_position[0], swap.loss_by_position[-1]
@@ -122,6 +161,16 @@ def _bounded(change: Change) -> str:
     return f"{written(change.delta, decimals)} ({written(change.ci95[0], decimals)} to " + (
         f"{written(change.ci95[1], decimals)})"
     )
+
+
+def beyond_legend(rows: Sequence[Outcome]) -> str:
+    """Of which tokens the losses beyond a window are; empty where there are none."""
+    windows = sorted({row.beyond_window.window for row in rows if row.beyond_window is not None})
+    if not windows:
+        return ""
+    if len(windows) > 1:
+        return "Δ beyond: of the tokens whose evidence lies further back than the keys in brackets."
+    return f"Δ beyond: of the tokens whose evidence lies more than {counted(windows[0], 'token')} back."
 
 
 def greedy(swap: Swap) -> str:

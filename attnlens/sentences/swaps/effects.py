@@ -26,6 +26,16 @@ WORDS = {
 }
 """Fields of a Swap whose name in words is not their own."""
 
+PARAMETERS = {
+    "near_log_weight": "γ",
+    "query_weight": "map of queries",
+    "key_weight": "map of keys",
+    "centre": "mean ū",
+    "factor": "form N",
+    "signs": "form N",
+    "gate": "gates",
+}
+"""Fitted parameters whose name in words is not their own."""
 TRIFLE = 5e-4
 """Share off the simplex below which a signed kernel is as good as positive."""
 
@@ -122,7 +132,8 @@ def kernel(swap: Swap) -> str:
 
 def formula(swap: Swap) -> str:
     """`log k = …`, and which parameters were fitted."""
-    fitted = f"; fitted per head: {listed(swap.fitted)}" if swap.fitted else ""
+    names = dict.fromkeys(PARAMETERS.get(name, name.replace("_", " ")) for name in swap.fitted)
+    fitted = f"; fitted per head: {listed(names)}" if names else ""
     left = "" if swap.formula_of == "output" else "log k = "
     return f"{left}{clean(swap.formula)}{fitted}"
 
@@ -254,7 +265,7 @@ def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:
     for stage in swap.stages:
         yield stage.name if several else "", stage.reasons
         of_stages |= set(Stage.model_fields)
-    yield "", {name: reason for name, reason in swap.reasons.items() if name not in of_stages}
+    yield "", {name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages}
 
 
 def _reason_line(names: str, reason: str, places: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -16,10 +15,12 @@ from attnlens.choices import ControlRole
 from attnlens.errors import UsageError
 from attnlens.hooks import OWN, Reached
 from attnlens.kernels import Kernel, parsed
-from attnlens.kernels.state import FLOOR, ONE_KEY, HeadShape, branches, sink_window, state_numbers
+from attnlens.kernels.state import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
 from attnlens.models import Loaded
 from attnlens.records import Control, Site
 from attnlens.run.outcomes.differences import Differences, Variant
+from attnlens.run.outcomes.positions import FEWEST, TokenLosses
+from attnlens.run.swap.controls.spelled import spelled
 
 CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
 WHOLE = "{what} holds all {tokens} keys: it is the model itself"
@@ -52,9 +53,8 @@ class Alternative:
 
     @property
     def spelling(self) -> str | None:
-        """The kernel of most sites."""
-        counted = Counter(swap.kernel.spelling for swap in self.swaps.values())
-        return counted.most_common(1)[0][0] if counted else None
+        """Its kernel; where sites have windows of different widths, the range of them."""
+        return spelled(swap.kernel for swap in self.swaps.values()) or None
 
     def refuse(self, loaded: Loaded, inputs: Mapping[str, Tensor], variant: Callable[[hooks.Swaps], Variant]) -> None:
         """Leave it out, with the reason, where a site refuses its kernel."""
@@ -127,15 +127,27 @@ def healed_far_part(
     return found
 
 
-def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative]) -> int | str:
-    """How many keys the kernel's own window holds, or that of its sink-window; or why there is no such number."""
+def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative], shapes: Mapping[Site, HeadShape]) -> int | str:
+    """How many keys the kernel's own window holds, or its sink-window's, or 64; or why there is no such number."""
     control = next((one for one in found if one.role == "same size"), None)
     for some in (swaps, {} if control is None else control.swaps):
         filters = [one for swap in some.values() if (one := swap.kernel.filter or swap.kernel.near)]
         widths = [one.parameters["width"] for one in filters if "width" in one.parameters]
         if widths:
             return max(widths)
-    return "the kernel has no window" if control is None else control.reason
+    if any(site.part == "cross" for site in swaps):
+        return CROSSING
+    tokens = max(shapes[site].tokens for site in swaps)
+    return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
+
+
+def one_window(windows: Sequence[int | str], losses: TokenLosses) -> list[int | str]:
+    """The same window for all kernels, so that their rows are of the same tokens: the widest with enough tokens beyond.
+
+    Where too few are beyond any of them, each keeps its own, or its reason.
+    """
+    widest = max((one for one in windows if isinstance(one, int) and losses.count(one) >= FEWEST), default=None)
+    return list(windows) if widest is None else [widest] * len(windows)
 
 
 def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
@@ -144,7 +156,10 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
         return Alternative("same size", {}, reason=CROSSING)
     found: dict[Site, hooks.Replacement] = {}
     for site, swap in swaps.items():
-        state = state_numbers(swap.kernel, shapes[site])
+        state, token = state_numbers(swap.kernel, shapes[site]), shapes[site].token
+        if state is not None and state < token:
+            why = f"a state of {state:,.0f} numbers holds no key and its value, which are {token}"
+            return Alternative("same size", {}, mean_state(swaps, shapes), why)
         kernel = sink_window(state, shapes[site])
         found[site] = hooks.Replacement(kernel or OWN, swap.heads)
     if all(swap.kernel.filter is None for swap in found.values()):

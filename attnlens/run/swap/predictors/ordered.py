@@ -46,7 +46,11 @@ class SweepSearch:
     left: tuple[int, ...] = ()
     """Places of the heads not swept, in the order in which they would have come."""
     expected: float = math.nan
-    """Expected number of the most harmful among them."""
+    """Expected number of the most harmful among those left at the last look; ∞ where that can't be told."""
+    diverged: int = 0
+    """How many heads had diverged by then, so that no harm is known of them."""
+    lacking: int = 0
+    """How many heads lack the measure that orders them."""
 
 
 def ordered(
@@ -77,15 +81,14 @@ def ordered(
     rho = rank_correlation(measures[best, swept], harm, draws=2).value
     score = math.copysign(1.0, rho) * measures[best]
     rest.sort(key=lambda place: -math.inf if math.isnan(score[place]) else -float(score[place]))
-    expected = math.inf
+    expected, diverged, lacking = math.inf, 0, int(score[swept + rest].isnan().sum())
     step = max(4, -(-heads // STEPS))
     while rest:
-        unknown = bool(harm.isnan().any()) or bool(score[swept + rest].isnan().any())
-        expected = math.inf if unknown else expected_above(score[swept], harm, score[rest], most)
+        diverged = int(harm.isnan().sum())
+        expected = math.inf if diverged or lacking else expected_above(score[swept], harm, score[rest], most)
         if expected <= MISSED:
             break
         some, rest = rest[:step], rest[step:]
         harm = torch.cat([harm, harm_of(some)])
         swept = swept + some
-    last = expected if rest else math.nan
-    return SweepSearch(swept, first, most, best, rho, p_value, tuple(rest), last)
+    return SweepSearch(swept, first, most, best, rho, p_value, tuple(rest), expected, diverged, lacking)

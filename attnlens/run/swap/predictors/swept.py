@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from attnlens.run.swap.predictors.ordered import LEVEL, MISSED, SweepSearch, ord
 from attnlens.run.swap.predictors.readings import SweptMeasures
 from attnlens.run.swap.sweep import Alone, Unit
 from attnlens.statistics.remaining import FREEDOM
+from attnlens.wording import counted
 
 SweepSome = Callable[[Sequence[Unit]], Alone]
 """Swaps each of some heads alone."""
@@ -90,9 +92,22 @@ def _rule(search: SweepSearch, named: str | None, heads: int) -> str:
         )
     if named is None:
         return f"All heads were swept: the {search.drawn} drawn at random have no harm that differs between them."
+    return _whole(search, named, most)
+
+
+def _whole(search: SweepSearch, named: str, most: str) -> str:
+    """Why a sweep in the order of a measure went on to the end."""
+    if search.lacking:
+        heads_lack = f"{counted(search.lacking, 'head')} {'lacks' if search.lacking == 1 else 'lack'}"
+        return f"All heads were swept: {heads_lack} {named}, the measure that would order them."
+    if search.diverged:
+        lost = counted(search.diverged, "head")
+        return f"All heads were swept: {lost} diverged, so that it can't be told how harmful those left are."
+    if math.isinf(search.expected):
+        return "All heads were swept: the harms so far do not say how harmful those left are."
     return (
-        f"All heads were swept: in the order of {named} more than {MISSED} of {most} were expected among those left, "
-        "or a head diverged."
+        f"All heads were swept: in the order of {named} {search.expected:.2g} of {most} were expected among the last "
+        f"ones left, more than {MISSED}."
     )
 
 
