@@ -25,7 +25,7 @@ from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import calibration, savings
 from attnlens.run.swap.ranks import search as room
 from attnlens.run.swap.ranks.bases import bases
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
@@ -495,9 +495,9 @@ def test_savings_of_a_latent_that_key_heads_share_are_those_counted_by_hand():
         return costs(tiny_sizes(**changed), LatentSizes(heads=6, keys=3, rank=7, before=before))
 
     folded, rotated, before = three(), three(folds=False), three(folds=False, before=True)
-    # W_Q A of six heads, with its bias, and one W_K B; each head's query meets the latent
-    assert folded.parameters == 6 * (12 * 7 + 7) + 12 * 7
-    assert folded.flops == 2 * (6 * 12 * 7 + 12 * 7) + 2 * 7 * 6 * 6.5
+    # W_Q of six heads with its bias, A of 4 × 7 for each key head, and one W_K B; each head's query meets the latent
+    assert folded.parameters == 6 * (12 * 4 + 4) + 3 * 4 * 7 + 12 * 7
+    assert folded.flops == 2 * (6 * (12 * 4 + 4 * 7) + 12 * 7) + 2 * 7 * 6 * 6.5
     # A and B of 4 × 7 for each key head beside W_Q and W_K
     assert rotated.parameters == 6 * (12 * 4 + 4) + 3 * 12 * 4 + 2 * 3 * 4 * 7
     assert rotated.flops == 2 * (6 * (12 * 4 + 4 * 7) + 3 * (12 * 4 + 4 * 7)) + 2 * 7 * 6 * 6.5
@@ -506,6 +506,18 @@ def test_savings_of_a_latent_that_key_heads_share_are_those_counted_by_hand():
     assert before.flops == 2 * (6 * 12 * 4 + 12 * 7 + 7 * 12) + 2 * 4 * 6 * 6.5
     assert before.rebuilding == 2 * 7 * 12
     assert {found.cache for found in (folded, rotated, before)} == {(7 + 3 * 5) * 2}
+
+
+@pytest.mark.parametrize("rank", [2, 4, 5, 6, 7, 11])
+def test_queries_are_made_in_the_cheaper_way(rank):
+    """W_Q A of 12 × r for each of six heads, or W_Q of 12 × 4 and A of 4 × r; of 6 both take as many operations."""
+    found = costs(tiny_sizes(), LatentSizes(heads=6, keys=3, rank=rank))
+    folded, kept = 12 * rank, 12 * 4 + 4 * rank
+    assert found.flops == 2 * (6 * min(folded, kept) + 12 * rank) + 2 * rank * 6 * 6.5
+    numbers = (6 * (folded + rank), 6 * (12 * 4 + 4) + 3 * 4 * rank)
+    assert found.parameters - 12 * rank == (numbers[0] if folded < kept else min(numbers) if rank == 6 else numbers[1])
+    alone = costs(tiny_sizes(), LatentSizes(heads=2, keys=1, rank=3))
+    assert alone.parameters == 2 * 39 + 36, "a latent of one head is narrower than it: maps fold"
 
 
 @pytest.mark.parametrize(
@@ -578,6 +590,41 @@ def test_operations_break_even_at_the_length_told():
     assert length == pytest.approx((4 * 2 * 30 + 4 * 2 * 70) / (3 * 2 * (7 + 3)))
     assert operations(length) == pytest.approx(0)
     assert operations(length / 2) > 0 > operations(2 * length)
+
+
+@pytest.mark.parametrize(
+    ("form", "rank", "says"),
+    [
+        ("group=1", 5, None),
+        ("group=all", 4, None),
+        ("group=all", 24, "operations fall only while a query sees fewer than"),
+        ("group=all", 120, "operations do not fall"),
+        ("group=all,rotation=before", 24, None),
+    ],
+)
+def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, form, rank, says):
+    """Counted at few and at many keys: `demo` rotates nothing, so that its maps fold."""
+    keys = 1 if form == "group=1" else 8
+    size = replace(tiny_sizes(), query_width=128, key_width=128, head_dim=16)
+    found, latent = {None: size}, LatentSizes(heads=keys, keys=keys, rank=rank, before="before" in form)
+
+    def falls(seen):
+        sized = replace(size, keys_seen=seen)
+        return costs(sized, latent).flops < costs(sized, replace(latent, rank=16 * keys)).flops
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(savings, "_latents", lambda _choice, _site: [latent])
+        reason, length = savings.no_break_even(None, found), break_even(None, found)
+    assert length is None
+    assert (reason is None) == (says is None)
+    assert falls(1e9) == (says is None and not latent.before) or latent.before
+    if says is not None:
+        assert reason.startswith(says)
+        assert falls(0) == ("only while" in says)
+        if "only while" in says:
+            edge = float(reason.split("fewer than ")[1].split(" keys")[0].replace(",", ""))
+            assert falls(edge - 1)
+            assert not falls(edge + 1)
 
 
 # --- files, tables, pictures ------------------------------------------------------------------------------------------
