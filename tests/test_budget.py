@@ -23,6 +23,7 @@ from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
+from attnlens.plots.swaps.panels import _kept
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration, savings
@@ -31,7 +32,7 @@ from attnlens.run.swap.ranks.bases import bases
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import break_even, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, levels, sensitivities
-from attnlens.sections.swaps.tables import plan_rows
+from attnlens.sections.swaps.tables import numbers_kept, plan_rows
 from attnlens.sentences.swaps.plans import plan_lines
 from attnlens.statistics import Design
 from attnlens.texts import Cut
@@ -660,7 +661,7 @@ def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
 def test_tables_and_pictures_show_every_rank(report, tmp_path):
     rows = plan_rows(report.plan)
     cells = next(column.cells for column in rows.columns if column.title == "numbers kept")
-    assert [int(word) for cell in cells for word in cell.split()] == [key.rank for key in report.plan.ranks]
+    assert list(cells) == [f"{key.rank} of 128" for key in report.plan.ranks], "eight key heads of 16 each"
     told = " ".join(plan_lines(report.plan))
     for word in (
         "Mean rank",
@@ -677,6 +678,20 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
     assert "ranks.png" in drawn
     without = report.model_copy(update={"plan": None})
     assert "ranks.png" not in [path.name for path in views.save_pictures(without, tmp_path / "others")]
+
+
+def test_the_numbers_of_latents_stand_beside_those_of_their_keys(report):
+    one = report.plan.ranks[0]
+    latents = [one.model_copy(update={"rank": rank, "head_dim": size}) for rank, size in ((20, 48), (7, 48), (12, 32))]
+    assert numbers_kept(latents[:1]) == "20 of 48"
+    assert numbers_kept(latents[:2]) == "20 7 of 48 each"
+    assert numbers_kept(latents) == "20 of 48, 7 of 48, 12 of 32", "the last of three key heads each of eight"
+
+
+@pytest.mark.parametrize(("unit", "word"), [("loss", "loss"), ("ppl", "perplexity")])
+def test_the_picture_says_what_a_rise_is_of(report, unit, word):
+    note = _kept(report.plan.model_copy(update={"unit": unit}))
+    assert note.startswith(f"{word} ≤ +1 %: promised ")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
