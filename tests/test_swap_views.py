@@ -483,7 +483,10 @@ def test_no_two_texts_of_a_plans_page_overlap_or_leave_it(size: tuple[int, int],
         ({"promised": None}, "loss ≤ +1 %: measured +0.87 %"),
         ({"measured": None}, "loss ≤ +1 %: promised +0.21 %"),
         ({"promised": None, "measured": None}, "loss ≤ +1 %"),
-        ({"promised": None, "healed": Rise(share=-0.004, sequences=2)}, "loss ≤ +1 %: measured +0.87 %, healed −0.40 %"),
+        (
+            {"promised": None, "healed": Rise(share=-0.004, sequences=2)},
+            "loss ≤ +1 %: measured +0.87 %, healed −0.40 %",
+        ),
     ],
 )
 def test_the_map_of_ranks_says_what_its_colours_are_and_what_they_cost(changes: dict[str, object], note: str) -> None:

@@ -89,7 +89,7 @@ class Candidate:
             formula=kernel.formula,
             formula_of="output" if kernel.info.form == "output" else "log k",
             parameters=dict(kernel.parameters) if self.choice is None else {},
-            fitted=sorted(next(iter(self.last.values())).kernel.fitted),
+            fitted=next(iter(self.last.values())).kernel.chosen,
             sites=local.sites,
             **gates | last | {"reasons": reasons | last["reasons"]},
             off_simplex=mean_of(site.off_simplex for site in local.sites),

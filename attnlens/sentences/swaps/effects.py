@@ -122,7 +122,7 @@ def kernel(swap: Swap) -> str:
 
 def formula(swap: Swap) -> str:
     """`log k = …`, and which parameters were fitted."""
-    fitted = f"; fitted per head: {listed(swap.fitted)}" if swap.fitted else ""
+    fitted = f"; fitted per head: {listed(name.replace('_', ' ') for name in swap.fitted)}" if swap.fitted else ""
     left = "" if swap.formula_of == "output" else "log k = "
     return f"{left}{clean(swap.formula)}{fitted}"
 
