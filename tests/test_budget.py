@@ -688,10 +688,10 @@ def test_the_numbers_of_latents_stand_beside_those_of_their_keys(report):
     assert numbers_kept(latents) == "20 of 48, 7 of 48, 12 of 32", "the last of three key heads each of eight"
 
 
-@pytest.mark.parametrize(("unit", "word"), [("loss", "loss"), ("ppl", "perplexity")])
-def test_the_picture_says_what_a_rise_is_of(report, unit, word):
+@pytest.mark.parametrize("unit", ["loss", "ppl"])
+def test_the_picture_says_what_a_rise_is_of(report, unit):
     note = _kept(report.plan.model_copy(update={"unit": unit}))
-    assert note.startswith(f"{word} ≤ +1 %: promised ")
+    assert note.startswith(f"{unit} ≤ +1 %: promised ")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -717,6 +717,28 @@ def test_a_budget_without_a_limit_is_refused():
 def test_budgets_are_shares():
     assert arguments.budget("loss:1%") == ("loss", 0.01)
     assert arguments.budget("ppl: 0.5 %") == ("ppl", 0.005)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("rank:16,group=all", "rank:group=all"),
+        ("rank:8", "rank"),
+        ("rank:rank=8,rotation=before", "rank:rotation=before"),
+    ],
+)
+def test_a_rank_beside_a_budget_is_to_be_left_out(words, instead):
+    with pytest.raises(UsageError, match="A budget chooses the ranks") as refusal:
+        swap_kernel("no/such/model", words, budget="loss:1%")
+    assert refusal.value.remedy == f"Leave out the rank: --kernel {instead}."
+
+
+@pytest.mark.parametrize("more", [{}, {"heal": 20}])
+def test_a_rank_without_a_number_is_told_of_budgets(more):
+    with pytest.raises(UsageError, match="rank names no rank") as refusal:
+        swap_kernel("no/such/model", "rank", **more)
+    assert "rank:16" in refusal.value.remedy
+    assert "--budget loss:1%" in refusal.value.remedy
 
 
 @pytest.mark.parametrize(
