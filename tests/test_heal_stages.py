@@ -25,12 +25,13 @@ from attnlens.hooks import OWN
 from attnlens.kernels import parsed
 from attnlens.records import HealingRate, read_report
 from attnlens.requests.healing import Amount, HealOptions
-from attnlens.run.swap.healing import Healer, heal, rates
+from attnlens.run.swap.healing import Healer, descent, heal, rates
 from attnlens.run.swap.healing.course import adamw, descend
 from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split
 from attnlens.run.swap.healing.trained import LowRankChange, Trained
 from attnlens.run.swap.healing.transfer import transfer, transferred
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.sentences.swaps.healing import healing as healing_sentences
 from attnlens.texts.targets import Fed
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
@@ -391,6 +392,43 @@ def test_a_run_killed_in_the_middle_and_resumed_is_the_unbroken_one_bit_for_bit(
     found = read_report(report).swap
     assert found.healing.curve == unbroken[1].healing.curve
     assert found.loss == unbroken[1].loss
+
+
+def test_an_interrupted_healing_says_where_its_state_is(tmp_path):
+    """Far from its end; the control: a run that ended by itself says nothing of a state."""
+    folder, report = tmp_path / "state", tmp_path / "r.json"
+    words = command(folder, report)
+    words[words.index("--heal") + 1] = "4000"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "attnlens", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background inherits ignored interruptions, and would hand them on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 120
+    while run.poll() is None and not (folder / "healing.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    assert f"The state of the healing is in {folder}: the same command goes on from its last check." in said
+    swap = read_report(report).swap
+    assert swap.healing.interrupted
+    assert any("done, interrupted, step" in line for line in healing_sentences(swap.healing, "nats"))
+
+
+def test_a_healing_that_ended_by_itself_is_not_interrupted(unbroken):
+    assert not unbroken[1].healing.interrupted
+
+
+def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
+    """Where no check is nearer than the start, the stage goes on with smaller steps from the rate first chosen."""
+    tried = [HealingRate(rate=rate, validation=1.0) for rate in (1.0, 3.0)]
+    monkeypatch.setattr(descent, "chosen_rate", lambda *_args: (3.0, tried))
+    found = swap_kernel(demo, "rbf", heal=12, **READ).swap.healing.stages[0]
+    assert found.lowered_from == 3.0
+    assert found.learning_rate in (pytest.approx(3.0 * 0.1**times) for times in range(1, 8))
 
 
 def test_the_folder_holds_numbers_and_facts_and_no_pickle(unbroken):
