@@ -378,6 +378,18 @@ def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     assert plan.mean_rank < 16
 
 
+@pytest.mark.parametrize("kernel", ["rank", "rank:group=1"])
+def test_progress_reaches_its_end_whatever_the_number_of_forms(demo, few, kernel):
+    """`demo` has three forms of the five that there are at most; a form that is named is the only one."""
+    told = []
+    swap_kernel(demo, kernel, budget="loss:5%", progress=lambda stage, *done: told.append((stage, *done)), **SHORT)
+    counts = [(done, total) for stage, done, total in told if stage == "budget"]
+    assert counts[0][0] == 0
+    assert counts[-1][0] == counts[-1][1]
+    assert counts == sorted(counts), "and is never beyond it before"
+    assert len({total for _, total in counts}) == 1
+
+
 def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo, few):
     found = swap_kernel(demo, "rank", budget="loss:1e-9%", **SHORT)
     assert found.plan.mean_rank == 16

@@ -1,6 +1,7 @@
 """Healing stage by stage: amounts, attention transfer, learning rates, states that are resumed, low rank, controls."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -247,6 +248,16 @@ def test_a_low_rank_change_is_its_product_within_the_mask():
     assert Trained.of(start, mask).count == 24
 
 
+def test_no_two_weights_of_a_shape_draw_the_same_directions(demo):
+    """The control: the same weight, drawn again, has the same, and another seed draws others."""
+    found, again, other = (prepared(demo, rank=2, seed=seed)[0].weights for seed in (0, 0, 1))
+    drawn = [part.right for part in found.values()]
+    assert len({part.shape for part in drawn}) == 1
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(drawn, 2))
+    assert all(torch.equal(found[name].right, again[name].right) for name in found)
+    assert not any(torch.equal(found[name].right, other[name].right) for name in found)
+
+
 def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weights(demo, tmp_path):
     import attnlens
 
@@ -458,6 +469,20 @@ def test_the_state_of_another_healing_is_refused_by_what_differs(unbroken, tmp_p
     assert "is of another healing" in said
     assert "Give --heal-checkpoint a new folder, or remove this one to begin anew." in said
     assert named in said
+
+
+def test_the_state_of_another_version_is_refused(unbroken, tmp_path):
+    """Versions may compute other numbers; a state of before they were kept is of another one too."""
+    for version, said in (("0.0.1", "its attnlens is 0.0.1, not"), (None, "its attnlens is nothing, not")):
+        folder = tmp_path / f"state {version}"
+        shutil.copytree(unbroken[0], folder)
+        facts = json.loads((folder / "healing.json").read_text())
+        facts["identity"]["attnlens"] = version
+        facts["identity"] = {name: value for name, value in facts["identity"].items() if value}
+        (folder / "healing.json").write_text(json.dumps(facts))
+        done = CliRunner().invoke(app, command(folder, tmp_path / "r.json"), terminal_width=1000)
+        assert done.exit_code == 2
+        assert said in " ".join(done.output.split()).replace("'", "")
 
 
 def test_the_state_of_another_model_is_refused(unbroken, demo, tmp_path):

@@ -50,8 +50,8 @@ class HealingTraining(Record):
     learning_rate: Number
     """Largest learning rate of AdamW; 0 where none that was tried led nearer, so that the stage was left out."""
     lowered_from: Number | None = None
-    """The one that the range test chose, where no check at it was nearer than the stage's start and the stage began again
-    with smaller steps; None where it was not lowered."""
+    """The one that the range test chose, where no check at it was nearer than the stage's start and the stage began
+    again with smaller steps; None where it was not lowered."""
     rates: list[HealingRate] = []
     """What the range test tried, in its order."""
     stopped: bool = False

@@ -32,7 +32,7 @@ class SavedHealing(Record):
     """The content of healing.json."""
 
     identity: dict[str, str]
-    """What must be the same to go on: model, kernel, texts, seed, options."""
+    """What must be the same to go on: attnlens, model, kernel, texts, seed, options."""
     tensors: str
     """The file with the numbers."""
     sha256: str
