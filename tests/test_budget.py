@@ -23,9 +23,10 @@ from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
+from attnlens.plots.swaps.panels import _kept
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import calibration, preparation
+from attnlens.run.swap.ranks import calibration, preparation, savings
 from attnlens.run.swap.ranks import search as room
 from attnlens.run.swap.ranks.bases import bases, gathered
 from attnlens.run.swap.ranks.calibration import Sample, by_text
@@ -33,7 +34,7 @@ from attnlens.run.swap.ranks.preparation import output_metrics
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.savings import break_even, saving, sizes
 from attnlens.run.swap.ranks.sensitivity import _between, levels, sensitivities
-from attnlens.sections.swaps.tables import plan_rows
+from attnlens.sections.swaps.tables import numbers_kept, plan_rows
 from attnlens.sentences.swaps.plans import plan_lines
 from attnlens.statistics import Design
 from attnlens.texts import Cut
@@ -379,6 +380,18 @@ def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     assert plan.mean_rank < 16
 
 
+@pytest.mark.parametrize("kernel", ["rank", "rank:group=1"])
+def test_progress_reaches_its_end_whatever_the_number_of_forms(demo, few, kernel):
+    """`demo` has three forms of the five that there are at most; a form that is named is the only one."""
+    told = []
+    swap_kernel(demo, kernel, budget="loss:5%", progress=lambda stage, *done: told.append((stage, *done)), **SHORT)
+    counts = [(done, total) for stage, done, total in told if stage == "budget"]
+    assert counts[0][0] == 0
+    assert counts[-1][0] == counts[-1][1]
+    assert counts == sorted(counts), "and is never beyond it before"
+    assert len({total for _, total in counts}) == 1
+
+
 def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo, few):
     found = swap_kernel(demo, "rank", budget="loss:1e-9%", **SHORT)
     assert found.plan.mean_rank == 16
@@ -497,9 +510,9 @@ def test_savings_of_a_latent_that_key_heads_share_are_those_counted_by_hand():
         return costs(tiny_sizes(**changed), LatentSizes(heads=6, keys=3, rank=7, before=before))
 
     folded, rotated, before = three(), three(folds=False), three(folds=False, before=True)
-    # W_Q A of six heads, with its bias, and one W_K B; each head's query meets the latent
-    assert folded.parameters == 6 * (12 * 7 + 7) + 12 * 7
-    assert folded.flops == 2 * (6 * 12 * 7 + 12 * 7) + 2 * 7 * 6 * 6.5
+    # W_Q of six heads with its bias, A of 4 × 7 for each key head, and one W_K B; each head's query meets the latent
+    assert folded.parameters == 6 * (12 * 4 + 4) + 3 * 4 * 7 + 12 * 7
+    assert folded.flops == 2 * (6 * (12 * 4 + 4 * 7) + 12 * 7) + 2 * 7 * 6 * 6.5
     # A and B of 4 × 7 for each key head beside W_Q and W_K
     assert rotated.parameters == 6 * (12 * 4 + 4) + 3 * 12 * 4 + 2 * 3 * 4 * 7
     assert rotated.flops == 2 * (6 * (12 * 4 + 4 * 7) + 3 * (12 * 4 + 4 * 7)) + 2 * 7 * 6 * 6.5
@@ -508,6 +521,18 @@ def test_savings_of_a_latent_that_key_heads_share_are_those_counted_by_hand():
     assert before.flops == 2 * (6 * 12 * 4 + 12 * 7 + 7 * 12) + 2 * 4 * 6 * 6.5
     assert before.rebuilding == 2 * 7 * 12
     assert {found.cache for found in (folded, rotated, before)} == {(7 + 3 * 5) * 2}
+
+
+@pytest.mark.parametrize("rank", [2, 4, 5, 6, 7, 11])
+def test_queries_are_made_in_the_cheaper_way(rank):
+    """W_Q A of 12 × r for each of six heads, or W_Q of 12 × 4 and A of 4 × r; of 6 both take as many operations."""
+    found = costs(tiny_sizes(), LatentSizes(heads=6, keys=3, rank=rank))
+    folded, kept = 12 * rank, 12 * 4 + 4 * rank
+    assert found.flops == 2 * (6 * min(folded, kept) + 12 * rank) + 2 * rank * 6 * 6.5
+    numbers = (6 * (folded + rank), 6 * (12 * 4 + 4) + 3 * 4 * rank)
+    assert found.parameters - 12 * rank == (numbers[0] if folded < kept else min(numbers) if rank == 6 else numbers[1])
+    alone = costs(tiny_sizes(), LatentSizes(heads=2, keys=1, rank=3))
+    assert alone.parameters == 2 * 39 + 36, "a latent of one head is narrower than it: maps fold"
 
 
 @pytest.mark.parametrize(
@@ -582,6 +607,41 @@ def test_operations_break_even_at_the_length_told():
     assert operations(length / 2) > 0 > operations(2 * length)
 
 
+@pytest.mark.parametrize(
+    ("form", "rank", "says"),
+    [
+        ("group=1", 5, None),
+        ("group=all", 4, None),
+        ("group=all", 24, "operations fall only while a query sees fewer than"),
+        ("group=all", 120, "operations do not fall"),
+        ("group=all,rotation=before", 24, None),
+    ],
+)
+def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, form, rank, says):
+    """Counted at few and at many keys: `demo` rotates nothing, so that its maps fold."""
+    keys = 1 if form == "group=1" else 8
+    size = replace(tiny_sizes(), query_width=128, key_width=128, head_dim=16)
+    found, latent = {None: size}, LatentSizes(heads=keys, keys=keys, rank=rank, before="before" in form)
+
+    def falls(seen):
+        sized = replace(size, keys_seen=seen)
+        return costs(sized, latent).flops < costs(sized, replace(latent, rank=16 * keys)).flops
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(savings, "_latents", lambda _choice, _site: [latent])
+        reason, length = savings.no_break_even(None, found), break_even(None, found)
+    assert length is None
+    assert (reason is None) == (says is None)
+    assert falls(1e9) == (says is None and not latent.before) or latent.before
+    if says is not None:
+        assert reason.startswith(says)
+        assert falls(0) == ("only while" in says)
+        if "only while" in says:
+            edge = float(reason.split("fewer than ")[1].split(" keys")[0].replace(",", ""))
+            assert falls(edge - 1)
+            assert not falls(edge + 1)
+
+
 # --- files, tables, pictures ------------------------------------------------------------------------------------------
 
 
@@ -615,7 +675,7 @@ def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
 def test_tables_and_pictures_show_every_rank(report, tmp_path):
     rows = plan_rows(report.plan)
     cells = next(column.cells for column in rows.columns if column.title == "numbers kept")
-    assert [int(word) for cell in cells for word in cell.split()] == [key.rank for key in report.plan.ranks]
+    assert list(cells) == [f"{key.rank} of 128" for key in report.plan.ranks], "eight key heads of 16 each"
     told = " ".join(plan_lines(report.plan))
     for word in (
         "Mean rank",
@@ -632,6 +692,20 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
     assert "ranks.png" in drawn
     without = report.model_copy(update={"plan": None})
     assert "ranks.png" not in [path.name for path in views.save_pictures(without, tmp_path / "others")]
+
+
+def test_the_numbers_of_latents_stand_beside_those_of_their_keys(report):
+    one = report.plan.ranks[0]
+    latents = [one.model_copy(update={"rank": rank, "head_dim": size}) for rank, size in ((20, 48), (7, 48), (12, 32))]
+    assert numbers_kept(latents[:1]) == "20 of 48"
+    assert numbers_kept(latents[:2]) == "20 7 of 48 each"
+    assert numbers_kept(latents) == "20 of 48, 7 of 48, 12 of 32", "the last of three key heads each of eight"
+
+
+@pytest.mark.parametrize("unit", ["loss", "ppl"])
+def test_the_picture_says_what_a_rise_is_of(report, unit):
+    note = _kept(report.plan.model_copy(update={"unit": unit}))
+    assert note.startswith(f"{unit} ≤ +1 %: promised ")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -657,6 +731,28 @@ def test_a_budget_without_a_limit_is_refused():
 def test_budgets_are_shares():
     assert arguments.budget("loss:1%") == ("loss", 0.01)
     assert arguments.budget("ppl: 0.5 %") == ("ppl", 0.005)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("rank:16,group=all", "rank:group=all"),
+        ("rank:8", "rank"),
+        ("rank:rank=8,rotation=before", "rank:rotation=before"),
+    ],
+)
+def test_a_rank_beside_a_budget_is_to_be_left_out(words, instead):
+    with pytest.raises(UsageError, match="A budget chooses the ranks") as refusal:
+        swap_kernel("no/such/model", words, budget="loss:1%")
+    assert refusal.value.remedy == f"Leave out the rank: --kernel {instead}."
+
+
+@pytest.mark.parametrize("more", [{}, {"heal": 20}])
+def test_a_rank_without_a_number_is_told_of_budgets(more):
+    with pytest.raises(UsageError, match="rank names no rank") as refusal:
+        swap_kernel("no/such/model", "rank", **more)
+    assert "rank:16" in refusal.value.remedy
+    assert "--budget loss:1%" in refusal.value.remedy
 
 
 @pytest.mark.parametrize(

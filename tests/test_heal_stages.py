@@ -1,6 +1,7 @@
 """Healing stage by stage: amounts, attention transfer, learning rates, states that are resumed, low rank, controls."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -26,12 +27,13 @@ from attnlens.kernels import parsed
 from attnlens.records import HealingRate, read_report
 from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing import Healer, heal, rates
+from attnlens.run.swap.healing import Healer, descent, heal, rates
 from attnlens.run.swap.healing.course import adamw, descend
 from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split
 from attnlens.run.swap.healing.trained import LowRankChange, Trained
 from attnlens.run.swap.healing.transfer import transfer, transferred
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.sentences.swaps.healing import healing as healing_sentences
 from attnlens.texts.targets import Fed
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
@@ -247,6 +249,16 @@ def test_a_low_rank_change_is_its_product_within_the_mask():
     assert Trained.of(start, mask).count == 24
 
 
+def test_no_two_weights_of_a_shape_draw_the_same_directions(demo):
+    """The control: the same weight, drawn again, has the same, and another seed draws others."""
+    found, again, other = (prepared(demo, rank=2, seed=seed)[0].weights for seed in (0, 0, 1))
+    drawn = [part.right for part in found.values()]
+    assert len({part.shape for part in drawn}) == 1
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(drawn, 2))
+    assert all(torch.equal(found[name].right, again[name].right) for name in found)
+    assert not any(torch.equal(found[name].right, other[name].right) for name in found)
+
+
 def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weights(demo, tmp_path):
     import attnlens
 
@@ -417,6 +429,43 @@ def test_a_run_killed_in_the_middle_and_resumed_is_the_unbroken_one_bit_for_bit(
     assert found.loss == unbroken[1].loss
 
 
+def test_an_interrupted_healing_says_where_its_state_is(tmp_path):
+    """Far from its end; the control: a run that ended by itself says nothing of a state."""
+    folder, report = tmp_path / "state", tmp_path / "r.json"
+    words = command(folder, report)
+    words[words.index("--heal") + 1] = "4000"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "attnlens", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background inherits ignored interruptions, and would hand them on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 120
+    while run.poll() is None and not (folder / "healing.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    assert f"The state of the healing is in {folder}: the same command goes on from its last check." in said
+    swap = read_report(report).swap
+    assert swap.healing.interrupted
+    assert any("done, interrupted, step" in line for line in healing_sentences(swap.healing, "nats"))
+
+
+def test_a_healing_that_ended_by_itself_is_not_interrupted(unbroken):
+    assert not unbroken[1].healing.interrupted
+
+
+def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
+    """Where no check is nearer than the start, the stage goes on with smaller steps from the rate first chosen."""
+    tried = [HealingRate(rate=rate, validation=1.0) for rate in (1.0, 3.0)]
+    monkeypatch.setattr(descent, "chosen_rate", lambda *_args: (3.0, tried))
+    found = swap_kernel(demo, "rbf", heal=12, **READ).swap.healing.stages[0]
+    assert found.lowered_from == 3.0
+    assert found.learning_rate in (pytest.approx(3.0 * 0.1**times) for times in range(1, 8))
+
+
 def test_the_folder_holds_numbers_and_facts_and_no_pickle(unbroken):
     names = sorted(path.name for path in unbroken[0].iterdir())
     assert names == ["healing-24.safetensors", "healing.json"]
@@ -444,6 +493,20 @@ def test_the_state_of_another_healing_is_refused_by_what_differs(unbroken, tmp_p
     assert "is of another healing" in said
     assert "Give --heal-checkpoint a new folder, or remove this one to begin anew." in said
     assert named in said
+
+
+def test_the_state_of_another_version_is_refused(unbroken, tmp_path):
+    """Versions may compute other numbers; a state of before they were kept is of another one too."""
+    for version, said in (("0.0.1", "its attnlens is 0.0.1, not"), (None, "its attnlens is nothing, not")):
+        folder = tmp_path / f"state {version}"
+        shutil.copytree(unbroken[0], folder)
+        facts = json.loads((folder / "healing.json").read_text())
+        facts["identity"]["attnlens"] = version
+        facts["identity"] = {name: value for name, value in facts["identity"].items() if value}
+        (folder / "healing.json").write_text(json.dumps(facts))
+        done = CliRunner().invoke(app, command(folder, tmp_path / "r.json"), terminal_width=1000)
+        assert done.exit_code == 2
+        assert said in " ".join(done.output.split()).replace("'", "")
 
 
 def test_the_state_of_another_model_is_refused(unbroken, demo, tmp_path):

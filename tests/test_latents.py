@@ -21,6 +21,7 @@ from attnlens.records import Call
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks.rises import losses
+from attnlens.sentences.swaps.effects import formula
 from attnlens.statistics import Design
 from attnlens.texts import Cut
 from attnlens.texts.targets import feed
@@ -300,11 +301,25 @@ def test_moments_of_two_texts_add_up():
         assert torch.allclose(value.double(), together.solve()[name].double(), atol=1e-9)
 
 
-def test_groups_that_do_not_divide_the_key_heads_are_told(demo):
-    told = "The groups do not divide the key heads at 4 of 4 sites"
-    for group, said in ((3, True), (4, False), ("all", False)):
-        swap = swap_kernel(demo, f"rank:8,group={group}", **SMALL, **BARE).swap
-        assert any(told in note for note in swap.notes) is said
+LEFT = "The groups do not divide the key heads at 4 of 4 sites: the last latent there has 2."
+BEYOND = (
+    "group=99 is more than the key heads at 4 of 4 sites (8 there): all of them share one latent, as with group=all."
+)
+
+
+@pytest.mark.parametrize(("group", "said"), [(3, [LEFT]), (4, []), (8, []), ("all", []), (99, [BEYOND])])
+def test_groups_that_do_not_fit_the_key_heads_are_told(demo, group, said):
+    swap = swap_kernel(demo, f"rank:8,group={group}", **SMALL, **BARE).swap
+    assert [note for note in swap.notes if "group" in note] == said
+
+
+def test_what_is_fitted_is_told_without_tables_of_indices():
+    swap = swap_kernel(rotated(), "rank:4,group=all,rotation=before", **SMALL, **BARE).swap
+    assert swap.fitted == ["key_map", "offset", "query_map"]
+    told = formula(swap)
+    assert told.endswith("fitted per head: key map, offset, query map")
+    assert "r·G columns" in told
+    assert "made again" in told
 
 
 @pytest.mark.parametrize("form", ["group=all", "group=1,rotation=before"])

@@ -180,7 +180,7 @@ def test_a_plan_that_leaves_a_key_head_out_is_refused(demo, report):
         ({"heads": [0]}, "which layers and heads"),
         ({"part": "decoder"}, "which layers and heads"),
         ({"kernels": "rbf"}, "the kernel rank and of no other"),
-        ({"kernels": "rank:8"}, "the kernel rank and of no other"),
+        ({"kernels": "rank:8"}, "a plan names them: rank:8 names one too"),
         ({"ranks": "none.json"}, "can't be read"),
         ({"ranks": 5}, "neither a plan nor a path"),
     ],

@@ -35,9 +35,11 @@ from attnlens.plots.swaps.healing import draw_healing, named_steps
 from attnlens.plots.swaps.kernels import GREY, draw_kernels
 from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
-from attnlens.records import Coverage, Effect, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
+from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
+from attnlens.requests.healing import Amount
 from attnlens.sentences.judged import distance
 from attnlens.sentences.swaps import effects
+from attnlens.sentences.swaps.healing import healing as sentences
 from attnlens.sentences.swaps.plans import plan_lines
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
@@ -479,11 +481,14 @@ def test_no_two_texts_of_a_plans_page_overlap_or_leave_it(size: tuple[int, int],
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({}, "budget 1 %: promised +0.21 %, measured +0.87 %"),
-        ({"promised": None}, "budget 1 %: measured +0.87 %"),
-        ({"measured": None}, "budget 1 %: promised +0.21 %"),
-        ({"promised": None, "measured": None}, "budget 1 %"),
-        ({"promised": None, "healed": Rise(share=-0.004, sequences=2)}, "budget 1 %: measured +0.87 %, healed −0.40 %"),
+        ({}, "loss ≤ +1 %: promised +0.21 %, measured +0.87 %"),
+        ({"promised": None}, "loss ≤ +1 %: measured +0.87 %"),
+        ({"measured": None}, "loss ≤ +1 %: promised +0.21 %"),
+        ({"promised": None, "measured": None}, "loss ≤ +1 %"),
+        (
+            {"promised": None, "healed": Rise(share=-0.004, sequences=2)},
+            "loss ≤ +1 %: measured +0.87 %, healed −0.40 %",
+        ),
     ],
 )
 def test_the_map_of_ranks_says_what_its_colours_are_and_what_they_cost(changes: dict[str, object], note: str) -> None:
@@ -548,6 +553,31 @@ def test_a_healing_that_counts_tokens_is_drawn_and_told_by_them() -> None:
     assert "1,024,000 tokens asked for" in said
     assert "Attention transfer: 900 steps, 921,600 tokens, 10,240 tokens per second, learning rate 1e-2" in said
     assert f"{np.exp(3.55):.1f} at 0" in said
+
+
+def test_a_healing_is_told_in_the_unit_that_was_asked_for() -> None:
+    """5,120 tokens of 5,000 in 40 steps; ended by the user; a rate that was lowered is none of those tried."""
+    tried = [HealingRate(rate=rate, validation=1.0) for rate in (1e-4, 3e-4)]
+    one = {"tokens": 5120, "seconds": 2.4, "learning_rate": 1e-5, "rates": tried}
+    stages = [
+        HealingTraining(stage="transfer", steps=39, lowered_from=1e-4, **one),
+        HealingTraining(stage="whole", steps=1, **one | {"tokens": 1, "learning_rate": 1e-4}),
+    ]
+    curve = healing().curve[:1]
+    found = healing().model_copy(update={"curve": curve, "stages": stages, "best": 0, "tokens": 5120, "seconds": 2.4})
+
+    def said(**more: object) -> str:
+        return " ".join(sentences(found.model_copy(update={"batch": 1, **more}), "nats"))
+
+    assert "Healing: 5,000 tokens asked for, 5,120 done in 40 steps, step 0 kept" in said(asked="5,000 tokens")
+    assert "Healing: 1 second asked for, 2 done in 40 steps" in said(asked=str(Amount.of("1s")))
+    assert "Healing: 40 steps asked for, 40 done, step 0 kept" in said(asked="40 steps")
+    assert "Healing: 1 step asked for" in said(asked=str(Amount.of(1)))
+    assert "400 steps asked for, 40 done, interrupted, step 0 kept" in said(asked="400 steps", interrupted=True)
+    assert "5,120 tokens, 1 sequence a step, 2 s" in said()
+    assert "39 steps, 5,120 tokens, learning rate 1e-5, lowered from 1e-4 (of 1e-4, 3e-4)" in said()
+    assert "Whole model: 1 step, 1 token, learning rate 1e-4 (of 1e-4, 3e-4)" in said()
+    assert "1e-5, lowered later (of" in said(stages=[stages[0].model_copy(update={"lowered_from": None})])
 
 
 def test_a_healing_without_a_loss_has_all_the_room() -> None:

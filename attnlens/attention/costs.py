@@ -64,9 +64,12 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Of the key heads of one latent and their query heads; at full rank, of the model's own.
 
     A product of m × n numbers takes 2mn operations; a score 2 for each entry of its key; a cached token keeps the
-    latent and all of its values. Where maps fold, W_Q A of each head is d_model × r and one W_K B serves the latent.
-    Where they don't, W_Q and W_K stay, A and B (head_dim × r for each key head) come on top, and only scores and cache
-    shrink; rank 0 needs none of them. Before the rotation queries stay as they are, and keys are made of the latent.
+    latent and all of its values. Where maps fold, one W_K B (d_model × r) serves the latent, and queries are made by
+    W_Q A of each head (d_model × r), or by W_Q and then A (head_dim × r for each key head): whichever takes fewer
+    operations, or else fewer numbers. The second is cheaper where a latent that key heads share is wider than a head.
+    Where maps don't fold, W_Q and W_K stay, A and B (head_dim × r for each key head) come on top, and only scores and
+    cache shrink; rank 0 needs none of them. Before the rotation queries stay as they are, and keys are made of the
+    latent.
     """
     full = latent.rank == size.head_dim * latent.keys
     if full or (latent.rank == 0 and not latent.before):
@@ -75,15 +78,25 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
 
 
 def _after(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """W_Q A and W_K B, or W_Q, W_K, A and B."""
+    """Of the ways to make queries, that of the fewest operations; W_K B, or W_K and B."""
+    if not size.folds:
+        return _made(size, latent, query_folds=False)
+    ways = (_made(size, latent, query_folds=folds) for folds in (True, False))
+    return min(ways, key=lambda found: (found.flops, found.parameters))
+
+
+def _made(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
+    """W_Q A, or W_Q and A; W_K B, or W_K and B."""
     heads, keys, rank = latent.heads, latent.keys, latent.rank
-    own, maps = (rank, 0) if size.folds else (size.head_dim, size.head_dim * rank)
-    shared = own if size.folds else keys * own
-    made = heads * (size.query_width * own + maps) + size.keys_a_query * (size.key_width * shared + keys * maps)
+    up = size.head_dim * rank
+    query, query_map = (rank, 0) if query_folds else (size.head_dim, up)
+    key, key_map = (rank, 0) if size.folds else (keys * size.head_dim, keys * up)
+    made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
     return Costs(
-        parameters=heads * (size.query_width + size.query_bias) * own
-        + (size.key_width + size.key_bias) * shared
-        + 2 * keys * maps,
+        parameters=heads * (size.query_width + size.query_bias) * query
+        + keys * query_map
+        + (size.key_width + size.key_bias) * key
+        + key_map,
         flops=2 * made + 2 * rank * heads * size.keys_seen,
         cache=_cached(size, latent),
     )

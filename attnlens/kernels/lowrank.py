@@ -106,7 +106,8 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
 
 @kernel(
     "rank",
-    formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½",
+    formula="s⟨qA, kB⟩, A and B of r columns, from UΣVᵀ = C_q^½ C_k^½; of G key heads k is their stacked keys, and "
+    "A and B have r·G columns; before the rotation R the keys are made again: s⟨q, R(kBAᵀ + c)⟩",
     source="Chen et al. 2023 (Primal-Attention's claim); closed form of attnlens",
     positive=True,
     symmetric=False,

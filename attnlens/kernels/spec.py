@@ -164,6 +164,11 @@ class Kernel:
         return {name: part for name, part in self.fitted.items() if name != NEAR_WEIGHT}
 
     @property
+    def chosen(self) -> list[str]:
+        """The fitted parameters that a fit chose: not which key heads share a latent, nor the model's own rotation."""
+        return sorted(name for name in self.fitted if name not in ("members", "key_head", "frequency", "partner"))
+
+    @property
     def trainable(self) -> tuple[str, ...]:
         """Fitted parameters that healing may train on."""
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())

@@ -158,8 +158,9 @@ class Plan(Record):
     """Operations that make the keys of one cached token again of its latents, where these are of keys before the
     rotation: to be paid for every key that a new token sees, unless keys are kept beside the latents."""
     keys_to_gain: Number | None = None
-    """How many keys a query must see before operations fall: the maps behind a rotation cost some; None: from the first
-    on, or where nothing is cut."""
+    """How many keys a query must see before operations fall: the maps cost some of their own. None without a reason in
+    `reasons`: from the first key on, or where nothing is cut; with one: they never fall, or only up to some number of
+    keys, or that is not known."""
     reasons: dict[str, str] = {}
     """Why a field is null, or no better, by its name."""
 

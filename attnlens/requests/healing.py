@@ -28,6 +28,8 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {
 }
 """What is counted, and how much of it one is."""
 HOW = "Give steps, at least 0, or tokens, or a time: --heal 200, 500ktok, 2Mtok, 90s, 30min or 2h."
+STATE = "healing.json"
+"""The file by which a folder of --heal-checkpoint holds a state."""
 NEEDED = "Add --heal, as in --heal 200, or leave it out."
 
 
@@ -40,8 +42,8 @@ class Amount:
     unit: HealingUnit
 
     def __str__(self) -> str:
-        """As it is told: `200 steps`."""
-        return f"{self.number:,.10g} {self.unit}"
+        """As it is told: `200 steps`, `1 second`."""
+        return f"{self.number:,.10g} {self.unit.removesuffix('s') if self.number == 1 else self.unit}"
 
     @classmethod
     def of(cls, given: Any) -> Amount:

@@ -63,6 +63,8 @@ class SwapOptions:
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings), ranks)])
+        for spelling in spellings:
+            _check_ranked(spelling)
         each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         options = cls(
@@ -204,16 +206,41 @@ def _without_rank(kernels: list[str], plan: Plan | None) -> str:
     The form of the latents may be named (`rank:group=all`), or is the plan's.
     """
     name, _, form = kernels[0].partition(":") if len(kernels) == 1 else ("", "", "")
-    if name != BUDGETED or re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", form) is None or "rank=" in form:
+    unranked = _unranked(form)
+    if name != BUDGETED or unranked is None:
         raise UsageError(
             f"A budget chooses the ranks of the kernel {BUDGETED} and of no other "
             f"({', '.join(kernels) or 'none is named'}), and a plan names them.",
             "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
         )
+    if unranked != form:
+        kept = BUDGETED + (f":{unranked}" if unranked and plan is None else "")
+        raise UsageError(
+            f"A budget chooses the ranks, and a plan names them: {kernels[0]} names one too.",
+            f"Leave out the rank: --kernel {kept}.",
+        )
     if plan is not None and form:
         raise UsageError("The plan says which form its latents have.", "Write --kernel rank --ranks plan.json.")
     form = form if plan is None else plan.form
     return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")
+
+
+def _unranked(form: str) -> str | None:
+    """What is typed behind `rank:` without a rank; None where it is not that."""
+    kept = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
+    found = ",".join(kept)
+    return found if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", found) else None
+
+
+def _check_ranked(spelling: str) -> None:
+    """Raise UsageError for the kernel `rank` without a rank, where nothing chooses one."""
+    name, _, form = spelling.partition(":")
+    if name == BUDGETED and _unranked(form) == form:
+        more, alone = (f",{form}", f":{form}") if form else ("", "")
+        raise UsageError(
+            f"{spelling} names no rank: how many dimensions r are kept of head_dim.",
+            f"Write --kernel rank:16{more}, or --kernel rank{alone} --budget loss:1%, which finds the ranks.",
+        )
 
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:

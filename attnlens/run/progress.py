@@ -47,3 +47,18 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
     tell(0)
     return tell
+
+
+@contextmanager
+def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
+    """The same for work that may take less than `most`: when the block has ended, all is done."""
+    done = 0
+    tell = telling(progress, stage, most)
+
+    def counted(more: int) -> None:
+        nonlocal done
+        done += more
+        tell(more)
+
+    yield counted
+    tell(max(0, most - done))

@@ -157,10 +157,10 @@ def _ranks(plan: Plan) -> Panel:
 
 
 def _kept(plan: Plan) -> str:
-    """`budget 1 %: promised +0.21 %, measured +0.87 %`, as much of it as is known."""
+    """`loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as much of it as is known; `ppl` for perplexity, for room."""
     rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
     found = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
-    return f"budget {100 * plan.budget:g} %" + (f": {found}" if found else "")
+    return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {found}" if found else "")
 
 
 def _healing(swap: Swap, healing: Healing) -> Panel:

@@ -42,13 +42,16 @@ class HealingTraining(Record):
     steps: int
     """Optimiser steps."""
     tokens: int
-    """Tokens trained on."""
+    """Tokens trained on, those of the range test not: up to eight steps at each of its rates."""
     seconds: Number
     """What the steps took, without range test and checks."""
     tokens_per_second: Number | None = None
     """tokens / seconds; None where nothing was trained."""
     learning_rate: Number
     """Largest learning rate of AdamW; 0 where none that was tried led nearer, so that the stage was left out."""
+    lowered_from: Number | None = None
+    """The one that the range test chose, where no check at it was nearer than the stage's start and the stage began
+    again with smaller steps; None where it was not lowered."""
     rates: list[HealingRate] = []
     """What the range test tried, in its order."""
     stopped: bool = False
@@ -100,7 +103,8 @@ class Healing(Record):
     batch: int | None = None
     """Sequences of a training step."""
     tokens: int | None = None
-    """Tokens trained on, repetitions counted, those of the range tests not."""
+    """Tokens trained on, repetitions counted; those of the range tests not, which train up to eight steps at each of up
+    to five rates in a stage (and at smaller ones where none gains) and put the numbers back."""
     seconds: Number | None = None
     """All of it: range tests, steps, checks."""
     stages: list[HealingTraining] = []
@@ -109,5 +113,7 @@ class Healing(Record):
     """Largest memory meanwhile: resident (CPU) or allocated (GPU)."""
     control: HealingControl | None = None
     """The original model trained equally long, where that was asked for."""
+    interrupted: bool = False
+    """Whether the user ended it before its time."""
     reasons: dict[str, str] = {}
     """Why a field of this record is null, by its name."""

@@ -62,7 +62,7 @@ class Candidate:
         """The parameters that were chosen per head from text: not those at their random start."""
         kernel = next(iter(self.last.values())).kernel
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
-        return sorted(set(kernel.fitted) - start)
+        return sorted(set(kernel.chosen) - start)
 
     def weigh(self, shapes: Mapping[Site, HeadShape]) -> None:
         """Find its state, and the controls of that size."""

@@ -25,7 +25,7 @@ from attnlens.run.outcomes.agreement import Prompts, agreements
 from attnlens.run.outcomes.differences import Differences, Variant, compare
 from attnlens.run.outcomes.outputs import run, tokens_in
 from attnlens.run.outcomes.windows import windows_of
-from attnlens.run.progress import Progress, Tell, telling, timed
+from attnlens.run.progress import Progress, Tell, telling, telling_at_most, timed
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
@@ -180,18 +180,16 @@ class Swapping:
 
     def _chosen(self, swaps: hooks.Swaps, limit: Budget) -> Choice:
         """The ranks of the plan given, or those found within the limit."""
-
-        def search(stage: str, work: int) -> Budgeting:
-            tell = self._teller(stage, work)
-            how = self.options.path, self.settings.seed, tell, self.options.form_named
-            return Budgeting(self.loaded, self.sites, swaps, self.task, *how)
-
+        named, how = self.options.form_named, (self.task, self.options.path, self.settings.seed)
+        search = partial(Budgeting, self.loaded, self.sites, swaps, *how, form_named=named)
         if self.options.ranks is not None:
             (fitting,) = self.samples
-            return given(search("fit rank", fitting.batches.sequences), fitting, self.options.ranks)
+            tell = self._teller("fit rank", fitting.batches.sequences)
+            return given(search(tell), fitting, self.options.ranks)
         fitting, choosing, promising = self.samples
-        work = budget_work(fitting, choosing, promising)
-        return search("budget", work).choose(fitting, choosing, promising, limit)
+        work = budget_work(fitting, choosing, promising, form_named=named)
+        with telling_at_most(self.progress, "budget", work) as tell:
+            return search(tell).choose(fitting, choosing, promising, limit)
 
     def _compare(self, candidates: list[Candidate]) -> None:
         """Every candidate as far as it has come, and its controls."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from attnlens import hooks
 from attnlens.attention import Route, attend, route, weights
 from attnlens.kernels import TIES, Kernel
+from attnlens.kernels.lowrank import ALL
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, SiteSwap
 
@@ -38,13 +39,17 @@ class Local:
     """At how many sites scores are capped, biased, compete with a sink, or keys have one length."""
     bounded: int = 0
     """At how many sites there are fewer scores than asked for."""
-    left: int = 0
-    """At how many sites the last latent has fewer key heads than the others."""
+    left: list[int] = field(default_factory=list)
+    """How many key heads the last latent has, at each site where these are fewer than the others have."""
+    beyond: list[int] = field(default_factory=list)
+    """How many key heads there are, at each site with fewer than were to share a latent."""
 
     def count(self, call: Call, kernel: Kernel) -> None:
         """Note what is special about a site."""
         self.bounded += _bounded(kernel)
-        self.left += kernel.leaves(len(set(call.key_heads))) > 0
+        key_heads = len(set(call.key_heads))
+        self.left += [left] if (left := kernel.leaves(key_heads)) else []
+        self.beyond += [key_heads] if key_heads < kernel.parameters.get("group", 1) < ALL else []
         self.capped += call.softcap is not None
         self.biased += call.bias is not None
         self.sinking += call.sinks is not None
@@ -81,14 +86,23 @@ class Local:
             notes.append(kernel.info.caution)
         if kernel.tie is not None and TIES[kernel.tie].caution:
             notes.append(TIES[kernel.tie].caution)
-        if self.left:
-            notes.append(
-                f"The groups do not divide the key heads at {self.left} of {total} sites: the last latent there has "
-                "what is left."
-            )
+        notes += self._of_groups(kernel, total)
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
         return notes
+
+    def _of_groups(self, kernel: Kernel, total: int) -> Iterator[str]:
+        """The notes on key heads that share latents."""
+        if self.left:
+            yield (
+                f"The groups do not divide the key heads at {len(self.left)} of {total} sites: the last latent there "
+                f"has {_numbers(self.left)}."
+            )
+        if self.beyond:
+            yield (
+                f"group={kernel.parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} "
+                f"sites ({_numbers(self.beyond)} there): all of them share one latent, as with group=all."
+            )
 
     def _of_output(self, kernel: Kernel, total: int) -> list[str]:
         """The notes on a kernel without scores of a query and a key."""
@@ -139,6 +153,11 @@ def locally(
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         hooks.forward(loaded.model, inputs)
     return found
+
+
+def _numbers(found: Sequence[int]) -> str:
+    """`1 or 2`: each once."""
+    return " or ".join(map(str, sorted(set(found))))
 
 
 def _bounded(kernel: Kernel) -> bool:

@@ -96,11 +96,20 @@ def plan_rows(plan: Plan) -> Table:
         Column(
             "",
             "numbers kept" if shared else "rank by key head",
-            tuple(" ".join(str(key.rank) for key in keys) for keys in rows),
+            tuple(numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows),
             words=True,
         ),
     )
     return Table(names, columns)
+
+
+def numbers_kept(keys: Sequence[KeyRank]) -> str:
+    """`40 of 128`, `20 18 of 32 each`, `20 of 48, 12 of 32`: latent by latent, with how many numbers its keys have."""
+    totals = {key.head_dim for key in keys}
+    if len(totals) > 1:
+        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
+    each = " each" * (len(keys) > 1)
+    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
 
 
 def place(effect: Effect) -> str:

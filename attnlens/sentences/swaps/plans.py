@@ -142,8 +142,8 @@ def _saved(plan: Plan) -> Iterator[str]:
         )
     if plan.keys_to_gain is not None:
         yield (
-            "Positions are rotated, or queries and keys normalised, before the maps apply: these cost operations "
-            f"of their own, fewer than they save once a query sees {plan.keys_to_gain:,.0f} keys"
+            "Maps that can't be multiplied into W_Q and W_K, or are better not, cost operations of their own: fewer "
+            f"than they save once a query sees {plan.keys_to_gain:,.0f} keys"
         )
 
 

@@ -150,8 +150,9 @@ class Work:
         self.seen.append((course.share, distances))
         if not any(found.mean < self.seen[0][1].mean for _, found in self.seen) and not course.over:
             self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps
+            chosen = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
-            self._training(learning_rate=course.rate)
+            self._training(learning_rate=course.rate, lowered_from=chosen)
         self.ended = not self.patient and self._stale()
         if self.ended and not course.over:
             self._training(stopped=True)
@@ -244,6 +245,7 @@ class Work:
             tokens=course.tokens,
             seconds=course.seconds,
             stages=self.trainings,
+            interrupted=healer.interrupted,
             **healer.regularised,
         )
 

@@ -23,7 +23,7 @@ from attnlens.records import Call, Site, Task
 from attnlens.run.outcomes.outputs import divergence, owned_means, predictions
 from attnlens.run.swap.fit import TINIEST, unfitted
 from attnlens.run.swap.healing.trainable import trainable
-from attnlens.run.swap.healing.trained import LowRankChange, Trained, standing_in
+from attnlens.run.swap.healing.trained import LowRankChange, Trained, seed_of, standing_in
 from attnlens.texts import Batch
 from attnlens.texts.targets import NOTHING, Fed, asking, logits_of, states_of
 
@@ -46,7 +46,7 @@ class Healer:
     rank: int | None = None
     """Rank of each weight's change; None where it is free."""
     seed: int = 0
-    """What changes of low rank are drawn by."""
+    """What changes of low rank are drawn by, together with the names of their weights."""
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
     recompute: bool = False
@@ -69,7 +69,7 @@ class Healer:
         if self.convention == "code":
             self.swaps = {site: _as_code(swap) for site, swap in self.swaps.items()}
         named = dict(self.loaded.model.named_parameters())
-        self.weights = {name: self._weight(named[name], mask) for name, mask in masks.items()}
+        self.weights = {name: self._weight(name, named[name], mask) for name, mask in masks.items()}
         if self.recompute:
             self.blocks = _blocks(self.loaded, batch)
         for site, swap in self.swaps.items():
@@ -80,10 +80,10 @@ class Healer:
                 if name in swap.kernel.trainable
             }
 
-    def _weight(self, start: Tensor, mask: Tensor) -> Trained:
+    def _weight(self, name: str, start: Tensor, mask: Tensor) -> Trained:
         if self.rank is None or self.rank >= min(start.flatten(1).shape):
             return Trained.of(start, mask)
-        return LowRankChange.of_rank(start, mask, self.rank, self.seed)
+        return LowRankChange.of_rank(start, mask, self.rank, seed_of(self.seed, name))
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -19,6 +19,7 @@ from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.outcomes.differences import Differences, mean_loss
 from attnlens.run.progress import Tell
+from attnlens.run.provenance import tool
 from attnlens.run.swap.healing.course import STAGES
 from attnlens.run.swap.healing.descent import heal
 from attnlens.run.swap.healing.healer import Healer
@@ -105,6 +106,7 @@ class Procedure:
         info, asked = self.loaded.info, self.asked
         files = "".join(file.sha256 for file in info.files)
         return {
+            "attnlens": tool().version,
             "model": _digest([files]) if files else _digest_of(dict(self.loaded.model.state_dict())),
             "type of numbers": str(self.loaded.model.dtype),
             "kernel": next(iter(kernels.values())).spelling,

@@ -19,10 +19,10 @@ from attnlens.choices import HealingStage
 from attnlens.errors import UsageError
 from attnlens.files import make_folder, read_object, sha256, write_atomically, written
 from attnlens.records import HealingStep, HealingTraining, Record
+from attnlens.requests.healing import STATE
 from attnlens.run.swap.healing.course import Course, adamw
 from attnlens.run.swap.healing.held_out import Best, Distances, put_back
 
-FACTS = "healing.json"
 TENSORS = re.compile(r"healing-[0-9]{1,15}\.safetensors")
 """How the file with the numbers is called: by the step that they are of."""
 ANEW = "Give --heal-checkpoint a new folder, or remove this one to begin anew."
@@ -32,7 +32,7 @@ class SavedHealing(Record):
     """The content of healing.json."""
 
     identity: dict[str, str]
-    """What must be the same to go on: model, kernel, texts, seed, options."""
+    """What must be the same to go on: attnlens, model, kernel, texts, seed, options."""
     tensors: str
     """The file with the numbers."""
     sha256: str
@@ -85,7 +85,7 @@ class StateFolder:
             shares=[share for share, _ in seen],
             **facts,
         )
-        write_atomically(self.folder / FACTS, (json.dumps(saved.model_dump(mode="json"), indent=1) + "\n").encode())
+        write_atomically(self.folder / STATE, (json.dumps(saved.model_dump(mode="json"), indent=1) + "\n").encode())
         for left in self.folder.glob("healing-*.safetensors"):
             if TENSORS.fullmatch(left.name) and left.name != name:
                 left.unlink(missing_ok=True)
@@ -95,14 +95,14 @@ class StateFolder:
 
         Raises UsageError where they can't be read, or belong to another healing, by the name of what differs.
         """
-        if not (self.folder / FACTS).exists():
+        if not (self.folder / STATE).exists():
             return None
-        found = read_object(self.folder / FACTS, UsageError, ANEW)
+        found = read_object(self.folder / STATE, UsageError, ANEW)
         try:
             saved = SavedHealing.model_validate(found)
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
-            raise UsageError(f"{self.folder / FACTS} is no state of a healing (at {written(place)}).", ANEW) from None
+            raise UsageError(f"{self.folder / STATE} is no state of a healing (at {written(place)}).", ANEW) from None
         for name in {**self.identity, **saved.identity}:
             mine, its = (one.get(name, "nothing") for one in (self.identity, saved.identity))
             if mine != its:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,11 @@ class LowRankChange(Trained):
         assert self.mask is not None  # noqa: S101
         seen = self.mask.flatten(1) != 0
         return int(seen.any(1).sum() + seen.any(0).sum()) * self.change.shape[1]
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for one weight: `seed` and its name, hashed, so that no two weights of one shape draw the same V."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from attnlens.weights import Factors
 
 NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
 GIVEN = "the ranks were given, and none was chosen"
+NEVER = "operations do not fall, however many keys a query sees"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
 """The fields of a Plan that name the parts of the calibration text."""
 SHARED = "one module computes several sites, whose ranks differ"
@@ -64,7 +65,7 @@ def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
 
 def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
     """The fields of a Plan that say what is saved, and why one of them is not known."""
-    unknown = next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
+    unknown = _unknown_size(found)
     names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
     if unknown is not None:
         return dict.fromkeys(names.values(), Pair(before=None, after=None)) | {
@@ -97,15 +98,44 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
 
 
 def break_even(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> float | None:
-    """How many keys a query must see before the maps cost fewer operations than they save; None where always."""
+    """How many keys a query must see before the maps cost fewer operations than they save.
+
+    None where operations fall from the first key on, where nothing is cut, and where `no_break_even` has a reason.
+    """
+    added, saved = _operations(choice, found)
+    return added / saved if added > 0 and saved > 0 and _unknown_size(found) is None else None
+
+
+def no_break_even(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> str | None:
+    """Why operations don't fall from some number of keys on; None where they do, or where nothing is cut."""
+    unknown = _unknown_size(found)
+    if unknown is not None:
+        return unknown
+    added, saved = _operations(choice, found)
+    if added < 0 and saved < 0:
+        return f"operations fall only while a query sees fewer than {added / saved:,.0f} keys: scores cost more beyond"
+    return NEVER if added >= 0 >= saved and added > saved else None
+
+
+def _operations(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float, float]:
+    """Operations that making queries and keys takes more, and those that scores take less for each key seen."""
     added = saved = 0.0
     for site, size in found.items():
         for latent in _latents(choice, site):
             if isinstance(size, SiteSizes):
                 bare, whole = replace(size, keys_seen=0.0), replace(latent, rank=size.head_dim * latent.keys)
-                added += costs(bare, latent).flops - costs(bare, whole).flops
-                saved += 0 if latent.before else 2 * latent.heads * (size.head_dim - latent.rank)
-    return added / saved if added > 0 and saved > 0 else None
+                change = [costs(sized, latent).flops - costs(sized, whole).flops for sized in (bare, _with_a_key(bare))]
+                added, saved = added + change[0], saved + change[0] - change[1]
+    return added, saved
+
+
+def _with_a_key(bare: SiteSizes) -> SiteSizes:
+    return replace(bare, keys_seen=1.0)
+
+
+def _unknown_size(found: Mapping[Site, SiteSizes | str]) -> str | None:
+    """Why the sizes of a site are not known."""
+    return next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
 
 
 def planned(
@@ -124,6 +154,8 @@ def planned(
     measured = _measured(compared, settings, budget)
     saved = saving(choice, found)
     reasons = {**saved.pop("reasons"), **_unknown(choice)}
+    never = no_break_even(choice, found)
+    reasons |= {} if never is None else {"keys_to_gain": never}
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
         tool=tool(),

@@ -285,10 +285,12 @@ def _rise_of(tried: tuple[Kernel, FormsRead, FormTried]) -> float:
     return math.inf if rise is None else rise.share
 
 
-def budget_work(fitting: Sample, choosing: Sample, promising: Sample) -> int:
+def budget_work(fitting: Sample, choosing: Sample, promising: Sample, *, form_named: bool) -> int:
     """Sequences that go through the model at most: to fit, for every form and plan tried, and to promise."""
-    sizes = (part.batches.sequences for part in (fitting, choosing, promising))
-    return sum(times * size for times, size in zip((3, FORMS + TRIES, 1), sizes, strict=True))
+    times = (2, TRIES, 1) if form_named else (3, FORMS + TRIES, 1)
+    return sum(
+        often * part.batches.sequences for often, part in zip(times, (fitting, choosing, promising), strict=True)
+    )
 
 
 def _table(costs: Sequence[Tensor]) -> Float[Tensor, "latents ranks"]:
