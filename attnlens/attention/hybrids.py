@@ -78,7 +78,8 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
         first = max(0, start - distance) // CHUNK
         last = number + 1 if after is None else min(len(sums), (rows.stop + distance - 1) // CHUNK + 1)
         far = before[first] if after is None else before[first] + after[last]
-        columns = *range(min(sinks, first * CHUNK)), *range(first * CHUNK, min(last * CHUNK, tokens))
+        start, stop = first * CHUNK, min(last * CHUNK, tokens)
+        columns = *range(min(sinks, start)), *range(start, stop), *range(stop, min(sinks, tokens))
         met = _met(call, kernel, key, sides, found, rows, torch.tensor(columns, device=key.device))
         rows_found.append(met + sides.query[..., rows, :] @ far)
     every = torch.cat(rows_found, dim=-2)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from attnlens.kernels.shared_keys import Turn, placed
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from attnlens.records import Call
@@ -117,6 +117,20 @@ class Grams:
             maps.append([pad(one, (0, wide_ - one.shape[-1], 0, wide_ - one.shape[-2])) for one in both])
         query_map, key_map = (torch.stack(side) for side in zip(*maps, strict=True))
         return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
+
+
+def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
+    """Which query heads hold copies of one map, by its name: those of equal numbers; none where no maps are shared.
+
+    B is one for all readers of a latent, A and the offset for those of a key head.
+    """
+    import torch
+
+    if "key_head" not in fitted:
+        return {}
+    latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
+    own = torch.unique(fitted["key_head"], return_inverse=True)[1]
+    return {"key_map": latent, "query_map": own, "offset": own}
 
 
 def latents_of(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:

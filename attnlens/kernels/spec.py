@@ -13,7 +13,7 @@ from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
 from attnlens.registry import KERNELS, Fit, KernelInfo, OutputFit
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int, Shaped
+    from jaxtyping import Float, Shaped
     from torch import Tensor, dtype
 
     from attnlens.records import Call
@@ -118,20 +118,6 @@ class Kernel:
     def joins(self) -> bool:
         """Whether key heads share what it is fitted to, so that no head can have it alone."""
         return self.parameters.get("group", 1) > 1
-
-    @property
-    def copies(self) -> dict[str, Int[Tensor, " heads"]]:
-        """Which heads hold copies of one fitted parameter, by its name: those of equal numbers; none where all differ.
-
-        Of latents that key heads share B is one for all readers of a latent, A and the offset for those of a key head.
-        """
-        import torch
-
-        if "key_head" not in self.fitted:
-            return {}
-        latent = torch.unique(self.fitted["members"], dim=0, return_inverse=True)[1]
-        own = torch.unique(self.fitted["key_head"], return_inverse=True)[1]
-        return {"key_map": latent, "query_map": own, "offset": own}
 
     def leaves(self, key_heads: int) -> int:
         """How many key heads its last latent has, where that is fewer than the others have; else 0."""

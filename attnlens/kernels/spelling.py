@@ -212,7 +212,7 @@ def example(name: str, parameters: Sequence[KernelParameter]) -> str:
 def _help(name: str, parameters: Sequence[KernelParameter]) -> str:
     if not parameters:
         return f"Write it as {name}."
-    if name in FILTERS or name in HYBRIDS:
-        return f"Write it like {example(name, parameters)}; `attnlens list kernels` explains it."
+    if modifier := FILTERS.get(name) or HYBRIDS.get(name):
+        return f"Write it like {example(name, modifier.parameters)}; `attnlens list kernels` explains it."
     shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
     return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."

@@ -17,6 +17,7 @@ from attnlens.attention.primal_scores import regulariser
 from attnlens.choices import HealingGoal
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
+from attnlens.kernels.latents import copies
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
@@ -73,9 +74,9 @@ class Healer:
         if self.recompute:
             self.blocks = _blocks(self.loaded, batch)
         for site, swap in self.swaps.items():
-            copies = swap.kernel.copies
+            shared = copies(swap.kernel.fitted)
             self.parameters[site] = {
-                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention), copies.get(name))
+                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention), shared.get(name))
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.trainable
             }

@@ -129,12 +129,8 @@ def gathered(
     out of maps fitted to the others. Raises UsageError where some, but not all of the query heads that share a key head
     are swapped, and what `give_rotations` and `give_metrics` raise.
     """
-    blank = {form.spelling: {site: _blank(form) for site in swaps} for form in forms}
-    give_rotations(loaded, swaps, _every(blank.values()))
-    found = FormsRead({}, {}, {form: {} for form in blank})
-    for name in dict.fromkeys(name for name, _ in batches):
-        for form, fits in found.fits.items():
-            fits[name] = {site: copy(fit) for site, fit in blank[form].items()}
+    found = FormsRead({}, {}, _fits_by_text(loaded, swaps, forms, dict.fromkeys(name for name, _ in batches)))
+    for name in next(iter(found.fits.values())):
         own = [fed for text, fed in batches if text == name]
         give_metrics(loaded, sites, swaps, _every(fits[name] for fits in found.fits.values()), own, task, seed)
 
@@ -155,6 +151,19 @@ def gathered(
             progress(texts.sequences_in(fed.inputs))
     found.heads = {site: found.heads[site] for site in swaps}
     return found
+
+
+def _fits_by_text(
+    loaded: Loaded, swaps: hooks.Swaps, forms: Sequence[Kernel], names: Iterable[str]
+) -> dict[str, dict[str, Fits]]:
+    """A fit of each form, text and site that has read nothing yet, with its rotation."""
+    blank = {form.spelling: {site: _blank(form) for site in swaps} for form in forms}
+    give_rotations(loaded, swaps, _every(blank.values()))
+    texts_named = list(names)
+    return {
+        form: {name: {site: copy(fit) for site, fit in fits.items()} for name in texts_named}
+        for form, fits in blank.items()
+    }
 
 
 def _every(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
