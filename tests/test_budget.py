@@ -438,7 +438,7 @@ def test_several_texts_keep_the_budget_each_by_itself(demo, tmp_path):
         path.write_text(text)
     (tmp_path / "begin.txt").write_text(BOOK[0].text[:20000])
     given = {"text": str(tmp_path / "begin.txt"), "calibration": list(map(str, paths)), "sequences": 8}
-    found = swap_kernel(demo, "rank", budget="loss:2%", **given, **BARE)
+    found = swap_kernel(demo, "rank:group=all", budget="loss:2%", **given, **BARE)
     estimated = found.plan.estimated
     assert set(estimated.by_text) == set(found.plan.promised.by_text) == {"book.txt", "capitals.txt"}
     assert estimated.bound(room.MARGIN) <= 0.02
