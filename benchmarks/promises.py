@@ -140,9 +140,11 @@ def held_to(loaded: models.Loaded, asked: argparse.Namespace, cut: Cut) -> None:
     found = held_out.found(loaded, calibration, held, replace(cut, placement="spread"), read_budget(asked.budget))
     held_out.told(found)
     if asked.json:
-        told = {"model": loaded.info.id, "budget": asked.budget, "tokens": asked.tokens, "sequences": asked.sequences}
+        told = {"model": Path(loaded.info.id).name, "budget": asked.budget}  # of a folder no more than its name
+        told |= {"tokens": asked.tokens, "sequences": asked.sequences}
         told |= {"kept": found.kept, "search_seconds": found.seconds, "loss": found.loss, "bounds": found.bounds}
-        told |= {"calibration": {one.name: sha256(one.text.encode()).hexdigest() for one in calibration}}
+        for part, contents in (("calibration", calibration), ("held_out", [content for _, content in held])):
+            told[part] = {one.name: sha256(one.text.encode()).hexdigest() for one in contents}
         told |= {"promised": found.choice.promised and found.choice.promised.model_dump()}
         told |= {"forms": [one.model_dump() for one in found.choice.forms]}
         told |= {"pieces": [asdict(piece) for piece in found.pieces]}

@@ -67,7 +67,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
     tokens, distance = call.query.shape[2], kernel.near.parameters["width"] - 1
     sinks = kernel.near.parameters.get("sinks", 0)
     sides, key = _sides(call, kernel, found, sinks), call.paired_key
-    starts = range(0, tokens, CHUNK)
+    starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
     sums = [sides.key[..., s : s + CHUNK, :].mT @ sides.value[..., s : s + CHUNK, :] for s in starts]
     nothing = torch.zeros_like(sums[0])
     before = list(accumulate(sums, initial=nothing))
@@ -79,8 +79,8 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
         last = number + 1 if after is None else min(len(sums), (rows.stop + distance - 1) // CHUNK + 1)
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
-        columns = *range(min(sinks, start)), *range(start, stop), *range(stop, min(sinks, tokens))
-        met = _met(call, kernel, key, sides, found, rows, torch.tensor(columns, device=key.device))
+        columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
+        met = _met(call, kernel, key, sides, found, rows, columns)
         rows_found.append(met + sides.query[..., rows, :] @ far)
     every = torch.cat(rows_found, dim=-2)
     total = every[..., -1:]

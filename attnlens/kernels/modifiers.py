@@ -165,7 +165,6 @@ def _hybrid(name: str, window: str, near: str, meaning: str, source: str) -> Mod
         source,
         found.parameters,
         found.keeps,
-        found.reach,
         from_start=found.from_start,
         caution="γ, a number of each head, is 1 unless it was fitted or healed. While no key is beyond the window, it "
         "is the model itself.",

@@ -19,7 +19,7 @@ from attnlens.records import Call, Site, Task
 from attnlens.registry import Fit, OutputFit
 from attnlens.run.progress import Tell
 from attnlens.run.swap.near_weights import NearShares
-from attnlens.run.swap.ranks.preparation import SEQUENCES, prepare
+from attnlens.run.swap.ranks.preparation import SEQUENCES, give_metrics, give_rotations
 from attnlens.texts import Batch, Batches
 from attnlens.texts.targets import feed
 
@@ -91,10 +91,11 @@ def fit(
     or of a hybrid the weight of near keys. What is nothing unless it is fitted takes the first alone.
     """
     fits = _fits(swaps)
-    ranks = {site: found for site, found in fits.items() if isinstance(found, MapsFit)}
-    if any(found.by_output or found.before for found in ranks.values()):
+    ranks = [(site, found) for site, found in fits.items() if isinstance(found, MapsFit)]
+    give_rotations(loaded, swaps, ranks)
+    if any(found.by_output for _, found in ranks):
         fed = feed(loaded, batches.some(SEQUENCES), task, seed)
-        prepare(loaded, sites, swaps, ranks.items(), fed, task, seed)
+        give_metrics(loaded, sites, swaps, ranks, fed, task, seed)
     hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # whose far parts need shapes alone
     _read(loaded, sites, swaps, fits, *((batches.first(), lambda _: None) if hybrid else (batches, progress)))
     solved = {site: found.solve() for site, found in fits.items()}

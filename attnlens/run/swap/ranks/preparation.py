@@ -26,21 +26,6 @@ SEQUENCES = 16
 """Sequences of a text whose gradients make the output metric, at most."""
 
 
-def prepare(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
-    fits: Iterable[tuple[Site, MapsFit]],
-    fed: Sequence[Fed],
-    task: Task,
-    seed: int,
-) -> None:
-    """Give each fit the rotation and the output metric that it asks for; raises what these two raise."""
-    every = list(fits)
-    give_rotations(loaded, swaps, every)
-    give_metrics(loaded, sites, swaps, every, fed, task, seed)
-
-
 def give_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
     """Give each fit of keys before the rotation how they are turned back.
 
