@@ -25,7 +25,7 @@ from reports import synthetic_report
 from swap_reports import planned
 
 import attnlens
-from attnlens.cli import show
+from attnlens.cli import leave, show
 from attnlens.cli.entry import exit_code
 from attnlens.cli.verdict import failure
 from attnlens.cli.work import NO_MODEL
@@ -451,6 +451,21 @@ def test_an_interruption_ends_with_130_from_the_first_line_on(wait):
         _, told = process.communicate(timeout=120)
     assert process.returncode in ((130, -signal.SIGINT) if wait == 0 else (130,)), told
     assert b"Traceback" not in told or wait == 0
+
+
+@pytest.mark.parametrize(
+    ("handler", "inside"),
+    [(show.interrupt, leave), (signal.default_int_handler, leave), (signal.SIG_IGN, signal.SIG_IGN)],
+)
+def test_imports_are_left_at_once_whoever_handles_interruptions(handler, inside):
+    """The program's own handler too: an import that is run by C++ ends it with SIGABRT where an exception is raised."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with show.interruptible_at_once():
+            assert signal.getsignal(signal.SIGINT) is inside
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 CONFIGS = {

@@ -54,7 +54,7 @@ def complain(problem: str, remedy: str) -> None:
 def interruptible_at_once() -> Iterator[None]:
     """Inside, an interruption ends the program on the spot: imports may swallow it, or take it for a fault."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
+    if before not in (interrupt, signal.default_int_handler):  # the caller has it ignored, or handles it
         yield
         return
     signal.signal(signal.SIGINT, leave)
