@@ -1,0 +1,76 @@
+"""A table's cells: the search for each one's learning rate, and its runs over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attnlens.study.pool import Pool
+from attnlens.study.scales import Scale
+from attnlens.study.tables import Cell
+from attnlens.study.tasks import Task
+from attnlens.study.training import Run
+from attnlens.study.units import Outcome, Unit
+
+SEARCH_SEED = 1_000_003
+"""Of the runs that a rate is chosen by: none of those that are reported."""
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell on one task."""
+
+    cell: Cell
+    """Which one."""
+    task: str
+    """The task's name."""
+    unit: Unit
+    """Its form and learning rate, as the search chose them."""
+    runs: tuple[Outcome, ...]
+    """One a seed, in the order of seeds."""
+    searched: tuple[tuple[float, float], ...]
+    """(learning rate, validation loss) of the search, of the chosen form."""
+
+
+def trained_cells(
+    cells: Sequence[tuple[Cell, Task]], scale: Scale, seed: int, folder: Path, jobs: int, tell: Tell
+) -> list[CellResult]:
+    """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
+
+    All cells get the same search and the same steps. The test set is read once a run, at its end.
+    """
+    tasks = {task.name: task for _, task in cells}
+    tried = {at: _search_units(cell, task, scale) for at, (cell, task) in enumerate(cells)}
+    total = sum(map(len, tried.values())) + len(cells) * scale.seeds
+    with Pool(tasks, folder, jobs, total, tell) as pool:
+        searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
+        chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
+        seeds = {at: _seed_units(unit, scale, seed) for at, unit in chosen.items()}
+        found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
+    return [
+        CellResult(
+            cell,
+            task.name,
+            chosen[at],
+            tuple(found[unit] for unit in seeds[at]),
+            tuple((unit.run.rate, searched[unit].loss) for unit in tried[at] if unit.form == chosen[at].form),
+        )
+        for at, (cell, task) in enumerate(cells)
+    ]
+
+
+def _search_units(cell: Cell, task: Task, scale: Scale) -> list[Unit]:
+    return [
+        Unit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
+        for form in cell.forms
+        for rate in scale.rates
+    ]
+
+
+def _seed_units(chosen: Unit, scale: Scale, seed: int) -> list[Unit]:
+    run = replace(chosen.run, steps=scale.steps)
+    return [replace(chosen, run=replace(run, seed=seed + number), tested=True) for number in range(scale.seeds)]
+
+

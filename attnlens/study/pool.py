@@ -1,0 +1,81 @@
+"""Computes units of work in several processes, one thread each, and keeps what is finished."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from attnlens.errors import ModelError
+from attnlens.study.tasks import Task
+from attnlens.study.units import Outcome, Unit, computed
+
+Tell = Callable[[str, int, int], None]
+_here: dict[str, Any] = {}
+"""In a worker: the tasks and the folder."""
+
+
+class Pool:
+    """Inside `with`: units become outcomes; at its end, or when interrupted, its processes are ended.
+
+    One job is done in this process, with the threads that it has; several have one thread each, so that the outcome of
+    a unit does not depend on how many there are.
+    """
+
+    def __init__(self, tasks: Mapping[str, Task], folder: Path, jobs: int, total: int, tell: Tell) -> None:
+        self.tasks, self.folder, self.total, self.tell, self.done = dict(tasks), folder, total, tell, 0
+        self.threads = torch.get_num_threads()
+        self.executor = (
+            ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (self.tasks, folder)) if jobs > 1 else None
+        )
+
+    def __enter__(self) -> Pool:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        torch.set_num_threads(self.threads)
+        if self.executor is None:
+            return
+        if kind is not None:
+            for process in list((self.executor._processes or {}).values()):
+                process.terminate()  # what it had finished is in its files
+        self.executor.shutdown(wait=kind is None, cancel_futures=True)
+
+    def outcomes(self, units: Sequence[Unit], stage: str) -> dict[Unit, Outcome]:
+        """Each unit's outcome. Raises ModelError where a process ended before its unit did."""
+        every = list(dict.fromkeys(units))
+        if self.executor is None:
+            return {unit: self._told(stage, computed(unit, self.tasks[unit.task], self.folder)) for unit in every}
+        futures: dict[Future[Outcome], Unit] = {self.executor.submit(_compute, unit): unit for unit in every}
+        found = {}
+        for future in as_completed(futures):
+            if future.exception() is not None and "abruptly" in str(future.exception()):
+                raise ModelError(
+                    "A training process was ended from outside, as for want of memory.",
+                    "Run it again with --jobs 1: what is finished is kept.",
+                ) from None
+            found[futures[future]] = self._told(stage, future.result())
+        return found
+
+    def _told(self, stage: str, outcome: Outcome) -> Outcome:
+        self.done += 1
+        self.tell(stage, self.done, self.total)
+        return outcome
+
+
+def _begin(tasks: Mapping[str, Task], folder: Path) -> None:
+    """What a process does first: the one that started it decides what an interruption ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _here.update(tasks=tasks, folder=folder)
+
+
+def _compute(unit: Unit) -> Outcome:
+    return computed(unit, _here["tasks"][unit.task], _here["folder"])

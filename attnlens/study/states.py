@@ -1,0 +1,87 @@
+"""The state of a training run in one safetensors file, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import nn
+
+from attnlens.files import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RANDOM, MODEL, BEST, MOMENTS = "random", "model.", "best.", "moments."
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is."""
+
+    step: int
+    """Steps done."""
+    curve: list[tuple[int, float]]
+    """(step, validation loss)."""
+    best: dict[str, Tensor] = field(repr=False)
+    """The weights of the least validation loss so far."""
+    seconds: float = 0.0
+    """In training so far."""
+    tokens: int = 0
+    """Trained on so far."""
+    problem: str = ""
+    """Why it did not converge; empty where it did, or is not over."""
+
+    @classmethod
+    def begun(cls, model: nn.Module, loss: float) -> RunState:
+        """The state before the first step."""
+        return cls(0, [(0, loss)], _copied(model))
+
+    def looked(self, model: nn.Module, loss: float, seconds: float) -> RunState:
+        """The state after a look at the validation loss."""
+        least = min((known for _, known in self.curve[1:]), default=math.inf)
+        best = _copied(model) if loss < least else self.best
+        return replace(self, curve=[*self.curve, (self.step, loss)], best=best, seconds=seconds)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def write_state(path: Path, state: RunState, model: nn.Module, optimiser: Any) -> None:
+    """Write everything that the rest of the run depends on."""
+    moments = optimiser.state_dict()["state"]
+    tensors = {RANDOM: torch.get_rng_state()}
+    tensors |= {MODEL + name: value for name, value in _copied(model).items()}
+    tensors |= {BEST + name: value for name, value in state.best.items()}
+    tensors |= {f"{MOMENTS}{i}.{name}": part.cpu() for i, parts in moments.items() for name, part in parts.items()}
+    facts = {"step": state.step, "curve": state.curve, "seconds": state.seconds, "tokens": state.tokens}
+    write_atomically(path, save({k: v.contiguous() for k, v in tensors.items()}, {"state": json.dumps(facts)}))
+
+
+def read_state(path: Path, model: nn.Module, optimiser: Any) -> RunState | None:
+    """Put the state in its place, and say how far it is; None where there is none."""
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as stored:
+        facts = json.loads(stored.metadata()["state"])
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # no dictionary
+    model.load_state_dict(_under(MODEL, tensors))
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in _under(MOMENTS, tensors).items():
+        number, part = name.split(".", 1)
+        moments.setdefault(int(number), {})[part] = value
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
+    torch.set_rng_state(tensors[RANDOM])
+    curve = [(int(step), float(loss)) for step, loss in facts["curve"]]
+    return RunState(facts["step"], curve, _under(BEST, tensors), facts["seconds"], facts["tokens"])
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,127 @@
+"""Training runs as units of work: each is named by what determines it, and its outcome is one file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+import attnlens
+from attnlens.files import write_atomically
+from attnlens.kernel_transformers import Form, KernelTransformer, KernelTransformerConfig, made
+from attnlens.study.scales import Scale
+from attnlens.study.tasks import Task, score
+from attnlens.study.training import Run, train
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One training run of one form on one task."""
+
+    task: str
+    """The task's name."""
+    form: Form
+    """Its attention."""
+    scale: Scale
+    """Its sizes."""
+    run: Run
+    """Rate, steps, seed."""
+    tested: bool
+    """Whether it is judged on the test set; runs that a rate is chosen by are not."""
+
+    def key(self, digest: str) -> str:
+        """The name of its files: a hash of all that determines its outcome; `digest` stands for the task's data."""
+        facts = {
+            "version": attnlens.__version__,
+            "data": digest,
+            "task": self.task,
+            "form": asdict(self.form),
+            "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
+            "run": asdict(self.run),
+            "tested": self.tested,
+        }
+        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+SEARCHED = ("rates", "seeds", "steps", "search_steps")
+"""Fields of a scale that say which runs there are, and nothing of any one of them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a unit."""
+
+    curve: list[tuple[int, float]]
+    """(step, validation loss in nats)."""
+    problem: str
+    """Why it did not converge; empty where it did."""
+    scores: dict[str, float]
+    """On the test set; empty where it was not tested or did not converge."""
+    parameters: int
+    """Of the model."""
+    attention_parameters: int
+    """Of the projections of queries, keys and positions, of all layers."""
+    tokens: int
+    """Trained on."""
+    seconds: float
+    """Of training steps."""
+
+    @property
+    def loss(self) -> float:
+        """The least validation loss; infinite where it did not converge."""
+        return math.inf if self.problem else min(loss for _, loss in self.curve)
+
+
+def computed(unit: Unit, task: Task, folder: Path) -> Outcome:
+    """The unit's outcome: read from its file, or trained (on from its last look, if it was killed) and written."""
+    name = unit.key(digest_of(task))
+    done, state = folder / f"{name}.json", folder / f"{name}.safetensors"
+    if done.exists():
+        return _read(done)
+    model = model_of(unit, task)
+    trained = train(model.core, task, unit.scale, unit.run, state)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}
+    outcome = Outcome(
+        list(trained.curve),
+        trained.problem,
+        {name: value for name, value in scores.items() if math.isfinite(value)},
+        sum(part.numel() for part in model.parameters()),
+        sum(module.kernel_parameters for module in model.attentions()),
+        trained.tokens,
+        trained.seconds,
+    )
+    write_atomically(done, (json.dumps(asdict(outcome)) + "\n").encode())
+    state.unlink(missing_ok=True)
+    return outcome
+
+
+def model_of(unit: Unit, task: Task) -> KernelTransformer:
+    """The model that the unit begins with."""
+    scale = unit.scale
+    config = KernelTransformerConfig(
+        vocab_size=task.vocabulary,
+        hidden_size=scale.d_model,
+        num_hidden_layers=scale.layers,
+        num_attention_heads=scale.heads,
+        intermediate_size=scale.d_forward,
+        max_position_embeddings=task.length,
+        dropout=scale.dropout,
+        channels=task.channels,
+        classes=task.outputs if task.form == "classification" else 0,
+        form=asdict(unit.form),
+    )
+    return made(task.form, config, unit.run.seed)
+
+
+def digest_of(task: Task) -> str:
+    """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
+    facts: list[Any] = [task.name, sorted(task.files.items()), task.vocabulary, task.outputs, task.channels, task.length]
+    return sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _read(path: Path) -> Outcome:
+    facts = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    return Outcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})
