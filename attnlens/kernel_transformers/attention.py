@@ -9,11 +9,11 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnlens.attention import attend
+from attnlens.kernel_transformers.forms import Form, Place
+from attnlens.kernel_transformers.positions import AsymmetricProduct, PositionTable, SymmetricProduct, sinusoids
 from attnlens.kernels import parsed
 from attnlens.primal import PrimalHeads
 from attnlens.records import Call
-from attnlens.kernel_transformers.forms import Form, Place
-from attnlens.kernel_transformers.positions import AsymmetricProduct, PositionTable, SymmetricProduct, sinusoids
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

@@ -72,5 +72,3 @@ def _search_units(cell: Cell, task: Task, scale: Scale) -> list[Unit]:
 def _seed_units(chosen: Unit, scale: Scale, seed: int) -> list[Unit]:
     run = replace(chosen.run, steps=scale.steps)
     return [replace(chosen, run=replace(run, seed=seed + number), tested=True) for number in range(scale.seeds)]
-
-

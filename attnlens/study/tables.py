@@ -95,9 +95,7 @@ def _positions() -> Table:
         for name, (form, bleu, perplexity) in forms.items()
         for task, value in (("language", perplexity), ("translation", bleu))
     ]
-    return Table(
-        "positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(cells), TSAI_DATA
-    )
+    return Table("positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(cells), TSAI_DATA)
 
 
 def _order() -> Table:
@@ -113,9 +111,7 @@ def _order() -> Table:
         Cell("product, symmetric (Eq. 9)", "language", product, 24.28),
         Cell("nowhere", "language", Form(symmetric=True), 30.92),
     ]
-    return Table(
-        "order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(cells), TSAI_DATA
-    )
+    return Table("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(cells), TSAI_DATA)
 
 
 def _values() -> Table:
@@ -131,9 +127,7 @@ def _values() -> Table:
         for at, held in enumerate((True, False))
         for task, both in (("language", perplexity), ("translation", bleu))
     ]
-    return Table(
-        "values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(cells), TSAI_DATA
-    )
+    return Table("values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(cells), TSAI_DATA)
 
 
 def _dimension() -> Table:
@@ -144,7 +138,14 @@ def _dimension() -> Table:
         "l2": (19.45, 76.78),
         "polynomial": (29.56, 76.24),
     }
-    approximate = ("taylor:2", "taylor:4", "taylor:8", "random-features:16", "random-features:64", "random-features:256")
+    approximate = (
+        "taylor:2",
+        "taylor:4",
+        "taylor:8",
+        "random-features:16",
+        "random-features:64",
+        "random-features:256",
+    )
     published |= dict.fromkeys(approximate)
     names = {"polynomial": "quadratic", "rbf:gamma=1": "rbf"}
     cells = []

@@ -102,7 +102,9 @@ def _accelerator() -> Any:
     try:
         from accelerate import Accelerator
     except ImportError:
-        raise UsageError("study trains with accelerate, which is not installed.", 'Run: pip install "attnlens[study]"') from None
+        raise UsageError(
+            "study trains with accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
+        ) from None
     return Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
 
 

@@ -62,7 +62,7 @@ class Outcome:
     """On the test set; empty where it was not tested or did not converge."""
     parameters: int
     """Of the model."""
-    attention_parameters: int
+    kernel_parameters: int
     """Of the projections of queries, keys and positions, of all layers."""
     tokens: int
     """Trained on."""
@@ -118,7 +118,14 @@ def model_of(unit: Unit, task: Task) -> KernelTransformer:
 
 def digest_of(task: Task) -> str:
     """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
-    facts: list[Any] = [task.name, sorted(task.files.items()), task.vocabulary, task.outputs, task.channels, task.length]
+    facts: list[Any] = [
+        task.name,
+        sorted(task.files.items()),
+        task.vocabulary,
+        task.outputs,
+        task.channels,
+        task.length,
+    ]
     return sha256(json.dumps(facts).encode()).hexdigest()
 
 
