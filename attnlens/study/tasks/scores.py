@@ -24,8 +24,8 @@ def score(task: Task, model: nn.Module, split: Split, size: int) -> dict[str, fl
 
     All forms: `loss`, nats a target (token or class), the mean over all targets. Language: `perplexity` exp(loss), and
     where ids are text `bits_per_byte`, which compares models of unlike byte pairs. Classification: `accuracy` in
-    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN where the
-    loss is not finite. Raises UsageError where sacrebleu is missing.
+    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN
+    where the loss is not finite. Raises UsageError where sacrebleu is missing.
     """
     with _judged(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
