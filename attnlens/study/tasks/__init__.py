@@ -4,7 +4,7 @@ from attnlens.study.tasks.beam import Translator, beam_search
 from attnlens.study.tasks.classification import Labelled
 from attnlens.study.tasks.labelled import labelled
 from attnlens.study.tasks.language import NextTokens, language
-from attnlens.study.tasks.planted import Recall, Reversal, bag_bound, before, least_leak, majority
+from attnlens.study.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
 from attnlens.study.tasks.scores import bleu_and_chrf, cross_entropy, score, translations
 from attnlens.study.tasks.series import series
 from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, Task, TaskForm, TranslationTask
@@ -16,7 +16,6 @@ __all__ = [
     "Labelled",
     "LanguageTask",
     "NextTokens",
-    "Recall",
     "Reversal",
     "SentencePairs",
     "Split",
@@ -24,6 +23,7 @@ __all__ = [
     "TaskForm",
     "TranslationTask",
     "Translator",
+    "angles",
     "bag_bound",
     "beam_search",
     "before",
