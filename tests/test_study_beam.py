@@ -10,10 +10,10 @@ from torch import nn
 
 from attnlens.errors import UsageError
 from attnlens.study.tasks import Examples, Reversal, beam_search, bleu_and_chrf, score, translations
-from attnlens.study.tasks.beam import Ids
+from attnlens.study.tasks.beam import SpecialIds
 
 PADDING, BEGIN, END, OUTPUTS, MOST = 0, 1, 2, 5, 4
-IDS = Ids(BEGIN, END, (PADDING,))
+IDS = SpecialIds(BEGIN, END, (PADDING,))
 
 
 class RandomWriter(nn.Module):

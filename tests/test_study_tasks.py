@@ -1,6 +1,7 @@
 """Tests the study's tasks: splits that do not leak, batches that repeat, bad files, and what the planted tasks hold."""
 
 import gzip
+import importlib
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -14,9 +15,9 @@ from attnlens.study import tasks
 from attnlens.study.tasks import NOTHING, Reversal, angles, bag_bound, before, least_leak, majority
 from attnlens.study.tasks.batching import endless, spread
 from attnlens.study.tasks.byte_pairs import byte_pairs
-from attnlens.study.tasks.language import split_text
 from attnlens.study.tasks.splitting import blocks, numbers
 
+language = importlib.import_module("attnlens.study.tasks.language")  # its function has the same name
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
 
 
@@ -84,7 +85,7 @@ def test_evaluated_sentences_are_spread_evenly():
 
 def test_windows_do_not_cross_splits_and_targets_are_the_next_tokens():
     text = "\n".join(lines(1200)) + "\n"
-    parts = split_text(text)
+    parts = language.split_text(text)
     assert sorted("".join(part for each in parts.values() for part in each)) == sorted(text)
     task = tasks.language([("lines", text)], length=16, vocabulary=300)
     for part, rows in task.windows.items():
@@ -100,7 +101,7 @@ def test_windows_do_not_cross_splits_and_targets_are_the_next_tokens():
 
 def test_byte_pairs_are_trained_on_the_training_part_alone():
     text = "\n".join(lines(1200)) + "\n"
-    (*_, last) = split_text(text)["test"]
+    (*_, last) = language.split_text(text)["test"]
     strange = text.replace(last, last.replace("light", "leviathan"))
     task = tasks.language([("lines", strange)], length=16, vocabulary=400)
     assert len(task.pairs.ids([" darkness"])[0]) == 1
@@ -136,11 +137,16 @@ def test_a_text_shorter_than_a_window_and_a_small_vocabulary_are_refused():
         tasks.language([("lines", "\n".join(lines(1200)))], length=16, vocabulary=100)
 
 
-def test_the_default_text_has_a_name_and_no_marks_of_chapters():
-    name, text = tasks.language.__globals__["default_text"]()
-    assert name in ("King James Bible", "King James passages")
+def test_the_default_text_is_the_book_in_a_checkout_and_the_passages_in_an_installed_package(monkeypatch, tmp_path):
+    name, text = language.default_text()
+    assert name == "King James Bible"
     assert "[Gen" not in text
-    assert len(text) > 50_000
+    assert text.startswith("In the beginning God created the heaven and the earth.\nAnd the earth")
+    monkeypatch.setattr(language, "BOOK", tmp_path / "none")
+    assert language.default_text()[0] == "King James passages"
+    task = tasks.language(length=128)
+    assert task.files == {}
+    assert min(map(len, task.windows.values())) >= 5
 
 
 # translation

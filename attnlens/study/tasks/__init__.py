@@ -7,7 +7,7 @@ from attnlens.study.tasks.language import NextTokens, language
 from attnlens.study.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
 from attnlens.study.tasks.scores import bleu_and_chrf, cross_entropy, score, translations
 from attnlens.study.tasks.series import series
-from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, Task, TaskForm, TranslationTask
+from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TaskForm, TranslationTask
 from attnlens.study.tasks.translation import SentencePairs, translation
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Reversal",
     "SentencePairs",
     "Split",
-    "Task",
+    "StudyTask",
     "TaskForm",
     "TranslationTask",
     "Translator",

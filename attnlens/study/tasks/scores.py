@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.study.tasks.beam import WIDTH, Ids, Translator, beam_search
-from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, Task, TranslationTask
+from attnlens.study.tasks.beam import WIDTH, SpecialIds, Translator, beam_search
+from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TranslationTask
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
 
-def score(task: Task, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
     """How well `model` does on that part of the task, read `size` examples at a time in evaluation mode.
 
     All forms: `loss`, nats a target (token or class), the mean over all targets. Language: `perplexity` exp(loss), and
@@ -122,7 +122,7 @@ def _translation(task: TranslationTask, model: nn.Module, batches: Sequence[Exam
 
 
 def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
-    ids, pairs = Ids(task.begin, task.end, (task.padding,)), list[tuple[str, str]]()
+    ids, pairs = SpecialIds(task.begin, task.end, (task.padding,)), list[tuple[str, str]]()
     for batch in batches:
         found = beam_search(cast(Translator, model), batch.inputs, batch.kept, ids, most=task.length, width=WIDTH)
         for written, target in zip(found, batch.targets.tolist(), strict=True):
