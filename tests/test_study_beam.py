@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.study.tasks import Examples, Reversal, beam_search, bleu_and_chrf, score, translations
+from attnlens.study.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score, translations
 from attnlens.study.tasks.beam import SpecialIds
 
 PADDING, BEGIN, END, OUTPUTS, MOST = 0, 1, 2, 5, 4
@@ -132,6 +132,8 @@ def test_who_knows_the_rule_of_the_reversal_has_no_loss_and_a_hundred_bleu():
     control = score(task, KnowsTheTarget(task, forgets=True), "test", 16)
     assert control["loss"] > 1
     assert control["BLEU"] < 60
+    forgetful = KnowsTheTarget(task, forgets=True)
+    assert mean_loss(task, forgetful, "test", 7) == pytest.approx(control["loss"]), "whatever the batch size"
     assert all(written == meant for written, meant in translations(task, KnowsTheTarget(task), "test", 16))
 
 
@@ -217,7 +219,8 @@ def test_the_loss_is_the_mean_over_all_tokens_and_not_over_batches():
     assert found["loss"] == pytest.approx(loss)
     assert found["perplexity"] == pytest.approx(math.exp(loss))
     assert found["bits_per_byte"] == pytest.approx(4 * loss / math.log(2) / 6)
+    assert mean_loss(TwoBatches(), model, "test", 1) == found["loss"]
     over_batches = ((math.log(4) + 2 * math.log(4 / 3)) / 3 + math.log(4)) / 2
     assert found["loss"] != pytest.approx(over_batches), "a control"
-    assert model.dropped == [False, False], "it is judged in evaluation mode"
+    assert model.dropped == [False] * 4, "it is judged in evaluation mode"
     assert model.training, "and left as it was"

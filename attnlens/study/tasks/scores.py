@@ -36,6 +36,13 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
         return _translation(cast(TranslationTask, task), model, batches)
 
 
+def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
+    """The `loss` of `score` alone, without the search that translations take: what settings are chosen by."""
+    with _judged(model) as device:
+        total, targets, _ = _totals(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+    return total / targets
+
+
 def translations(task: TranslationTask, model: nn.Module, split: Split, size: int) -> list[tuple[str, str]]:
     """Of each sentence of that part what `model` writes for it and what stands in the data, as text."""
     with _judged(model) as device:
