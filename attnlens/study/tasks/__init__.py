@@ -4,10 +4,10 @@ from attnlens.study.tasks.beam import Translator, beam_search
 from attnlens.study.tasks.classification import Labelled
 from attnlens.study.tasks.labelled import labelled
 from attnlens.study.tasks.language import NextTokens, language
-from attnlens.study.tasks.planted import Recall, Reversal, bag_bound, before, least_leak, majority
-from attnlens.study.tasks.scores import bleu_and_chrf, cross_entropy, score, translations
+from attnlens.study.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
+from attnlens.study.tasks.scores import bleu_and_chrf, cross_entropy, mean_loss, score, translations
 from attnlens.study.tasks.series import series
-from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, Task, TaskForm, TranslationTask
+from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TaskForm, TranslationTask
 from attnlens.study.tasks.translation import SentencePairs, translation
 
 __all__ = [
@@ -16,14 +16,14 @@ __all__ = [
     "Labelled",
     "LanguageTask",
     "NextTokens",
-    "Recall",
     "Reversal",
     "SentencePairs",
     "Split",
-    "Task",
+    "StudyTask",
     "TaskForm",
     "TranslationTask",
     "Translator",
+    "angles",
     "bag_bound",
     "beam_search",
     "before",
@@ -33,6 +33,7 @@ __all__ = [
     "language",
     "least_leak",
     "majority",
+    "mean_loss",
     "score",
     "series",
     "translation",

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from attnlens.study.tasks.task import Examples
 
 POOL = 32
-"""Batches that are filled from one part of a shuffled epoch in the order of length, so that little is padding."""
+"""Batches, at most, that are filled from one part of a shuffled epoch in the order of length: little is padding."""
+POOLS = 4
+"""Parts of an epoch, at least: sorted as a whole, an epoch would put the same examples together each time."""
 
 
 def endless(
@@ -29,8 +31,9 @@ def endless(
     while True:
         order: list[int] = torch.randperm(len(lengths), generator=draws).tolist()
         whole = order[: max(len(order) // size * size, min(size, len(order)))]
-        for start in range(0, len(whole), POOL * size):
-            pool = sorted(whole[start : start + POOL * size], key=lengths.__getitem__)
+        most = size * min(max(len(whole) // size // POOLS, 1), POOL)
+        for start in range(0, len(whole), most):
+            pool = sorted(whole[start : start + most], key=lengths.__getitem__)
             parts = [pool[at : at + size] for at in range(0, len(pool), size)]
             for number in torch.randperm(len(parts), generator=draws).tolist():
                 yield batch(parts[number])

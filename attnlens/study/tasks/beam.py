@@ -27,7 +27,7 @@ class Translator(Protocol):
 
 
 @dataclass(frozen=True)
-class Ids:
+class SpecialIds:
     """Which ids have a meaning of their own."""
 
     begin: int
@@ -56,7 +56,7 @@ class _Search:
 
 @torch.no_grad()
 def beam_search(
-    model: Translator, inputs: Tensor, kept: Tensor | None, ids: Ids, *, most: int, width: int = WIDTH
+    model: Translator, inputs: Tensor, kept: Tensor | None, ids: SpecialIds, *, most: int, width: int = WIDTH
 ) -> list[list[int]]:
     """Of each source the sentence y of at most `most` tokens, `end` included, with the largest log p(y | x)/|y| found.
 
@@ -84,7 +84,9 @@ def beam_search(
     return [max(found, default=(0.0, list[int]()))[1] for _, found in sorted(search.ended.items())]
 
 
-def _scores(model: Translator, search: _Search, ids: Ids, *, last: bool) -> Float[Tensor, "sentences width outputs"]:
+def _scores(
+    model: Translator, search: _Search, ids: SpecialIds, *, last: bool
+) -> Float[Tensor, "sentences width outputs"]:
     """Σ log p of each beam with each next token."""
     logits = model.decode(search.given, search.memory, search.kept)[:, -1].float()
     scores = logits.log_softmax(-1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attnlens.study.tasks.batching import endless, in_order, padded
+from attnlens.study.tasks.byte_pairs import BytePairs
 from attnlens.study.tasks.task import Examples, Split
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Labelled:
     """How many ids there are; 0 for a series."""
     channels: int = 0
     """How many numbers a step has; 0 for ids."""
+    pairs: BytePairs | None = None
+    """The encoding of texts, trained on the training part alone; None where nothing is encoded."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many cases are not as the file has them, by what was done to them."""
     form: Literal["classification"] = field(default="classification", init=False)

@@ -50,6 +50,7 @@ def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> 
         cases=cases,
         files={found.name: found.sha256},
         vocabulary=code.size,
+        pairs=code,
         left_out={"repeated": len(rows) - len(texts), "cut": sum(len(row) > length for row in ids)},
     )
 

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.study.tasks.beam import WIDTH, Ids, Translator, beam_search
-from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, Task, TranslationTask
+from attnlens.study.tasks.beam import WIDTH, SpecialIds, Translator, beam_search
+from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TranslationTask
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
 
-def score(task: Task, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
     """How well `model` does on that part of the task, read `size` examples at a time in evaluation mode.
 
     All forms: `loss`, nats a target (token or class), the mean over all targets. Language: `perplexity` exp(loss), and
     where ids are text `bits_per_byte`, which compares models of unlike byte pairs. Classification: `accuracy` in
-    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN where the
-    loss is not finite. Raises UsageError where sacrebleu is missing.
+    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN
+    where the loss is not finite. Raises UsageError where sacrebleu is missing.
     """
     with _judged(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
@@ -34,6 +34,13 @@ def score(task: Task, model: nn.Module, split: Split, size: int) -> dict[str, fl
         if task.form == "classification":
             return _classification(model, batches)
         return _translation(cast(TranslationTask, task), model, batches)
+
+
+def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
+    """The `loss` of `score` alone, without the search that translations take: what settings are chosen by."""
+    with _judged(model) as device:
+        total, targets, _ = _totals(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+    return total / targets
 
 
 def translations(task: TranslationTask, model: nn.Module, split: Split, size: int) -> list[tuple[str, str]]:
@@ -122,7 +129,7 @@ def _translation(task: TranslationTask, model: nn.Module, batches: Sequence[Exam
 
 
 def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
-    ids, pairs = Ids(task.begin, task.end, (task.padding,)), list[tuple[str, str]]()
+    ids, pairs = SpecialIds(task.begin, task.end, (task.padding,)), list[tuple[str, str]]()
     for batch in batches:
         found = beam_search(cast(Translator, model), batch.inputs, batch.kept, ids, most=task.length, width=WIDTH)
         for written, target in zip(found, batch.targets.tolist(), strict=True):

@@ -43,7 +43,7 @@ class Examples:
         )
 
 
-class Task(Protocol):
+class StudyTask(Protocol):
     """Examples to train on, examples to be judged on, and how; frozen dataclasses implement it."""
 
     @property
@@ -89,7 +89,7 @@ class Task(Protocol):
         """The same batches at each call, of at most `size` examples."""
 
 
-class LanguageTask(Task, Protocol):
+class LanguageTask(StudyTask, Protocol):
     """A task of next tokens."""
 
     @property
@@ -97,7 +97,7 @@ class LanguageTask(Task, Protocol):
         """How many bytes of text each id stands for; None where ids are no text."""
 
 
-class TranslationTask(Task, Protocol):
+class TranslationTask(StudyTask, Protocol):
     """A task of sentences for sentences, with padding, beginnings and ends of their own ids."""
 
     @property

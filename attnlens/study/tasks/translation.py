@@ -13,7 +13,7 @@ import torch
 from attnlens.errors import TextError
 from attnlens.study.tasks.batching import endless, in_order, spread
 from attnlens.study.tasks.byte_pairs import BytePairs, byte_pairs
-from attnlens.study.tasks.files import Rows, read_rows
+from attnlens.study.tasks.files import TabbedLines, read_rows
 from attnlens.study.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
 from attnlens.study.tasks.splitting import PARTS, blocks, numbers
 from attnlens.study.tasks.task import Examples, Split
@@ -120,7 +120,7 @@ def translation(
     )
 
 
-def _by_book(found: Rows) -> dict[str, list[int]] | None:
+def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
     """The lines of each part where every line names a verse and each part has books; None elsewhere."""
     matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in found.rows]
     parts: dict[str, list[int]] = {part: [] for part in PARTS}

@@ -10,7 +10,7 @@ from attnlens.study.tasks.files.whole import line_numbers, read_whole
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TabbedLines:
     """The lines of a file, each as its columns."""
 
     name: str
@@ -21,7 +21,7 @@ class Rows:
     """Of each line its columns, all of them as many and none empty, white space around them left out."""
 
 
-def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Rows:
+def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> TabbedLines:
     """The columns of each line of a file, whose first line says how many there are: one of the numbers in `columns`.
 
     Raises TextError, which says `remedy`, where the file can't be read, is empty, or has lines with another number of
@@ -39,4 +39,4 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Rows:
         raise TextError(
             f"{path}: {line_numbers(bad)} without {asked} columns with a tab between each, none of them empty.", remedy
         )
-    return Rows(Path(path).name, digest, rows)
+    return TabbedLines(Path(path).name, digest, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,7 @@ def before(tokens: int = 10, fillers: int = 4) -> Labelled:
         rows.scatter_(1, places, torch.tensor([0, 1]).expand(count, 2))
         return rows, (places[:, 0] < places[:, 1]).long()
 
-    return _drawn("planted order", ("after", "before"), 2 + fillers, draw)
+    return drawn("planted order", ("after", "before"), draw, SIZES, vocabulary=2 + fillers)
 
 
 def majority(tokens: int = 11) -> Labelled:
@@ -48,18 +48,21 @@ def majority(tokens: int = 11) -> Labelled:
         rows = (torch.rand(count, tokens, generator=draws).argsort(1) < ones).long()
         return rows, (2 * ones[:, 0] > tokens).long()
 
-    return _drawn("planted majority", ("zeros", "ones"), 2, draw)
+    return drawn("planted majority", ("zeros", "ones"), draw, SIZES, vocabulary=2)
 
 
-def _drawn(
+def drawn(
     name: str,
     classes: tuple[str, str],
-    vocabulary: int,
     draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]],
+    sizes: Mapping[str, int],
+    *,
+    vocabulary: int = 0,
+    channels: int = 0,
 ) -> Labelled:
-    """A task of cases drawn with fixed seeds."""
+    """A task of cases drawn with fixed seeds: `draw` gives so many sequences and their classes."""
     cases = {}
-    for part, count in SIZES.items():
+    for part, count in sizes.items():
         rows, labels = draw(count, torch.Generator().manual_seed(SEEDS[part]))
         cases[part] = Cases(list(rows), labels)
-    return Labelled(name=name, classes=classes, cases=cases, files={}, vocabulary=vocabulary)
+    return Labelled(name=name, classes=classes, cases=cases, files={}, vocabulary=vocabulary, channels=channels)

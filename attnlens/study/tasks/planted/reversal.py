@@ -71,8 +71,12 @@ class Reversal:
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
         """Pairs that are the same at each call."""
-        sources = self.sources(self.evaluated, torch.Generator().manual_seed(HELD_OUT[split]))
+        sources = self._held_out(split)
         return in_order([*map(len, sources)], size, lambda chosen: self._examples([sources[at] for at in chosen]))
+
+    def bound(self, split: Split) -> float:
+        """The least loss on that part of a model without positions in encoder and cross-attention: `bag_bound`."""
+        return bag_bound(source.tolist() for source in self._held_out(split))
 
     def sources(self, count: int, draws: torch.Generator) -> list[Int[Tensor, " tokens"]]:
         """Random sources: each letter, and each number of letters, as likely as any other."""
@@ -88,6 +92,9 @@ class Reversal:
     def written(self, ids: Sequence[int]) -> str:
         """The numbers of letters with spaces between them."""
         return " ".join(str(number) for number in ids if number >= len(SPECIALS))
+
+    def _held_out(self, split: Split) -> list[Int[Tensor, " tokens"]]:
+        return self.sources(self.evaluated, torch.Generator().manual_seed(HELD_OUT[split]))
 
     def _examples(self, sources: Sequence[Int[Tensor, " tokens"]]) -> Examples:
         return paired(sources, [self.target(source) for source in sources])
