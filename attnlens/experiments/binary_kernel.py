@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import JsonValue
 
 from attnlens.experiments.figures import Figure, averaged, columns, curve
 from attnlens.experiments.settings import Progress, silent
@@ -90,7 +91,9 @@ class PosedFits:
         """‖K̂ − K‖/‖K‖ of two networks, or of one that is `shared` by both domains, after that many steps."""
         sides = _learned(self, steps, 1 if shared else 2)
         found = _kernel(sides, self.widths, self.grid, self.grid)
-        return torch.linalg.matrix_norm(found - self.truth[:, None]) / torch.linalg.matrix_norm(self.truth)[:, None]
+        apart, size = torch.linalg.matrix_norm(found - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
+        relative: Tensor = apart / size[:, None]
+        return relative
 
 
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
@@ -140,7 +143,8 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
     squares = torch.linalg.matrix_norm(skew).square() + negative.square().sum(-1)
-    return squares.sqrt() / torch.linalg.matrix_norm(matrix)
+    relative: Tensor = squares.sqrt() / torch.linalg.matrix_norm(matrix)
+    return relative
 
 
 def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
@@ -261,10 +265,10 @@ def _at_most(ratios: Tensor, label: str) -> Figure:
     return Figure(float(ratios.max()), None, label, published=1.0, bound="at most")
 
 
-def _settings(size: FitSize, seed: int) -> dict[str, float | int | str]:
+def _settings(size: FitSize, seed: int) -> dict[str, JsonValue]:
     planted = f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°"
-    sizes = {"trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR, "held_out_points": GRID**2}
-    return {"planted": planted, "seed": seed} | sizes
+    trained: dict[str, JsonValue] = {"trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR}
+    return {"planted": planted, "seed": seed, **trained, "held_out_points": GRID**2}
 
 
 def _curve(steps: Sequence[int], values: Float[Tensor, "trials steps"], label: str) -> Curve:
