@@ -246,6 +246,15 @@ def test_sinks_take_their_share_and_keys_shared_by_heads_are_paired():
         torch.testing.assert_close(features.of_tokens(own)[name], reading, equal_nan=True, msg=name)
 
 
+def test_cross_attention_has_values_whatever_its_lengths():
+    for n, m in ((5, 12), (12, 5)):
+        given = query_key(random(2, n, 4), random(2, m, 4, seed=1), "tokens", part="cross", scale=1.0)
+        for name, reading in features.of_tokens(given).items():
+            assert reading.shape == (2,)
+            assert bool((reading <= min(n, m)).all()) or "rank" not in name
+            assert not reading.isnan().any()
+
+
 def test_queries_that_see_one_key_give_no_value():
     given = heads()
     only = replace(given, allowed=torch.eye(N, dtype=torch.bool)[None])
