@@ -275,6 +275,8 @@ OTHER_MEANINGS = {
     "sections/documents.py": {"window"},
     "sections/swaps/summary.py": {"window"},
     "sentences/population.py": {"window"},
+    "sections/reference/explanations.py": {"features"},  # of a kernel, as below
+    "sections/reference/lists.py": {"features"},
     "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
     "run/swap/ranks/search.py": {"rank"},  # a parameter
     "requests/run_options.py": {"selection"},  # what --show can say, which a type must spell out
