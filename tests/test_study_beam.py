@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.study.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score, translations
-from attnlens.study.tasks.beam import SpecialIds
+from attnlens.studies.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score, translations
+from attnlens.studies.tasks.beam import SpecialIds
 
 PADDING, BEGIN, END, OUTPUTS, MOST = 0, 1, 2, 5, 4
 IDS = SpecialIds(BEGIN, END, (PADDING,))

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from attnlens.errors import TextError, UsageError
-from attnlens.study import tasks
-from attnlens.study.tasks import NOTHING, Reversal, angles, bag_bound, before, least_leak, majority
-from attnlens.study.tasks.batching import endless, spread
-from attnlens.study.tasks.byte_pairs import byte_pairs
-from attnlens.study.tasks.splitting import blocks, numbers
+from attnlens.studies import tasks
+from attnlens.studies.tasks import NOTHING, Reversal, angles, bag_bound, before, least_leak, majority
+from attnlens.studies.tasks.batching import endless, spread
+from attnlens.studies.tasks.byte_pairs import byte_pairs
+from attnlens.studies.tasks.splitting import blocks, numbers
 
-language = importlib.import_module("attnlens.study.tasks.language")  # its function has the same name
+language = importlib.import_module("attnlens.studies.tasks.language")  # its function has the same name
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
 
 

@@ -96,14 +96,15 @@ class KernelAttention(nn.Module):
         return attend(call, self.kernel).transpose(1, 2)
 
     def _allowed(self, query: Split, key: Split, kept: Tensor | None) -> Tensor | None:
-        """The filter: keys that are no padding, and under causality none that come later; None where `causal` says it."""
+        """The filter: keys that are no padding, and under causality none that come later; None: as `causal` says."""
         if kept is None:
             return None
         seen = kept[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         return seen.tril() if self.causal else seen
 
     def _split(self, projected: Features) -> Split:
-        return projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        split: Tensor = projected.unflatten(2, (self.heads, -1))  # type: ignore[no-untyped-call]
+        return split.transpose(1, 2)
 
 
 def _projection(d_model: int) -> nn.Linear:

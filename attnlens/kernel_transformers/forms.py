@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Positions = Literal["none", "sum", "table", "product", "symmetric product"]
-"""How attention reads positions t beside features f: not at all, k(f + t, f' + t') (Eq. 4), L(t − t', f)·k(f, f') with a
-learned table (Eq. 6), k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5), k_F(f, f')·k_T(t, t') with symmetric ones
-(Eq. 9)."""
+"""How attention reads positions t beside features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
+a learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
+ones (Eq. 9)."""
 Place = Literal["encoder", "decoder", "cross"]
 """Which attention of a model: the self-attention of its encoder, that of its decoder, or that between them."""
 EVERYWHERE: tuple[Place, ...] = ("encoder", "decoder", "cross")

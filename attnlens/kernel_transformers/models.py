@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ MODEL_TYPE = "attnlens_kernel_transformer"
 IGNORED = -100
 
 
-class KernelTransformerConfig(PreTrainedConfig):
+class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """Sizes of a small transformer, and the form of its attention as a dictionary of `Form`'s fields."""
 
     model_type = MODEL_TYPE
@@ -54,11 +54,10 @@ class KernelTransformerConfig(PreTrainedConfig):
         return Form(**{**self.form, "places": tuple(self.form["places"])})
 
 
-class KernelTransformer(PreTrainedModel):
+class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
     """What the three small transformers have in common as models of transformers."""
 
     config_class = KernelTransformerConfig
-    _no_split_modules: ClassVar[list[str]] = ["Layer"]
     stacks: ClassVar[type[nn.Module]]
     """The module that computes."""
 
@@ -75,7 +74,7 @@ class KernelTransformer(PreTrainedModel):
         """Weights are drawn where modules are made."""
 
 
-class KernelTransformerForCausalLM(KernelTransformer):
+class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]
     """Predicts the next token."""
 
     stacks = LanguageModel
@@ -89,7 +88,7 @@ class KernelTransformerForCausalLM(KernelTransformer):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-class KernelTransformerForSeq2SeqLM(KernelTransformer):
+class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyped-call]
     """Writes a sentence for a sentence."""
 
     stacks = EncoderDecoder
@@ -102,12 +101,12 @@ class KernelTransformerForSeq2SeqLM(KernelTransformer):
         labels: Tensor | None = None,
         **_more: Any,
     ) -> Seq2SeqLMOutput:
-        """Ids of sources and of targets so far → logits of what comes next; with `labels`, its own targets, the loss."""
+        """Ids of sources and of targets so far → logits of what comes next; with `labels`, the loss."""
         logits = self.core(input_ids, _kept(attention_mask), decoder_input_ids)
         return Seq2SeqLMOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
 
 
-class KernelTransformerForSequenceClassification(KernelTransformer):
+class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ignore[no-untyped-call]
     """Names a class."""
 
     stacks = Classifier
@@ -147,7 +146,7 @@ def _kept(mask: Tensor | None) -> Tensor | None:
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return cast("Tensor", functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED))
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 AutoConfig.register(MODEL_TYPE, KernelTransformerConfig, exist_ok=True)

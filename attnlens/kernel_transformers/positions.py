@@ -62,7 +62,7 @@ class AsymmetricProduct(nn.Module):
         queries = query.shape[2]
         places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
         projected = self.relative(sinusoids(places, self.relative.in_features))
-        every = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
+        every: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
         index = distances(queries, keys, query.device) + keys - 1
         return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
 
@@ -78,5 +78,6 @@ class SymmetricProduct(nn.Module):
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
         """The same for every sequence."""
         places = torch.arange(max(query.shape[2], keys), device=query.device, dtype=query.dtype)
-        projected = self.place(sinusoids(places, self.place.in_features)).unflatten(1, (self.heads, -1)).transpose(0, 1)
-        return (projected[:, : query.shape[2]] @ projected[:, :keys].mT * scale)[None]
+        projected: Tensor = self.place(sinusoids(places, self.place.in_features))
+        split: Tensor = projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+        return (split[:, : query.shape[2]] @ split[:, :keys].mT * scale)[None]

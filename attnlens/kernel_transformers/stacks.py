@@ -78,7 +78,8 @@ class Words(nn.Module):
 
     def logits(self, features: Features) -> Float[Tensor, "batch tokens vocabulary"]:
         """Of every word."""
-        return features @ self.table.weight.mT
+        logits: Tensor = features @ self.table.weight.mT
+        return logits
 
 
 class LanguageModel(nn.Module):
@@ -92,7 +93,8 @@ class LanguageModel(nn.Module):
     def forward(self, inputs: Tensor, kept: Kept = None, given: Tensor | None = None) -> Tensor:
         """(batch, tokens) ids → (batch, tokens, vocabulary) logits."""
         del given
-        return self.words.logits(self.decoder(self.words(inputs), kept))
+        found: Tensor = self.decoder(self.words(inputs), kept)
+        return self.words.logits(found)
 
 
 class EncoderDecoder(nn.Module):
@@ -113,7 +115,7 @@ class EncoderDecoder(nn.Module):
         return self.words.logits(self.decoder(self.words(given), None, memory, kept))
 
     def forward(self, inputs: Tensor, kept: Kept = None, given: Tensor | None = None) -> Tensor:
-        """Sources and targets so far → logits; padding of targets comes after what is predicted, and is seen by none."""
+        """Sources and targets so far → logits; padding of targets comes after what is predicted: none sees it."""
         assert given is not None  # noqa: S101  # a translation has a target
         return self.decode(given, self.encode(inputs, kept), kept)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         read_report,
     )
     from attnlens.records.selections import AttentionRows, Pick, Selection, Sentence
-    from attnlens.records.studies import StudyCell, StudyOrdering, StudyPair, StudyRun, StudyTable, StudyTask
+    from attnlens.records.studies import StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
     from attnlens.records.swaps import (
         PARTS,
         Agreement,
@@ -65,7 +65,7 @@ _NAMES = {
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
-    "studies": "StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyTask",
+    "studies": "StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange SiteSwap Stage Swap Task TextChange TextCosine",
     "tensors": "QueryKey Rotation Site Source",
@@ -138,11 +138,11 @@ __all__ = [
     "Spread",
     "Stage",
     "StudyCell",
+    "StudyColumn",
     "StudyOrdering",
     "StudyPair",
     "StudyRun",
     "StudyTable",
-    "StudyTask",
     "Summary",
     "Swap",
     "SweepOrder",

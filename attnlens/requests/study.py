@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypedDict
 from attnlens.arguments import LARGEST, path, shown
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
-from attnlens.requests.run_options import INPUT, OUTPUT, Place
 from attnlens.requests.fields import Option
+from attnlens.requests.run_options import INPUT, OUTPUT, Place
 from attnlens.requests.values import Words, words
 
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
@@ -57,8 +57,8 @@ class StudyRequest(TypedDict, total=False):
     pairs: Annotated[
         Place,
         Option(
-            "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: a "
-            "built-in task of reversal, where order and positions provably matter.",
+            "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: "
+            "a built-in task of reversal, where order and positions provably matter.",
             panel=INPUT,
             metavar="FILE",
             typed=str | None,

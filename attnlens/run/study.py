@@ -15,18 +15,18 @@ import torch
 from attnlens import texts
 from attnlens.arguments import public
 from attnlens.errors import UsageError
-from attnlens.files import check_folder, make_folder
+from attnlens.files import check_writable, make_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
 from attnlens.requests.fields import checked
 from attnlens.requests.study import ALL, STUDIES, StudyRequest, table
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
-from attnlens.study.cells import trained_cells
-from attnlens.study.findings import table_of
-from attnlens.study.scales import SCALES, Scale
-from attnlens.study.tables import TABLES, Cell, Table
-from attnlens.study.tasks import Reversal, Task, labelled, language, series, translation
+from attnlens.studies.cells import trained_cells
+from attnlens.studies.findings import table_of
+from attnlens.studies.scales import SCALES, Scale
+from attnlens.studies.tables import TABLES, Cell, Table
+from attnlens.studies.tasks import Reversal, StudyTask, labelled, language, series, translation
 
 
 @public
@@ -47,7 +47,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     scale = SCALES[asked["scale"]]
     scale = replace(scale, seeds=asked["seeds"] or scale.seeds)
     folder = Path(asked["work"]) if asked["work"] is not None else _cache()
-    check_folder(folder)
+    check_writable(folder, may_be_folder=True)
     start = time.perf_counter()
     tasks = _tasks(asked, {cell.task for each in names for cell in TABLES[each].cells}, scale)
     chosen = {each: _cells(TABLES[each], tasks, asked["cells"]) for each in names}
@@ -78,10 +78,10 @@ def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> R
     )
 
 
-def _tasks(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[Task]:
+def _tasks(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[StudyTask]:
     """What is trained on, of the forms that the tables have."""
     sizes = {"length": scale.length, "vocabulary": scale.vocabulary}
-    found: list[Task] = []
+    found: list[StudyTask] = []
     if "language" in forms:
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
         found.append(language(read, **sizes, evaluated=scale.evaluated))
@@ -95,13 +95,13 @@ def _tasks(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[Task]:
     return found
 
 
-def _cells(table: Table, tasks: Sequence[Task], patterns: Sequence[str]) -> list[tuple[Cell, Task]]:
+def _cells(table: Table, tasks: Sequence[StudyTask], patterns: Sequence[str]) -> list[tuple[Cell, StudyTask]]:
     """Each cell with each task of its form, those that were asked for."""
     every = [(cell, task) for task in tasks for cell in table.cells if cell.task == task.form]
     return [(cell, task) for cell, task in every if not patterns or _named(cell, task, patterns)]
 
 
-def _named(cell: Cell, task: Task, patterns: Sequence[str]) -> bool:
+def _named(cell: Cell, task: StudyTask, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, one) for name in (cell.name, f"{task.form}/{cell.name}") for one in patterns)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnlens.records import Report, StudyCell, StudyTask
+from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sections.section import Column, Row, Section, Table
 from attnlens.sentences.studies import agreement, how_trained, told_apart
 from attnlens.wording import NO_VALUE, big, clean, decimals_for, decimals_with_error, spread, written
@@ -27,12 +27,12 @@ def study_sections(report: Report) -> Iterator[Section]:
             yield Section(_heading(task), lines=said, table=_table(task, cells), notes=(*notes, *NOTES))
 
 
-def _heading(task: StudyTask) -> str:
+def _heading(task: StudyColumn) -> str:
     kind = "" if task.form in task.name else f" ({task.form})"
     return clean(f"{task.name}{kind}, {UNITS[task.metric]}, {'more' if task.higher_is_better else 'less'} is better")
 
 
-def _table(task: StudyTask, cells: list[StudyCell]) -> Table:
+def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     """A row a cell, as the paper has them."""
     names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
     columns = [
@@ -51,7 +51,7 @@ def _sizes(cell: StudyCell) -> str:
     return f"{big(cell.parameters)} ({big(cell.kernel_parameters)})"
 
 
-def _ours(task: StudyTask, cell: StudyCell) -> str:
+def _ours(task: StudyColumn, cell: StudyCell) -> str:
     if cell.mean is None:
         return "did not converge"
     factor = 100 if task.metric == "accuracy" else 1

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attnlens.records import Report, StudyPair, StudyTable, StudyTask
+from attnlens.records import Report, StudyColumn, StudyPair, StudyTable
+from attnlens.records.studies import LEVEL
 from attnlens.wording import clean, counted, listed
-
-LEVEL = 0.05
-"""Chance of any false decision among a task's pairs."""
 
 
 def how_trained(study: StudyTable) -> str:
@@ -40,7 +38,7 @@ def title(report: Report) -> str:
     return clean("kernel study: " + ", ".join(study.name for study in report.studies))
 
 
-def agreement(study: StudyTable, task: StudyTask) -> Iterator[str]:
+def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     """How many pairs are decided as in the paper, and τ with its interval; what can't be told."""
     for found in study.orderings:
         if found.task != task.name:
@@ -56,7 +54,7 @@ def agreement(study: StudyTable, task: StudyTask) -> Iterator[str]:
             yield "Not as published: " + listed([_better(pair, task) for pair in against], 4) + "."
 
 
-def told_apart(study: StudyTable, task: StudyTask) -> Iterator[str]:
+def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     """Which cell is best, and which are not told apart from it."""
     cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
     if len(cells) < 2:
@@ -72,12 +70,12 @@ def told_apart(study: StudyTable, task: StudyTask) -> Iterator[str]:
     yield f"Lowest: {clean(best.name)}; {said}." if not task.higher_is_better else f"Best: {clean(best.name)}; {said}."
 
 
-def decided(study: StudyTable, task: StudyTask) -> Sequence[StudyPair]:
+def decided(study: StudyTable, task: StudyColumn) -> Sequence[StudyPair]:
     """The pairs that these seeds tell apart."""
     return [p for p in study.pairs if p.task == task.name and p.p_holm is not None and p.p_holm <= LEVEL]
 
 
-def _better(pair: StudyPair, task: StudyTask) -> str:
+def _better(pair: StudyPair, task: StudyColumn) -> str:
     """`a better than b (p 0.01)`."""
     first, second = pair.first, pair.second
     if (pair.difference < 0) == task.higher_is_better:

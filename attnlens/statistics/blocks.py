@@ -75,9 +75,10 @@ class Blocks:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979); the chance of any false rejection stays below it.
+    """Adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    NaN stays NaN and doesn't count in n.
+    The chance of any false rejection stays below the level that they are compared with. NaN stays NaN and doesn't count
+    in n.
     """
     order = sorted((at for at, p in enumerate(p_values) if not math.isnan(p)), key=lambda at: p_values[at])
     found, least = [math.nan] * len(p_values), 0.0

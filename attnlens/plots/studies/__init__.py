@@ -9,8 +9,8 @@ import numpy as np
 
 from attnlens.plots.page import Panel
 from attnlens.plots.panel_pages import panels_overview
-from attnlens.plots.style import CATEGORIES, INK, MUTED
-from attnlens.records import Report, StudyCell, StudyTable, StudyTask
+from attnlens.plots.style import CATEGORIES, INK
+from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sentences.studies import title
 from attnlens.wording import clean, counted, shortened
 
@@ -42,7 +42,7 @@ def study_panels(report: Report) -> list[Panel]:
                 Panel(
                     f"{stem}-reached",
                     f"{task.name}: {task.metric}",
-                    "dots: seeds · bar: mean ± se · ◇ published, axis above",
+                    "dots: seeds · bar: mean ± se · ◇ published, on a scale of its own",
                     f"{study.question} {study.source}; published on {task.published}.",
                     partial(_reached, task=task, cells=cells),
                     rows=max(6, 2 * len(cells)),
@@ -60,11 +60,11 @@ def study_panels(report: Report) -> list[Panel]:
     return found
 
 
-def _factor(task: StudyTask) -> float:
+def _factor(task: StudyColumn) -> float:
     return 100.0 if task.metric == "accuracy" else 1.0
 
 
-def _reached(axes: Axes, task: StudyTask, cells: list[StudyCell]) -> None:
+def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     """A row a cell; of those that did not converge the words alone."""
     factor = _factor(task)
     for row, cell in enumerate(cells):
@@ -86,31 +86,23 @@ def _reached(axes: Axes, task: StudyTask, cells: list[StudyCell]) -> None:
         )
     axes.set_yticks(range(len(cells)), [shortened(clean(cell.name), NAME) for cell in cells])
     axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xlabel(
-        f"{task.metric}{', %' if factor > 1 else ''}, {'more' if factor > 1 or task.higher_is_better else 'less'} is better",
-        labelpad=2,
-    )
+    unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"
+    axes.set_xlabel(f"{task.metric}{unit}, {better} is better", labelpad=2)
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
     _published(axes, cells)
 
 
 def _published(axes: Axes, cells: list[StudyCell]) -> None:
-    """Diamonds on an axis of their own, above."""
+    """Diamonds with their numbers: over their own range, for the papers' data and models are others."""
     known = [(row, cell.published) for row, cell in enumerate(cells) if cell.published is not None]
-    if not known:
+    values = [value for _, value in known]
+    if not values or min(values) == max(values):
         return
-    above = axes.twiny()
-    above.scatter(
-        [value for _, value in known],
-        [row + 0.25 for row, _ in known],
-        s=16,
-        marker="D",
-        facecolors="none",
-        edgecolors=OTHER,
-        linewidths=0.9,
-    )
-    above.tick_params(colors=MUTED, labelsize=6, pad=1)
-    above.margins(x=0.08)
+    for row, value in known:
+        at = 0.04 + 0.84 * (value - min(values)) / (max(values) - min(values))
+        where = axes.get_yaxis_transform()
+        axes.plot(at, row + 0.3, "D", markersize=3.6, color=OTHER, markerfacecolor="none", mew=0.9, transform=where)
+        axes.text(at + 0.018, row + 0.3, f"{value:g}", transform=where, color=OTHER, va="center", fontsize=5.5)
 
 
 def _learned(axes: Axes, cells: list[StudyCell]) -> None:

@@ -9,8 +9,11 @@ from pydantic import JsonValue
 from attnlens.records.measures import Count, Number, Record
 from attnlens.records.provenance import File
 
+LEVEL = 0.05
+"""Chance of any false decision among the pairs of one task."""
 
-class StudyTask(Record):
+
+class StudyColumn(Record):
     """One column: what the cells were trained on and by which measure they are compared."""
 
     name: str
@@ -139,7 +142,7 @@ class StudyTable(Record):
     """tiny, small or paper."""
     sizes: dict[str, JsonValue]
     """Layers, widths, steps, rates: the same for all cells."""
-    tasks: list[StudyTask]
+    tasks: list[StudyColumn]
     """The columns."""
     cells: list[StudyCell]
     """Column by column, row by row."""

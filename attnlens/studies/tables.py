@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from attnlens.kernel_transformers import Form
-from attnlens.study.tasks import TaskForm
+from attnlens.studies.tasks import TaskForm
 
 Published = Literal["BLEU", "perplexity", "accuracy"]
 TSAI, WRIGHT, CHEN = "Tsai et al. 2019", "Wright & Gonzalez 2021", "Chen et al. 2023"
@@ -18,7 +18,7 @@ ADDED = Form(positions="sum", in_value=True)
 
 
 SCORES, ETAS = (8, 16), (0.0, 0.1)
-"""What the search tries of primal layers: s, of at most head_dim, and η of the published code for language modelling."""
+"""What the search tries of primal layers: s, of at most head_dim, and η, 0 or that of the published code."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def _kernels() -> Table:
         for symmetric, found in zip((False, True), both, strict=True):
             name = f"{kernel.split(':')[0]}, {'symmetric' if symmetric else 'asymmetric'}"
             bleu, perplexity = found or (None, None)
-            change = {"kernel": kernel, "symmetric": symmetric}
-            cells.append(Cell(name, "language", replace(PLACED, **change), perplexity, found is None))
-            cells.append(Cell(name, "translation", replace(ADDED, **change), bleu, found is None))
+            placed, added = (replace(form, kernel=kernel, symmetric=symmetric) for form in (PLACED, ADDED))
+            cells.append(Cell(name, "language", placed, perplexity, found is None))
+            cells.append(Cell(name, "translation", added, bleu, found is None))
     return Table(
         "kernels", "Which kernel is best, and need it be asymmetric?", f"{TSAI}, Table 2", tuple(cells), TSAI_DATA
     )
@@ -90,11 +90,9 @@ def _positions() -> Table:
         "product, asymmetric (Eq. 5)": (PLACED, 33.62, 24.10),
         "product, symmetric (Eq. 9)": (Form(positions="symmetric product"), 34.71, 24.28),
     }
-    cells = [
-        Cell(name, task, form, value)
-        for name, (form, bleu, perplexity) in forms.items()
-        for task, value in (("language", perplexity), ("translation", bleu))
-    ]
+    cells: list[Cell] = []
+    for name, (form, bleu, perplexity) in forms.items():
+        cells += [Cell(name, "language", form, perplexity), Cell(name, "translation", form, bleu)]
     return Table("positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(cells), TSAI_DATA)
 
 
@@ -121,12 +119,11 @@ def _values() -> Table:
         "product, asymmetric (Eq. 5)": (PLACED, (33.32, 33.62), (24.18, 24.10)),
         "product, symmetric (Eq. 9)": (Form(positions="symmetric product"), (34.60, 34.71), (24.42, 24.28)),
     }
-    cells = [
-        Cell(f"{name}, value {'with' if held else 'without'} positions", task, replace(form, in_value=held), both[at])
-        for name, (form, bleu, perplexity) in forms.items()
-        for at, held in enumerate((True, False))
-        for task, both in (("language", perplexity), ("translation", bleu))
-    ]
+    cells: list[Cell] = []
+    for name, (form, bleu, perplexity) in forms.items():
+        for held, at in ((True, 0), (False, 1)):
+            row, own = f"{name}, value {'with' if held else 'without'} positions", replace(form, in_value=held)
+            cells += [Cell(row, "language", own, perplexity[at]), Cell(row, "translation", own, bleu[at])]
     return Table("values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(cells), TSAI_DATA)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attnlens.study.tasks.batching import in_order
-from attnlens.study.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
-from attnlens.study.tasks.task import Examples, Split
+from attnlens.studies.tasks.batching import in_order
+from attnlens.studies.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
+from attnlens.studies.tasks.task import Examples, Split
 
 if TYPE_CHECKING:
     from jaxtyping import Int

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from attnlens.errors import TextError
-from attnlens.study.tasks.byte_pairs import byte_pairs
-from attnlens.study.tasks.classification import Cases, Labelled
-from attnlens.study.tasks.files import read_rows
-from attnlens.study.tasks.splitting import PARTS, blocks, numbers
+from attnlens.studies.tasks.byte_pairs import byte_pairs
+from attnlens.studies.tasks.classification import Cases, Labelled
+from attnlens.studies.tasks.files import read_rows
+from attnlens.studies.tasks.splitting import PARTS, blocks, numbers
 
 HEADER = ("text", "label")
 """The columns of a first line that is no case."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool
     from torch import Tensor
 
-    from attnlens.study.tasks.task import Examples
+    from attnlens.studies.tasks.task import Examples
 
 POOL = 32
 """Batches, at most, that are filled from one part of a shuffled epoch in the order of length: little is padding."""

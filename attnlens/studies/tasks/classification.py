@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attnlens.study.tasks.batching import endless, in_order, padded
-from attnlens.study.tasks.byte_pairs import BytePairs
-from attnlens.study.tasks.task import Examples, Split
+from attnlens.studies.tasks.batching import endless, in_order, padded
+from attnlens.studies.tasks.byte_pairs import BytePairs
+from attnlens.studies.tasks.task import Examples, Split
 
 if TYPE_CHECKING:
     from jaxtyping import Int

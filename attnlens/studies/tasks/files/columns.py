@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnlens.errors import TextError
-from attnlens.study.tasks.files.whole import line_numbers, read_whole
+from attnlens.studies.tasks.files.whole import line_numbers, read_whole
 
 
 @dataclass(frozen=True, eq=False)

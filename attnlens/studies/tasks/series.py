@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.errors import TextError
-from attnlens.study.tasks.classification import Cases, Labelled
-from attnlens.study.tasks.files import Recording, read_series
-from attnlens.study.tasks.files.series import REMEDY
+from attnlens.studies.tasks.classification import Cases, Labelled
+from attnlens.studies.tasks.files import Recording, read_series
+from attnlens.studies.tasks.files.series import REMEDY
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.study.tasks.batching import padded
-from attnlens.study.tasks.task import NOTHING, Examples
+from attnlens.studies.tasks.batching import padded
+from attnlens.studies.tasks.task import NOTHING, Examples
 
 if TYPE_CHECKING:
     from torch import Tensor

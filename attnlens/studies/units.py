@@ -12,9 +12,9 @@ from typing import Any, cast
 import attnlens
 from attnlens.files import write_atomically
 from attnlens.kernel_transformers import Form, KernelTransformer, KernelTransformerConfig, made
-from attnlens.study.scales import Scale
-from attnlens.study.tasks import Task, score
-from attnlens.study.training import Run, train
+from attnlens.studies.scales import Scale
+from attnlens.studies.tasks import StudyTask, score
+from attnlens.studies.training import Run, train
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Outcome:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-def computed(unit: Unit, task: Task, folder: Path) -> Outcome:
+def computed(unit: Unit, task: StudyTask, folder: Path) -> Outcome:
     """The unit's outcome: read from its file, or trained (on from its last look, if it was killed) and written."""
     name = unit.key(digest_of(task))
     done, state = folder / f"{name}.json", folder / f"{name}.safetensors"
@@ -98,7 +98,7 @@ def computed(unit: Unit, task: Task, folder: Path) -> Outcome:
     return outcome
 
 
-def model_of(unit: Unit, task: Task) -> KernelTransformer:
+def model_of(unit: Unit, task: StudyTask) -> KernelTransformer:
     """The model that the unit begins with."""
     scale = unit.scale
     config = KernelTransformerConfig(
@@ -116,7 +116,7 @@ def model_of(unit: Unit, task: Task) -> KernelTransformer:
     return made(task.form, config, unit.run.seed)
 
 
-def digest_of(task: Task) -> str:
+def digest_of(task: StudyTask) -> str:
     """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
     facts: list[Any] = [
         task.name,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.study.tasks.classification import Cases, Labelled
-from attnlens.study.tasks.planted.reversal import HELD_OUT
+from attnlens.studies.tasks.classification import Cases, Labelled
+from attnlens.studies.tasks.planted.reversal import HELD_OUT
 
 if TYPE_CHECKING:
     from jaxtyping import Int

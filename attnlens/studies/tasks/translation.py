@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from attnlens.errors import TextError
-from attnlens.study.tasks.batching import endless, in_order, spread
-from attnlens.study.tasks.byte_pairs import BytePairs, byte_pairs
-from attnlens.study.tasks.files import TabbedLines, read_rows
-from attnlens.study.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
-from attnlens.study.tasks.splitting import PARTS, blocks, numbers
-from attnlens.study.tasks.task import Examples, Split
+from attnlens.studies.tasks.batching import endless, in_order, spread
+from attnlens.studies.tasks.byte_pairs import BytePairs, byte_pairs
+from attnlens.studies.tasks.files import TabbedLines, read_rows
+from attnlens.studies.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
+from attnlens.studies.tasks.splitting import PARTS, blocks, numbers
+from attnlens.studies.tasks.task import Examples, Split
 
 if TYPE_CHECKING:
     from torch import Tensor

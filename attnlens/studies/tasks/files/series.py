@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.errors import TextError
-from attnlens.study.tasks.files.whole import read_whole
+from attnlens.studies.tasks.files.whole import read_whole
 
 if TYPE_CHECKING:
     from jaxtyping import Float

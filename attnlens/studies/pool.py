@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from attnlens.errors import ModelError
-from attnlens.study.tasks import Task
-from attnlens.study.units import Outcome, Unit, computed
+from attnlens.studies.tasks import StudyTask
+from attnlens.studies.units import Outcome, Unit, computed
 
 Tell = Callable[[str, int, int], None]
 _here: dict[str, Any] = {}
@@ -28,7 +28,7 @@ class Pool:
     a unit does not depend on how many there are.
     """
 
-    def __init__(self, tasks: Mapping[str, Task], folder: Path, jobs: int, total: int, tell: Tell) -> None:
+    def __init__(self, tasks: Mapping[str, StudyTask], folder: Path, jobs: int, total: int, tell: Tell) -> None:
         self.tasks, self.folder, self.total, self.tell, self.done = dict(tasks), folder, total, tell, 0
         self.threads = torch.get_num_threads()
         self.executor = (
@@ -70,7 +70,7 @@ class Pool:
         return outcome
 
 
-def _begin(tasks: Mapping[str, Task], folder: Path) -> None:
+def _begin(tasks: Mapping[str, StudyTask], folder: Path) -> None:
     """What a process does first: the one that started it decides what an interruption ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnlens.study.pool import Pool
-from attnlens.study.scales import Scale
-from attnlens.study.tables import Cell
-from attnlens.study.tasks import Task
-from attnlens.study.training import Run
-from attnlens.study.units import Outcome, Unit
+from attnlens.studies.pool import Pool
+from attnlens.studies.scales import Scale
+from attnlens.studies.tables import Cell
+from attnlens.studies.tasks import StudyTask
+from attnlens.studies.training import Run
+from attnlens.studies.units import Outcome, Unit
 
 SEARCH_SEED = 1_000_003
 """Of the runs that a rate is chosen by: none of those that are reported."""
@@ -35,7 +35,7 @@ class CellResult:
 
 
 def trained_cells(
-    cells: Sequence[tuple[Cell, Task]], scale: Scale, seed: int, folder: Path, jobs: int, tell: Tell
+    cells: Sequence[tuple[Cell, StudyTask]], scale: Scale, seed: int, folder: Path, jobs: int, tell: Tell
 ) -> list[CellResult]:
     """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
 
@@ -61,7 +61,7 @@ def trained_cells(
     ]
 
 
-def _search_units(cell: Cell, task: Task, scale: Scale) -> list[Unit]:
+def _search_units(cell: Cell, task: StudyTask, scale: Scale) -> list[Unit]:
     return [
         Unit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
         for form in cell.forms

@@ -15,14 +15,14 @@ from torch import nn
 
 from attnlens.errors import UsageError
 from attnlens.primal import PrimalHeads, regulariser
-from attnlens.study.scales import Scale
-from attnlens.study.states import RunState, read_state, write_state
-from attnlens.study.tasks import NOTHING, cross_entropy
+from attnlens.studies.scales import Scale
+from attnlens.studies.states import RunState, read_state, write_state
+from attnlens.studies.tasks import NOTHING, cross_entropy, mean_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnlens.study.tasks import Examples, Task
+    from attnlens.studies.tasks import Examples, StudyTask
 
 DECAY, CLIPPED = 0.01, 1.0
 """AdamW's weight decay, and the norm that gradients are clipped to."""
@@ -69,7 +69,7 @@ Watcher = Callable[[nn.Module, int], None]
 
 def train(
     model: nn.Module,
-    task: Task,
+    task: StudyTask,
     scale: Scale,
     run: Run,
     state: Path | None = None,
@@ -84,16 +84,15 @@ def train(
     """
     accelerator = _accelerator()
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
-    held = task.held_out("validation", scale.batch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         found = read_state(state, model, optimiser) if state is not None else None
         if found is None:
-            found = RunState.begun(model, _loss_of(model, held))
+            found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch))
             watch(model, 0)
         model, optimiser = accelerator.prepare(model, optimiser)
         batches = islice(task.training(scale.batch, run.seed), found.step, None)
-        found = _descend(accelerator, model, optimiser, batches, run, scale, held, found, state, watch)
+        found = _descend(accelerator, model, optimiser, batches, run, scale, task, found, state, watch)
     model.load_state_dict(found.best)
     return Trained(tuple(found.curve), found.problem, found.seconds, found.tokens)
 
@@ -115,7 +114,7 @@ def _descend(
     batches: Iterator[Examples],
     run: Run,
     scale: Scale,
-    held: Any,
+    task: StudyTask,
     found: RunState,
     state: Path | None,
     watch: Watcher,
@@ -133,7 +132,7 @@ def _descend(
         if step not in looks:
             continue
         seconds = before + time.perf_counter() - start
-        found = found.looked(model, _loss_of(model, held), seconds)
+        found = found.looked(model, mean_loss(task, model, "validation", scale.batch), seconds)
         watch(model, step)
         if state is not None:
             write_state(state, found, model, optimiser)
@@ -177,19 +176,6 @@ def count_of(batch: Examples) -> int:
     if batch.targets.dim() > 1:
         return int((batch.targets != NOTHING).sum())
     return int(batch.kept.sum()) if batch.kept is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
-
-
-def _loss_of(model: nn.Module, held: Any) -> float:
-    """The mean loss over held-out targets."""
-    model.eval()
-    total, count = 0.0, 0
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        for batch in held:
-            weight = int((batch.targets != NOTHING).sum())
-            total += float(loss_of(model, batch.to(device))) * weight
-            count += weight
-    return total / max(1, count)
 
 
 def _is_primal(model: nn.Module) -> bool:

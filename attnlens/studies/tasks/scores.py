@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.study.tasks.beam import WIDTH, SpecialIds, Translator, beam_search
-from attnlens.study.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TranslationTask
+from attnlens.studies.tasks.beam import WIDTH, SpecialIds, Translator, beam_search
+from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TranslationTask
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.study.tasks.planted.orders import drawn
+from attnlens.studies.tasks.planted.orders import drawn
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens.study.tasks.classification import Labelled
+    from attnlens.studies.tasks.classification import Labelled
 
 SIZES = {"training": 16384, "validation": 512, "test": 512}
 """Cases of each part."""

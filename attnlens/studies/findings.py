@@ -10,19 +10,16 @@ from statistics import median
 import torch
 
 from attnlens.records.provenance import File
-from attnlens.records.studies import StudyCell, StudyOrdering, StudyPair, StudyRun, StudyTable, StudyTask
+from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
 from attnlens.statistics.blocks import Blocks, holm, kendall, pairs_of
-from attnlens.study.cells import CellResult
-from attnlens.study.scales import Scale, ScaleName
-from attnlens.study.tables import Table
-from attnlens.study.tasks import Task
-
-LEVEL = 0.05
-"""Chance of any false decision among a task's pairs."""
+from attnlens.studies.cells import CellResult
+from attnlens.studies.scales import Scale, ScaleName
+from attnlens.studies.tables import Table
+from attnlens.studies.tasks import StudyTask
 
 
 def table_of(
-    table: Table, name: ScaleName, scale: Scale, tasks: Sequence[Task], found: Sequence[CellResult], seed: int
+    table: Table, name: ScaleName, scale: Scale, tasks: Sequence[StudyTask], found: Sequence[CellResult], seed: int
 ) -> StudyTable:
     """What was found, with the paper's numbers beside it."""
     cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
@@ -48,8 +45,8 @@ def table_of(
     )
 
 
-def _task(task: Task, table: Table) -> StudyTask:
-    return StudyTask(
+def _task(task: StudyTask, table: Table) -> StudyColumn:
+    return StudyColumn(
         name=task.name,
         form=task.form,
         metric=task.metric,
@@ -61,7 +58,7 @@ def _task(task: Task, table: Table) -> StudyTask:
     )
 
 
-def _cell(found: CellResult, task: Task, seed: int) -> StudyCell:
+def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
     runs = [
         StudyRun(
             seed=seed + number,
@@ -93,7 +90,7 @@ def _cell(found: CellResult, task: Task, seed: int) -> StudyCell:
     )
 
 
-def _mean(runs: Sequence[StudyRun], task: Task) -> tuple[float | None, float | None]:
+def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
     """The mean of the measure over seeds, and its standard error; of perplexity by its logarithm."""
     if any(run.problem for run in runs):
         return None, None
@@ -105,16 +102,16 @@ def _mean(runs: Sequence[StudyRun], task: Task) -> tuple[float | None, float | N
     return mean, se
 
 
-def _compared(task: Task) -> str:
+def _compared(task: StudyTask) -> str:
     """The score by which cells are compared."""
     return "loss" if task.metric == "perplexity" else task.metric
 
 
-def _values(cell: StudyCell, task: Task) -> list[float]:
+def _values(cell: StudyCell, task: StudyTask) -> list[float]:
     return [run.scores[_compared(task)] for run in cell.runs]
 
 
-def _pairs(cells: Sequence[StudyCell], task: Task, compared: Blocks) -> list[StudyPair]:
+def _pairs(cells: Sequence[StudyCell], task: StudyTask, compared: Blocks) -> list[StudyPair]:
     """Each two cells, with p over their seeds, and whether the better one is the paper's."""
     which, every = pairs_of(len(cells)), compared.p_values()
     p_values = [float(every[a, b]) for a, b in which]
@@ -140,7 +137,7 @@ def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | No
 
 
 def _ordering(
-    cells: Sequence[StudyCell], task: Task, compared: Blocks, pairs: Sequence[StudyPair]
+    cells: Sequence[StudyCell], task: StudyTask, compared: Blocks, pairs: Sequence[StudyPair]
 ) -> list[StudyOrdering]:
     """Kendall's τ of the cells that were published, where there are three at least."""
     known = [at for at, cell in enumerate(cells) if cell.published is not None]

@@ -13,11 +13,11 @@ import torch
 
 from attnlens import texts
 from attnlens.errors import TextError
-from attnlens.study.tasks.batching import endless, in_order, spread
-from attnlens.study.tasks.byte_pairs import BytePairs, byte_pairs
-from attnlens.study.tasks.files.whole import read_whole
-from attnlens.study.tasks.splitting import PARTS, SHARES, STRETCHES, blocks
-from attnlens.study.tasks.task import Examples, Split
+from attnlens.studies.tasks.batching import endless, in_order, spread
+from attnlens.studies.tasks.byte_pairs import BytePairs, byte_pairs
+from attnlens.studies.tasks.files.whole import read_whole
+from attnlens.studies.tasks.splitting import PARTS, SHARES, STRETCHES, blocks
+from attnlens.studies.tasks.task import Examples, Split
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
