@@ -9,8 +9,15 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnlens.attention import attend
+from attnlens.attention.logits import as_exponential
 from attnlens.kernel_transformers.forms import Form, Place
-from attnlens.kernel_transformers.positions import AsymmetricProduct, PositionTable, SymmetricProduct, sinusoids
+from attnlens.kernel_transformers.positions import (
+    AsymmetricProduct,
+    PositionTable,
+    SymmetricProduct,
+    distances,
+    sinusoids,
+)
 from attnlens.kernels import parsed
 from attnlens.primal import PrimalHeads
 from attnlens.records import Call
@@ -31,17 +38,19 @@ class KernelAttention(nn.Module):
     """Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j (Tsai et al. 2019, Definition 1), of all heads.
 
     x = (f, t): features and positions; `form` says how they meet. Where a configuration names another implementation of
-    attention than its own, as while attnlens watches or replaces it, that one answers.
+    attention than its own, as while attnlens watches or replaces it, that one answers: softmax of the kernel's
+    logarithm, handed over as products of other queries and keys.
     """
 
     def __init__(self, config: Any, form: Form, place: Place, *, primal: bool = False) -> None:
         super().__init__()
         d_model, heads = config.hidden_size, config.num_attention_heads
-        self.config, self.form, self.heads, self.causal = config, form, heads, place == "decoder"
+        self.config, self.form, self.part, self.heads = config, form, place, heads
+        self.causal = place == "decoder"
         self.positions = form.positions if place in form.places else "none"
         self.kernel = parsed(form.kernel)
         self.query = _projection(d_model)
-        self.key = self.query if form.shares_projection else _projection(d_model)
+        self.key = None if form.shares_projection else _projection(d_model)
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
         self.value = None if primal else _projection(d_model)
         self.output = _projection(d_model)
@@ -60,7 +69,7 @@ class KernelAttention(nn.Module):
             query, key = features + _places(features), read + _places(read)
         if self.form.in_value and self.positions != "none":  # Eq. 7
             value = read + _places(read)
-        queries, keys = self._split(self.query(query)), self._split(self.key(key))
+        queries, keys = self._split(self.query(query)), self._split((self.key or self.query)(key))
         if self.primal is not None:
             found = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
         else:
@@ -72,9 +81,8 @@ class KernelAttention(nn.Module):
     @property
     def kernel_parameters(self) -> int:
         """How many numbers its kernel has: projections of queries, keys and positions, without values and output."""
-        parts = [self.query, self.key, *([] if self.added is None else [self.added])]
-        every = {id(one): one.numel() for part in parts for one in part.parameters()}
-        return sum(every.values())
+        parts = [part for part in (self.query, self.key, self.added) if part is not None]
+        return sum(one.numel() for part in parts for one in part.parameters())
 
     def _attended(self, query: Split, key: Split, value: Split, kept: Tensor | None, *, cross: bool) -> Split:
         scale = query.shape[-1] ** -0.5
@@ -82,7 +90,10 @@ class KernelAttention(nn.Module):
         allowed = self._allowed(query, key, kept)
         named = self.config._attn_implementation
         if named not in (OWN, None):
-            more = {"scaling": scale, "position_bias": bias, "is_causal": self.causal}
+            query, key, scale = as_exponential(query, key, scale, self.kernel)
+            more = {"scaling": scale, "position_bias": bias, "is_causal": False}
+            if self.causal and allowed is None:
+                allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
             answered: Tensor = ALL_ATTENTION_FUNCTIONS[named](self, query, key, value, allowed, **more)[0]
             return answered.transpose(1, 2)
         call = Call(

@@ -74,7 +74,8 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor) -> Features:
         """(batch, tokens) → features."""
-        return cast("Tensor", self.table(ids)) * self.table.embedding_dim**0.5
+        features: Tensor = self.table(ids) * self.table.embedding_dim**0.5
+        return features
 
     def logits(self, features: Features) -> Float[Tensor, "batch tokens vocabulary"]:
         """Of every word."""

@@ -194,6 +194,8 @@ def _check_packages(place: Location) -> None:
 def _config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
+    import attnlens.kernel_transformers  # noqa: F401  # so that transformers knows the models that a study saves
+
     where = place.folder / (place.file if place.gguf else CONFIG)
     with _foreign(f"{where} can't be read", "Is it a model that transformers knows?"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(

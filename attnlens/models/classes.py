@@ -24,11 +24,13 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
     """
     import transformers
 
+    from attnlens import kernel_transformers
+
     if own_code:
         auto_map: dict[str, str] = getattr(config, "auto_map", {})
         return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
     for name in config.architectures or ():
-        named = getattr(transformers, name, None)
+        named = kernel_transformers.named(name) or getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
     if gguf and config.is_encoder_decoder:

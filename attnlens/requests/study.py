@@ -106,6 +106,17 @@ class StudyRequest(TypedDict, total=False):
     jobs: Annotated[
         int | None, Option("Processes that train at once.", least=1, most=MOST_JOBS, shown="one a core; on a GPU 1")
     ]
+    save: Annotated[
+        Place,
+        Option(
+            "Write each cell's model, of the first seed, at every look, into this new folder.",
+            panel=OUTPUT,
+            metavar="DIR",
+            typed=str | None,
+            check=path,
+            call_only="written",
+        ),
+    ]
     work: Annotated[
         Place,
         Option(

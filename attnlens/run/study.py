@@ -15,7 +15,7 @@ import torch
 from attnlens import texts
 from attnlens.arguments import public
 from attnlens.errors import UsageError
-from attnlens.files import check_writable, make_folder
+from attnlens.files import check_folder, make_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
 from attnlens.requests.fields import checked
@@ -24,6 +24,7 @@ from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
 from attnlens.studies.cells import trained_cells
 from attnlens.studies.findings import table_of
+from attnlens.studies.saved import check_work, save_cells
 from attnlens.studies.scales import SCALES, Scale
 from attnlens.studies.tables import TABLES, Cell, Table
 from attnlens.studies.tasks import Reversal, StudyTask, labelled, language, series, translation
@@ -47,7 +48,9 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     scale = SCALES[asked["scale"]]
     scale = replace(scale, seeds=asked["seeds"] or scale.seeds)
     folder = Path(asked["work"]) if asked["work"] is not None else _cache()
-    check_writable(folder, may_be_folder=True)
+    check_work(folder)
+    if asked["save"] is not None:
+        check_folder(Path(asked["save"]))
     start = time.perf_counter()
     tasks = _tasks(asked, {cell.task for each in names for cell in TABLES[each].cells}, scale)
     chosen = {each: _cells(TABLES[each], tasks, asked["cells"]) for each in names}
@@ -58,8 +61,11 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     found: list[StudyTable] = []
     for each, cells in chosen.items():
         if cells:
-            trained = trained_cells(cells, scale, asked["seed"], folder, jobs, progress)
             of = [task for task in tasks if any(one is task for _, one in cells)]
+            kept = asked["save"] is not None
+            trained = trained_cells(cells, scale, asked["seed"], folder, jobs, kept, progress)
+            if kept:
+                save_cells(Path(asked["save"]) / each, trained, folder)
             found.append(table_of(TABLES[each], asked["scale"], scale, of, trained, asked["seed"]))
     return _report(found, asked, time.perf_counter() - start)
 

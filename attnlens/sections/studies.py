@@ -7,12 +7,30 @@ from collections.abc import Iterator
 from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sections.section import Column, Row, Section, Table
 from attnlens.sentences.studies import agreement, how_trained, told_apart
-from attnlens.wording import NO_VALUE, big, clean, decimals_for, decimals_with_error, spread, written
+from attnlens.wording import (
+    NO_VALUE,
+    big,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    short,
+    source_of,
+    spread,
+    title_of,
+    written,
+)
 
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
 NOTES = (
     "±: standard error over seeds; p: paired by seed, corrected for all pairs of a task (Holm).",
     "published: other data and far larger models; orders are compared, not values.",
+)
+
+
+HEADS = (
+    "medians over heads, before training → after it, of the first seed's run; tokens.* of log k on 8 held-out "
+    "sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, kernels that can be negative, primal "
+    "layers."
 )
 
 
@@ -25,6 +43,8 @@ def study_sections(report: Report) -> Iterator[Section]:
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
             said = (*agreement(study, task), *told_apart(study, task))
             yield Section(_heading(task), lines=said, table=_table(task, cells), notes=(*notes, *NOTES))
+            if any(cell.heads for cell in cells):
+                yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
 
 
 def _heading(task: StudyColumn) -> str:
@@ -45,6 +65,20 @@ def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     if all(cell.published is None and not cell.published_diverged for cell in cells):
         del columns[1]
     return Table(names, tuple(columns))
+
+
+def _heads(cells: list[StudyCell]) -> Table:
+    """A row a cell: each measure before training → after."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
+    rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
+    return Table(
+        (rows,), tuple(Column(source_of(name), title_of(name), tuple(_moved(c, name) for c in cells)) for name in names)
+    )
+
+
+def _moved(cell: StudyCell, name: str) -> str:
+    found = [value for value in cell.heads[name].median if value is not None] if name in cell.heads else []
+    return f"{short(found[0])} → {short(found[-1])}" if found else NO_VALUE
 
 
 def _sizes(cell: StudyCell) -> str:

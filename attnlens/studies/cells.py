@@ -11,7 +11,7 @@ from attnlens.studies.scales import Scale
 from attnlens.studies.tables import Cell
 from attnlens.studies.tasks import StudyTask
 from attnlens.studies.training import Run
-from attnlens.studies.units import Outcome, Unit
+from attnlens.studies.units import Outcome, Unit, digest_of
 
 SEARCH_SEED = 1_000_003
 """Of the runs that a rate is chosen by: none of those that are reported."""
@@ -30,16 +30,19 @@ class CellResult:
     """Its form and learning rate, as the search chose them."""
     runs: tuple[Outcome, ...]
     """One a seed, in the order of seeds."""
+    first_key: str
+    """The name of the first seed's files in the work folder."""
     searched: tuple[tuple[float, float], ...]
     """(learning rate, validation loss) of the search, of the chosen form."""
 
 
 def trained_cells(
-    cells: Sequence[tuple[Cell, StudyTask]], scale: Scale, seed: int, folder: Path, jobs: int, tell: Tell
+    cells: Sequence[tuple[Cell, StudyTask]], scale: Scale, seed: int, folder: Path, jobs: int, kept: bool, tell: Tell
 ) -> list[CellResult]:
     """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
 
-    All cells get the same search and the same steps. The test set is read once a run, at its end.
+    All cells get the same search and the same steps. The test set is read once a run, at its end. The heads of the
+    first seed's run are looked at while it is trained, and where `kept` its model is kept.
     """
     tasks = {task.name: task for _, task in cells}
     tried = {at: _search_units(cell, task, scale) for at, (cell, task) in enumerate(cells)}
@@ -47,7 +50,7 @@ def trained_cells(
     with Pool(tasks, folder, jobs, total, tell) as pool:
         searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
-        seeds = {at: _seed_units(unit, scale, seed) for at, unit in chosen.items()}
+        seeds = {at: _seed_units(unit, scale, seed, kept) for at, unit in chosen.items()}
         found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
     return [
         CellResult(
@@ -55,6 +58,7 @@ def trained_cells(
             task.name,
             chosen[at],
             tuple(found[unit] for unit in seeds[at]),
+            seeds[at][0].key(digest_of(task)),
             tuple((unit.run.rate, searched[unit].loss) for unit in tried[at] if unit.form == chosen[at].form),
         )
         for at, (cell, task) in enumerate(cells)
@@ -69,6 +73,7 @@ def _search_units(cell: Cell, task: StudyTask, scale: Scale) -> list[Unit]:
     ]
 
 
-def _seed_units(chosen: Unit, scale: Scale, seed: int) -> list[Unit]:
+def _seed_units(chosen: Unit, scale: Scale, seed: int, kept: bool) -> list[Unit]:
     run = replace(chosen.run, steps=scale.steps)
-    return [replace(chosen, run=replace(run, seed=seed + number), tested=True) for number in range(scale.seeds)]
+    units = [replace(chosen, run=replace(run, seed=seed + number), tested=True) for number in range(scale.seeds)]
+    return [replace(units[0], watched=True, kept=kept), *units[1:]]

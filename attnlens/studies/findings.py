@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from attnlens.records.experiments import Curve
 from attnlens.records.provenance import File
 from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
 from attnlens.statistics.blocks import Blocks, holm, kendall, pairs_of
@@ -16,6 +17,7 @@ from attnlens.studies.cells import CellResult
 from attnlens.studies.scales import Scale, ScaleName
 from attnlens.studies.tables import Table
 from attnlens.studies.tasks import StudyTask
+from attnlens.studies.units import Outcome
 
 
 def table_of(
@@ -85,9 +87,20 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
         kernel_parameters=first.kernel_parameters,
         tokens=max(run.tokens for run in found.runs),
         tokens_per_second=median(run.tokens / run.seconds if run.seconds else 0.0 for run in found.runs),
+        heads=_heads(first),
         published=found.cell.published,
         published_diverged=found.cell.diverged,
     )
+
+
+def _heads(run: Outcome) -> dict[str, Curve]:
+    """Each measure against the step, where it was read."""
+    steps = [float(step) for step, _ in run.curve]
+    names = dict.fromkeys(name for read in run.watched for name in read)
+    return {
+        name: Curve(steps=steps[: len(run.watched)], median=[read.get(name) for read in run.watched], quantity=name)
+        for name in names
+    }
 
 
 def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:

@@ -31,6 +31,8 @@ class RunState:
     """(step, validation loss)."""
     best: dict[str, Tensor] = field(repr=False)
     """The weights of the least validation loss so far."""
+    watched: list[dict[str, float]]
+    """What was read of the model at each step of the curve."""
     seconds: float = 0.0
     """In training so far."""
     tokens: int = 0
@@ -39,15 +41,16 @@ class RunState:
     """Why it did not converge; empty where it did, or is not over."""
 
     @classmethod
-    def begun(cls, model: nn.Module, loss: float) -> RunState:
+    def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
         """The state before the first step."""
-        return cls(0, [(0, loss)], _copied(model))
+        return cls(0, [(0, loss)], _copied(model), [read])
 
-    def looked(self, model: nn.Module, loss: float, seconds: float) -> RunState:
+    def looked(self, model: nn.Module, loss: float, read: dict[str, float], seconds: float) -> RunState:
         """The state after a look at the validation loss."""
         least = min((known for _, known in self.curve[1:]), default=math.inf)
         best = _copied(model) if loss < least else self.best
-        return replace(self, curve=[*self.curve, (self.step, loss)], best=best, seconds=seconds)
+        curve, watched = [*self.curve, (self.step, loss)], [*self.watched, read]
+        return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:
@@ -61,7 +64,8 @@ def write_state(path: Path, state: RunState, model: nn.Module, optimiser: Any) -
     tensors |= {MODEL + name: value for name, value in _copied(model).items()}
     tensors |= {BEST + name: value for name, value in state.best.items()}
     tensors |= {f"{MOMENTS}{i}.{name}": part.cpu() for i, parts in moments.items() for name, part in parts.items()}
-    facts = {"step": state.step, "curve": state.curve, "seconds": state.seconds, "tokens": state.tokens}
+    names = ("step", "curve", "watched", "seconds", "tokens")
+    facts = {name: getattr(state, name) for name in names}
     write_atomically(path, save({k: v.contiguous() for k, v in tensors.items()}, {"state": json.dumps(facts)}))
 
 
@@ -80,7 +84,8 @@ def read_state(path: Path, model: nn.Module, optimiser: Any) -> RunState | None:
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
     torch.set_rng_state(tensors[RANDOM])
     curve = [(int(step), float(loss)) for step, loss in facts["curve"]]
-    return RunState(facts["step"], curve, _under(BEST, tensors), facts["seconds"], facts["tokens"])
+    best = _under(BEST, tensors)
+    return RunState(facts["step"], curve, best, facts["watched"], facts["seconds"], facts["tokens"])
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

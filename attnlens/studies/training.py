@@ -50,6 +50,8 @@ class Trained:
 
     curve: tuple[tuple[int, float], ...]
     """(step, validation loss in nats), the first before any step."""
+    watched: tuple[dict[str, float], ...]
+    """What was read of the model at each of these steps."""
     problem: str
     """Why it did not converge; empty where it did."""
     seconds: float
@@ -63,8 +65,8 @@ class Trained:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-Watcher = Callable[[nn.Module, int], None]
-"""What looks at the model after so many steps."""
+Watcher = Callable[[int], dict[str, float]]
+"""What looks at the model after so many steps; what it reads is kept with the loss."""
 
 
 def train(
@@ -73,13 +75,13 @@ def train(
     scale: Scale,
     run: Run,
     state: Path | None = None,
-    watch: Watcher = lambda _model, _step: None,
+    watch: Watcher = lambda _step: {},
 ) -> Trained:
     """Minimise the task's loss; `model` ends with the weights of least validation loss.
 
     Every look's state is kept in the file `state`, from which the same call goes on: the weights, AdamW's moments and
     the random state, so that a run that was killed equals one that was not. A run ends where its loss is not a finite
-    number, or where at its end it predicts no better than before its first step: "did not converge". Deterministic on a
+    number, or where it never predicts better than before its first step: "did not converge". Deterministic on a
     CPU with one thread.
     """
     accelerator = _accelerator()
@@ -88,13 +90,12 @@ def train(
         torch.manual_seed(run.seed)
         found = read_state(state, model, optimiser) if state is not None else None
         if found is None:
-            found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch))
-            watch(model, 0)
+            found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
         model, optimiser = accelerator.prepare(model, optimiser)
         batches = islice(task.training(scale.batch, run.seed), found.step, None)
         found = _descend(accelerator, model, optimiser, batches, run, scale, task, found, state, watch)
     model.load_state_dict(found.best)
-    return Trained(tuple(found.curve), found.problem, found.seconds, found.tokens)
+    return Trained(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
 
 
 def _accelerator() -> Any:
@@ -132,13 +133,13 @@ def _descend(
         if step not in looks:
             continue
         seconds = before + time.perf_counter() - start
-        found = found.looked(model, mean_loss(task, model, "validation", scale.batch), seconds)
-        watch(model, step)
+        found = found.looked(model, mean_loss(task, model, "validation", scale.batch), watch(step), seconds)
         if state is not None:
             write_state(state, found, model, optimiser)
         start, before = time.perf_counter(), found.seconds
-    if not found.curve[-1][1] < found.curve[0][1]:
-        found = replace(found, problem="it predicts no better than before its first step")
+    first, *others = (loss for _, loss in found.curve)
+    if not min(others) < first:
+        found = replace(found, problem="it never predicts better than before its first step")
     return found
 
 

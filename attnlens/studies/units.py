@@ -12,6 +12,8 @@ from typing import Any, cast
 import attnlens
 from attnlens.files import write_atomically
 from attnlens.kernel_transformers import Form, KernelTransformer, KernelTransformerConfig, made
+from attnlens.studies.lens import SEQUENCES, medians
+from attnlens.studies.saved import save_step
 from attnlens.studies.scales import Scale
 from attnlens.studies.tasks import StudyTask, score
 from attnlens.studies.training import Run, train
@@ -31,6 +33,10 @@ class Unit:
     """Rate, steps, seed."""
     tested: bool
     """Whether it is judged on the test set; runs that a rate is chosen by are not."""
+    watched: bool = False
+    """Whether its heads are looked at while it is trained."""
+    kept: bool = False
+    """Whether its model is kept at every look."""
 
     def key(self, digest: str) -> str:
         """The name of its files: a hash of all that determines its outcome; `digest` stands for the task's data."""
@@ -41,7 +47,7 @@ class Unit:
             "form": asdict(self.form),
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
             "run": asdict(self.run),
-            "tested": self.tested,
+            "what is done": [self.tested, self.watched, self.kept],
         }
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -56,6 +62,8 @@ class Outcome:
 
     curve: list[tuple[int, float]]
     """(step, validation loss in nats)."""
+    watched: list[dict[str, float]]
+    """Medians over heads at these steps, by measure; empty where nothing was looked at."""
     problem: str
     """Why it did not converge; empty where it did."""
     scores: dict[str, float]
@@ -82,10 +90,18 @@ def computed(unit: Unit, task: StudyTask, folder: Path) -> Outcome:
     if done.exists():
         return _read(done)
     model = model_of(unit, task)
-    trained = train(model.core, task, unit.scale, unit.run, state)
+    held = task.held_out("validation", SEQUENCES)[0]
+
+    def watch(step: int) -> dict[str, float]:
+        if unit.kept:
+            save_step(model, task, folder / name, step)
+        return medians(model, held) if unit.watched else {}
+
+    trained = train(model.core, task, unit.scale, unit.run, state, watch)
     scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}
     outcome = Outcome(
         list(trained.curve),
+        list(trained.watched) if unit.watched else [],
         trained.problem,
         {name: value for name, value in scores.items() if math.isfinite(value)},
         sum(part.numel() for part in model.parameters()),

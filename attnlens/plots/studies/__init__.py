@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +28,8 @@ DASHES = ("-", "--", ":", "-.")
 def study_overview(report: Report) -> Figure:
     """Every task's cells and curves, two panels a row."""
     facts = [f"scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies[:1]]
-    return panels_overview(study_panels(report), title(report), facts, [report.studies[0].source])
+    panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
+    return panels_overview(panels, title(report), facts, [report.studies[0].source])
 
 
 def study_panels(report: Report) -> list[Panel]:
@@ -56,8 +58,22 @@ def study_panels(report: Report) -> list[Panel]:
                     partial(_learned, cells=cells),
                     rows=max(6, 2 * len(cells)),
                 ),
+                *_head_panels(study.question, stem, task, cells),
             ]
     return found
+
+
+def _head_panels(question: str, stem: str, task: StudyColumn, cells: list[StudyCell]) -> Iterator[Panel]:
+    """A panel a measure that the task's heads have, for the folder of pictures."""
+    for name in dict.fromkeys(name for cell in cells for name in cell.heads):
+        yield Panel(
+            f"{stem}-{name}",
+            f"{task.name}: {name}",
+            "median over heads, first seed",
+            f"{question} {name} while each cell is trained.",
+            partial(_followed, name=name, cells=cells),
+            rows=max(6, 2 * len(cells)),
+        )
 
 
 def _factor(task: StudyColumn) -> float:
@@ -110,9 +126,24 @@ def _learned(axes: Axes, cells: list[StudyCell]) -> None:
     for number, cell in enumerate(cells):
         length = min(len(run.losses) for run in cell.runs)
         curve = np.median([run.losses[:length] for run in cell.runs], axis=0)
-        colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
-        axes.plot(
-            cell.runs[0].steps[:length], curve, dash, color=colour, lw=1.1, label=shortened(clean(cell.name), NAME)
-        )
+        _line(axes, number, cell, cell.runs[0].steps[:length], curve)
+    _legend(axes, cells)
+
+
+def _followed(axes: Axes, name: str, cells: list[StudyCell]) -> None:
+    """A line a cell that has the measure."""
+    for number, cell in enumerate(cells):
+        if name in cell.heads:
+            values = [np.nan if value is None else value for value in cell.heads[name].median]
+            _line(axes, number, cell, cell.heads[name].steps, values)
+    _legend(axes, cells)
+
+
+def _line(axes: Axes, number: int, cell: StudyCell, steps: Sequence[float], values: Any) -> None:
+    colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
+    axes.plot(steps, values, dash, color=colour, lw=1.1, label=shortened(clean(cell.name), NAME))
+
+
+def _legend(axes: Axes, cells: list[StudyCell]) -> None:
     axes.set_xlabel("step", labelpad=2)
     axes.legend(fontsize=5.5, frameon=False, ncols=1 + (len(cells) > 8), handlelength=1.6)

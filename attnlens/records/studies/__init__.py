@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from attnlens.records.experiments import Curve
 from attnlens.records.measures import Count, Number, Record
 from attnlens.records.provenance import File
 
@@ -79,6 +80,8 @@ class StudyCell(Record):
     """That each run was trained on."""
     tokens_per_second: Number
     """In training, the median over runs; on one core each where several processes trained."""
+    heads: dict[str, Curve] = {}
+    """Medians over heads against the training step, of the first seed's run, by measure."""
     published: Number | None = None
     """What the paper reports."""
     published_diverged: bool = False

@@ -32,6 +32,17 @@ class Examples:
     given: Tensor | None = None
     """What the decoder of an encoder-decoder reads: ids (batch, target tokens), the first begins a sentence."""
 
+    def single(self, row: int) -> Examples:
+        """One example without its padding, as a batch of one."""
+        size = None if self.kept is None else int(self.kept[row].sum())
+        meant = None if self.given is None else int((self.targets[row] != NOTHING).sum())
+        return Examples(
+            self.inputs[row : row + 1, :size],
+            None,
+            self.targets[row : row + 1] if meant is None else self.targets[row : row + 1, :meant],
+            None if self.given is None else self.given[row : row + 1, :meant],
+        )
+
     def to(self, device: torch.device | str) -> Examples:
         """The same on that device."""
         return replace(
