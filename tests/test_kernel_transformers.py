@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnlens
-from attnlens.kernel_transformers import Form, KernelTransformerConfig, made
+from attnlens.kernel_transformers import Form, KernelTransformerConfig
 from attnlens.kernel_transformers.attention import KernelAttention
 
 WIDTH, HEADS, TOKENS = 8, 2, 5

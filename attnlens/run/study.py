@@ -26,8 +26,9 @@ from attnlens.studies.cells import trained_cells
 from attnlens.studies.findings import table_of
 from attnlens.studies.saved import check_work, save_cells
 from attnlens.studies.scales import SCALES, Scale
-from attnlens.studies.tables import TABLES, Cell, Table
+from attnlens.studies.tables import TABLES, Cell
 from attnlens.studies.tasks import Reversal, StudyTask, labelled, language, series, translation
+from attnlens.wording import listed
 
 
 @public
@@ -51,22 +52,20 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     check_work(folder)
     if asked["save"] is not None:
         check_folder(Path(asked["save"]))
+    chosen = _chosen(names, asked)
     start = time.perf_counter()
-    tasks = _tasks(asked, {cell.task for each in names for cell in TABLES[each].cells}, scale)
-    chosen = {each: _cells(TABLES[each], tasks, asked["cells"]) for each in names}
-    if not any(chosen.values()):
-        raise _nothing(names, asked["cells"])
+    tasks = _tasks(asked, {cell.task for cells in chosen.values() for cell in cells}, scale)
     make_folder(folder)
     jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
     found: list[StudyTable] = []
     for each, cells in chosen.items():
-        if cells:
-            of = [task for task in tasks if any(one is task for _, one in cells)]
-            kept = asked["save"] is not None
-            trained = trained_cells(cells, scale, asked["seed"], folder, jobs, kept, progress)
-            if kept:
-                save_cells(Path(asked["save"]) / each, trained, folder)
-            found.append(table_of(TABLES[each], asked["scale"], scale, of, trained, asked["seed"]))
+        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+        kept = asked["save"] is not None
+        trained = trained_cells(pairs, scale, asked["seed"], folder, jobs, kept, progress)
+        if kept:
+            save_cells(Path(asked["save"]) / each, trained, folder)
+        of = [task for task in tasks if any(one is task for _, one in pairs)]
+        found.append(table_of(TABLES[each], asked["scale"], scale, of, trained, asked["seed"]))
     return _report(found, asked, time.perf_counter() - start)
 
 
@@ -84,38 +83,39 @@ def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> R
     )
 
 
+def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[Cell]]:
+    """The cells of each table of which there is data, and that were asked for; UsageError where there are none."""
+    forms = {"language", "translation"}
+    if asked["series"] is not None or asked["labelled"] is not None:
+        forms.add("classification")
+    every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    found = {name: [cell for cell in cells if _named(cell, asked["cells"])] for name, cells in every.items()}
+    if any(found.values()):
+        return {name: cells for name, cells in found.items() if cells}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
+    raise UsageError(f"No cell is called {', '.join(asked['cells'])}.", f"There are: {listed(rows, 8)}.")
+
+
+def _named(cell: Cell, patterns: Sequence[str]) -> bool:
+    names = cell.name, f"{cell.task}/{cell.name}"
+    return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
+
+
 def _tasks(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[StudyTask]:
-    """What is trained on, of the forms that the tables have."""
+    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early."""
     sizes = {"length": scale.length, "vocabulary": scale.vocabulary}
     found: list[StudyTask] = []
-    if "language" in forms:
-        read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
-        found.append(language(read, **sizes, evaluated=scale.evaluated))
-    if "translation" in forms:
-        pairs = asked["pairs"]
-        found.append(Reversal() if pairs is None else translation(pairs, **sizes, evaluated=scale.evaluated))
     if "classification" in forms and asked["series"] is not None:
         found.append(series(*asked["series"]))
     if "classification" in forms and asked["labelled"] is not None:
         found.append(labelled(asked["labelled"], **sizes))
-    return found
-
-
-def _cells(table: Table, tasks: Sequence[StudyTask], patterns: Sequence[str]) -> list[tuple[Cell, StudyTask]]:
-    """Each cell with each task of its form, those that were asked for."""
-    every = [(cell, task) for task in tasks for cell in table.cells if cell.task == task.form]
-    return [(cell, task) for cell, task in every if not patterns or _named(cell, task, patterns)]
-
-
-def _named(cell: Cell, task: StudyTask, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, one) for name in (cell.name, f"{task.form}/{cell.name}") for one in patterns)
-
-
-def _nothing(names: Sequence[str], patterns: Sequence[str]) -> UsageError:
-    if patterns:
-        rows = list(dict.fromkeys(cell.name for name in names for cell in TABLES[name].cells))
-        return UsageError(f"No cell is called {', '.join(patterns)}.", f"The rows are: {'; '.join(rows)}.")
-    return UsageError(f"{names[0]} has no task to train on.", "Give --series or --labelled.")
+    if "translation" in forms:
+        pairs = asked["pairs"]
+        found.append(Reversal() if pairs is None else translation(pairs, **sizes, evaluated=scale.evaluated))
+    if "language" in forms:
+        read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
+        found.append(language(read, **sizes, evaluated=scale.evaluated))
+    return found[::-1]
 
 
 def _cache() -> Path:
