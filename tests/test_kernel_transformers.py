@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnlens
-from attnlens.kernel_transformers import Form, KernelTransformerConfig
+from attnlens.kernel_transformers import AttentionForm, KernelTransformerConfig
 from attnlens.kernel_transformers.attention import KernelAttention
 
 WIDTH, HEADS, TOKENS = 8, 2, 5
@@ -58,7 +58,7 @@ def naive(module, features, read, head):
 @pytest.mark.parametrize("place", ["encoder", "decoder", "cross"])
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_attention_is_that_of_the_equations(positions, place, in_value):
-    module = attention(Form(positions=positions, in_value=in_value), place)
+    module = attention(AttentionForm(positions=positions, in_value=in_value), place)
     features = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     memory = torch.randn(TOKENS + 2, WIDTH, dtype=torch.float64) if place == "cross" else None
     read = features if memory is None else memory
@@ -66,7 +66,7 @@ def test_attention_is_that_of_the_equations(positions, place, in_value):
         found = module(features[None], None if memory is None else memory[None])[0]
         heads = [shares @ values for shares, values in (naive(module, features, read, head) for head in range(HEADS))]
         expected = torch.cat(heads, 1) @ module.output.weight.mT
-        other = attention(Form(positions="none" if positions != "none" else "sum"), place)
+        other = attention(AttentionForm(positions="none" if positions != "none" else "sum"), place)
         other.load_state_dict(module.state_dict(), strict=False)
         control = other(features[None], None if memory is None else memory[None])[0]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -79,20 +79,23 @@ def test_without_positions_an_encoder_commutes_with_permutations_and_with_them_i
     features, order = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64), torch.tensor([3, 0, 4, 1, 2])
     with torch.no_grad():
         for place in ("encoder", "decoder"):
-            module = attention(Form(positions=positions), place)
+            module = attention(AttentionForm(positions=positions), place)
             commutes = torch.allclose(module(features[:, order]), module(features)[:, order], atol=1e-9)
             assert commutes == (positions == "none" and place == "encoder"), place
 
 
 def test_a_symmetric_product_saves_a_third_of_the_kernels_parameters():
-    asymmetric, symmetric = (attention(Form(positions=name)) for name in ("product", "symmetric product"))
+    asymmetric, symmetric = (attention(AttentionForm(positions=name)) for name in ("product", "symmetric product"))
     assert (asymmetric.kernel_parameters, symmetric.kernel_parameters) == (3 * WIDTH**2, 2 * WIDTH**2)
-    assert attention(Form(symmetric=True)).kernel_parameters == WIDTH**2
+    assert attention(AttentionForm(symmetric=True)).kernel_parameters == WIDTH**2
 
 
 @pytest.mark.parametrize("place", ["encoder", "decoder"])
 def test_padding_is_read_by_nobody(place):
-    module, features = attention(Form(positions="product"), place), torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
+    module, features = (
+        attention(AttentionForm(positions="product"), place),
+        torch.randn(1, TOKENS, WIDTH, dtype=torch.float64),
+    )
     kept = torch.tensor([[True, True, True, False, False]])
     with torch.no_grad():
         found, alone = module(features, kept=kept)[:, :3], module(features[:, :3])
@@ -106,20 +109,20 @@ def saved(tmp_path_factory):
     from attnlens.studies.scales import SCALES
     from attnlens.studies.tasks import language
     from attnlens.studies.training import Run
-    from attnlens.studies.units import Unit, model_of
+    from attnlens.studies.units import TrainingUnit, model_of
 
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)
     task = language([("text", text.read_text())], length=24, vocabulary=270)
     forms = {
-        "exponential": Form(positions="product"),
-        "rbf": Form(kernel="rbf:gamma=1", positions="sum", in_value=True),
-        "polynomial": Form(kernel="polynomial", positions="symmetric product"),
-        "linear": Form(kernel="linear"),
+        "exponential": AttentionForm(positions="product"),
+        "rbf": AttentionForm(kernel="rbf:gamma=1", positions="sum", in_value=True),
+        "polynomial": AttentionForm(kernel="polynomial", positions="symmetric product"),
+        "linear": AttentionForm(kernel="linear"),
     }
     folder = tmp_path_factory.mktemp("cells")
     for name, form in forms.items():
-        model = model_of(Unit(task.name, form, SCALES["tiny"], Run(1e-3, 1, 0), tested=False), task)
+        model = model_of(TrainingUnit(task.name, form, SCALES["tiny"], Run(1e-3, 1, 0), tested=False), task)
         save_step(model, task, folder / name, 0)
     return folder, text
 

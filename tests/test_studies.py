@@ -12,18 +12,18 @@ import pytest
 import torch
 from program import environment_with, python
 
-from attnlens.kernel_transformers import Form
+from attnlens.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.studies.cells import CellResult
 from attnlens.studies.findings import table_of
 from attnlens.studies.scales import SCALES
-from attnlens.studies.tables import TABLES, Cell, Table
+from attnlens.studies.tables import TABLES, PaperCell, PaperTable
 from attnlens.studies.tasks import Reversal, planted, score
 from attnlens.studies.training import Run, train
-from attnlens.studies.units import Outcome, Unit, computed, digest_of, model_of
+from attnlens.studies.units import RunOutcome, TrainingUnit, computed, digest_of, model_of
 
 SMALL = replace(SCALES["tiny"], layers=1, d_model=32, d_forward=64, heads=2, batch=64, looks=2)
-PLACED = Form(positions="sum", in_value=True)
+PLACED = AttentionForm(positions="sum", in_value=True)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def one_thread():
 
 def reached(task, form, steps, rate=1e-2):
     """The test scores of a small model after so many steps, and why it did not converge."""
-    model = model_of(Unit(task.name, form, SMALL, Run(rate, steps, 0), tested=True), task)
+    model = model_of(TrainingUnit(task.name, form, SMALL, Run(rate, steps, 0), tested=True), task)
     trained = train(model.core, task, SMALL, Run(rate, steps, 0))
     return score(task, model.core, "test", 64), trained
 
@@ -44,20 +44,22 @@ def reached(task, form, steps, rate=1e-2):
 def test_positions_are_needed_where_order_decides_and_nowhere_else():
     order, bag = planted.before(), planted.majority()
     assert reached(order, PLACED, 120)[0]["accuracy"] > 0.95
-    assert reached(order, Form(), 120)[0]["accuracy"] < 0.62  # chance is 1/2 by Proposition 1
-    assert reached(bag, Form(), 80)[0]["accuracy"] > 0.95
+    assert reached(order, AttentionForm(), 120)[0]["accuracy"] < 0.62  # chance is 1/2 by Proposition 1
+    assert reached(bag, AttentionForm(), 80)[0]["accuracy"] > 0.95
 
 
 @pytest.mark.slow
 def test_the_exponential_kernel_beats_the_quadratic_one_where_its_rank_is_needed():
     task = planted.angles()
-    exponential, quadratic = (reached(task, Form(kernel=k), 300)[0]["accuracy"] for k in ("exponential", "polynomial"))
+    exponential, quadratic = (
+        reached(task, AttentionForm(kernel=k), 300)[0]["accuracy"] for k in ("exponential", "polynomial")
+    )
     assert exponential > quadratic + 0.1
 
 
 def test_labels_that_are_permuted_are_guessed_by_chance():
     """Control of every classification: with the labels in their places the same training reads them."""
-    scores, _ = reached(planted.majority().permuted(0), Form(), 80)
+    scores, _ = reached(planted.majority().permuted(0), AttentionForm(), 80)
     assert abs(scores["accuracy"] - 0.5) < 4 * 0.5 / 256**0.5
 
 
@@ -76,7 +78,7 @@ class KilledError(Exception):
 def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
     """Same seed, same outcome; after a kill the weights, moments, order and dropout are those of the unbroken run."""
     task, scale = planted.majority(), replace(SMALL, dropout=0.2, looks=3)
-    unit = Unit(task.name, Form(), scale, Run(1e-2, 12, 3), tested=True)
+    unit = TrainingUnit(task.name, AttentionForm(), scale, Run(1e-2, 12, 3), tested=True)
 
     def weights(state=None, kill=None):
         model = model_of(unit, task)
@@ -101,7 +103,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
 
 def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
     task = planted.majority()
-    unit = Unit(task.name, Form(), SMALL, Run(1e-2, 4, 0), tested=True, watched=True)
+    unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=True, watched=True)
     first = computed(unit, task, tmp_path)
     assert computed(unit, task, tmp_path) == first
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
@@ -117,19 +119,21 @@ def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
 
 def outcome(loss, problem=""):
     scores = {} if problem else {"loss": loss, "perplexity": 2.0**loss}
-    return Outcome([(0, 5.0), (10, loss)], [], problem, scores, 100, 10, 640, 2.0)
+    return RunOutcome([(0, 5.0), (10, loss)], [], problem, scores, 100, 10, 640, 2.0)
 
 
 def test_a_tables_order_is_set_beside_the_published_one():
     """Our a < b < c with small noise, published b < a < c: one pair of three is decided the other way."""
 
-    class Words:
+    class Sentences:
         name, form, metric, higher_is_better = "words", "language", "perplexity", False
         vocabulary, length, files = 10, 8, {}
 
-    cells = [Cell(name, "language", Form(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))]
-    cells.append(Cell("d", "language", Form(kernel="linear"), diverged=True))
-    unit = Unit("words", Form(), SMALL, Run(1e-2, 10, 0), tested=True)
+    cells = [
+        PaperCell(name, "language", AttentionForm(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
+    ]
+    cells.append(PaperCell("d", "language", AttentionForm(kernel="linear"), diverged=True))
+    unit = TrainingUnit("words", AttentionForm(), SMALL, Run(1e-2, 10, 0), tested=True)
     runs = {
         "a": [1.0, 1.01, 0.99],
         "b": [2.0, 2.02, 2.01],
@@ -141,7 +145,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
     ]
     broken = (outcome(9.0, "its loss was no finite number at step 3"), outcome(1.0), outcome(1.0))
     found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),)))
-    told = table_of(Table("t", "q?", "s", tuple(cells)), "tiny", SMALL, [Words()], found, 0)
+    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SMALL, [Sentences()], found, 0)
     (ordering,) = told.orderings
     assert (ordering.agree, ordering.disagree, ordering.undecided) == (2, 1, 0)
     assert ordering.tau == pytest.approx(1 / 3)

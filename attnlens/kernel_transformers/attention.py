@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnlens.attention import attend
 from attnlens.attention.logits import as_exponential
-from attnlens.kernel_transformers.forms import Form, Place
+from attnlens.kernel_transformers.forms import AttentionForm, Place
 from attnlens.kernel_transformers.positions import (
     AsymmetricProduct,
     PositionTable,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    Features = Float[Tensor, "batch tokens d_model"]
+    States = Float[Tensor, "batch tokens d_model"]
     Split = Float[Tensor, "batch heads tokens head_dim"]
 
 OWN = "eager"
@@ -42,7 +42,7 @@ class KernelAttention(nn.Module):
     logarithm, handed over as products of other queries and keys.
     """
 
-    def __init__(self, config: Any, form: Form, place: Place, *, primal: bool = False) -> None:
+    def __init__(self, config: Any, form: AttentionForm, place: Place, *, primal: bool = False) -> None:
         super().__init__()
         d_model, heads = config.hidden_size, config.num_attention_heads
         self.config, self.form, self.part, self.heads = config, form, place, heads
@@ -60,8 +60,8 @@ class KernelAttention(nn.Module):
             nn.init.xavier_uniform_(next(self.added.parameters()))
 
     def forward(
-        self, features: Features, memory: Features | None = None, kept: Bool[Tensor, "batch keys"] | None = None
-    ) -> Features:
+        self, features: States, memory: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
+    ) -> States:
         """What each of `features` reads of `memory` (None: of themselves); `kept` says which keys are no padding."""
         read = features if memory is None else memory
         query, key, value = features, read, read
@@ -113,7 +113,7 @@ class KernelAttention(nn.Module):
         seen = kept[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         return seen.tril() if self.causal else seen
 
-    def _split(self, projected: Features) -> Split:
+    def _split(self, projected: States) -> Split:
         split: Tensor = projected.unflatten(2, (self.heads, -1))  # type: ignore[no-untyped-call]
         return split.transpose(1, 2)
 
@@ -124,7 +124,7 @@ def _projection(d_model: int) -> nn.Linear:
     return found
 
 
-def _places(features: Features) -> Float[Tensor, "tokens d_model"]:
+def _places(features: States) -> Float[Tensor, "tokens d_model"]:
     """t of each token, as large as the features that a layer norm leaves."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Positions = Literal["none", "sum", "table", "product", "symmetric product"]
+Placing = Literal["none", "sum", "table", "product", "symmetric product"]
 """How attention reads positions t beside features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
 a learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
 ones (Eq. 9)."""
@@ -15,14 +15,14 @@ EVERYWHERE: tuple[Place, ...] = ("encoder", "decoder", "cross")
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """Attention by Definition 1 of Tsai et al.: Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows."""
 
     kernel: str = "exponential"
     """As it can be typed: `rbf:gamma=1`; of features, or of features and positions under "sum"."""
     symmetric: bool = False
     """Whether queries and keys are one projection, W_Q = W_K."""
-    positions: Positions = "none"
+    positions: Placing = "none"
     """How positions enter."""
     places: tuple[Place, ...] = EVERYWHERE
     """Which attentions read positions."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
 
 from attnlens.kernel_transformers.attention import KernelAttention
-from attnlens.kernel_transformers.forms import Form
+from attnlens.kernel_transformers.forms import AttentionForm
 from attnlens.kernel_transformers.stacks import Classifier, EncoderDecoder, LanguageModel
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """Sizes of a small transformer, and the form of its attention as a dictionary of `Form`'s fields."""
+    """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
 
     model_type = MODEL_TYPE
 
@@ -45,13 +45,13 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
         self.num_attention_heads, self.intermediate_size = num_attention_heads, intermediate_size
         self.max_position_embeddings, self.dropout = max_position_embeddings, dropout
         self.channels, self.classes = channels, classes
-        self.form = asdict(Form()) if form is None else form
+        self.form = asdict(AttentionForm()) if form is None else form
         super().__init__(**{"tie_word_embeddings": False, "use_cache": False} | more)
 
     @property
-    def attention_form(self) -> Form:
+    def attention_form(self) -> AttentionForm:
         """Which attention the model has."""
-        return Form(**{**self.form, "places": tuple(self.form["places"])})
+        return AttentionForm(**{**self.form, "places": tuple(self.form["places"])})
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -133,11 +133,6 @@ def made(form_of_task: str, config: KernelTransformerConfig, seed: int) -> Kerne
         torch.manual_seed(seed)
         config.is_encoder_decoder = form_of_task == "translation"
         return MODELS[form_of_task](config)
-
-
-def named(name: str) -> type[KernelTransformer] | None:
-    """The class that a checkpoint's `architectures` names; None where it is none of these."""
-    return next((model for model in MODELS.values() if model.__name__ == name), None)
 
 
 def _kept(mask: Tensor | None) -> Tensor | None:

@@ -8,20 +8,20 @@ from torch import nn
 from torch.nn import functional
 
 from attnlens.kernel_transformers.attention import KernelAttention
-from attnlens.kernel_transformers.forms import Form, Place
+from attnlens.kernel_transformers.forms import AttentionForm, Place
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    Features = Float[Tensor, "batch tokens d_model"]
-    Kept = Bool[Tensor, "batch tokens"] | None
+    States = Float[Tensor, "batch tokens d_model"]
+    Unpadded = Bool[Tensor, "batch tokens"] | None
 
 
 class Layer(nn.Module):
     """x + A(LN(x)), then what it reads of a memory, then x + F(LN(x)); F of 4 d_model GELUs."""
 
-    def __init__(self, config: Any, form: Form, place: Place, number: int, *, crosses: bool) -> None:
+    def __init__(self, config: Any, form: AttentionForm, place: Place, number: int, *, crosses: bool) -> None:
         super().__init__()
         d_model, last = config.hidden_size, config.num_hidden_layers - 1
         primal = form.primal == "all" or (form.primal == "last" and number == last)
@@ -35,8 +35,8 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Features, kept: Kept = None, memory: Features | None = None, memory_kept: Kept = None
-    ) -> Features:
+        self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
+    ) -> States:
         """The layer's output; `kept` and `memory_kept` say what is no padding."""
         x = x + self.dropout(self.attention(self.attention_norm(x), kept=kept))
         if self.cross_attention is not None and self.cross_norm is not None:
@@ -48,7 +48,7 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Layers of one place, with a layer norm at their end."""
 
-    def __init__(self, config: Any, form: Form, place: Place, *, crosses: bool = False) -> None:
+    def __init__(self, config: Any, form: AttentionForm, place: Place, *, crosses: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             Layer(config, form, place, number, crosses=crosses) for number in range(config.num_hidden_layers)
@@ -56,15 +56,15 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size)
 
     def forward(
-        self, x: Features, kept: Kept = None, memory: Features | None = None, memory_kept: Kept = None
-    ) -> Features:
+        self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
+    ) -> States:
         """The last layer's output, normed."""
         for layer in self.layers:
             x = layer(x, kept, memory, memory_kept)
         return cast("Tensor", self.norm(x))
 
 
-class Words(nn.Module):
+class Embeddings(nn.Module):
     """Token embeddings √d_model E, and the logits h Eᵀ of what comes next."""
 
     def __init__(self, size: int, d_model: int) -> None:
@@ -72,12 +72,12 @@ class Words(nn.Module):
         self.table = nn.Embedding(size, d_model)
         nn.init.normal_(self.table.weight, std=d_model**-0.5)
 
-    def forward(self, ids: Tensor) -> Features:
+    def forward(self, ids: Tensor) -> States:
         """(batch, tokens) → features."""
         features: Tensor = self.table(ids) * self.table.embedding_dim**0.5
         return features
 
-    def logits(self, features: Features) -> Float[Tensor, "batch tokens vocabulary"]:
+    def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
         """Of every word."""
         logits: Tensor = features @ self.table.weight.mT
         return logits
@@ -86,12 +86,12 @@ class Words(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts each next token by a causal stack."""
 
-    def __init__(self, config: Any, form: Form) -> None:
+    def __init__(self, config: Any, form: AttentionForm) -> None:
         super().__init__()
-        self.words = Words(config.vocab_size, config.hidden_size)
+        self.words = Embeddings(config.vocab_size, config.hidden_size)
         self.decoder = Stack(config, form, "decoder")
 
-    def forward(self, inputs: Tensor, kept: Kept = None, given: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
         """(batch, tokens) ids → (batch, tokens, vocabulary) logits."""
         del given
         found: Tensor = self.decoder(self.words(inputs), kept)
@@ -101,21 +101,21 @@ class LanguageModel(nn.Module):
 class EncoderDecoder(nn.Module):
     """Predicts each next token of a target from the source: encoder self-, decoder self- and cross-attention."""
 
-    def __init__(self, config: Any, form: Form) -> None:
+    def __init__(self, config: Any, form: AttentionForm) -> None:
         super().__init__()
-        self.words = Words(config.vocab_size, config.hidden_size)
+        self.words = Embeddings(config.vocab_size, config.hidden_size)
         self.encoder = Stack(config, form, "encoder")
         self.decoder = Stack(config, form, "decoder", crosses=True)
 
-    def encode(self, inputs: Tensor, kept: Kept = None) -> Features:
+    def encode(self, inputs: Tensor, kept: Unpadded = None) -> States:
         """(batch, tokens) ids of sources → their features."""
         return cast("Tensor", self.encoder(self.words(inputs), kept))
 
-    def decode(self, given: Tensor, memory: Features, kept: Kept = None) -> Tensor:
+    def decode(self, given: Tensor, memory: States, kept: Unpadded = None) -> Tensor:
         """(batch, target tokens) ids → (batch, target tokens, vocabulary) logits of the next; `kept` of the memory."""
         return self.words.logits(self.decoder(self.words(given), None, memory, kept))
 
-    def forward(self, inputs: Tensor, kept: Kept = None, given: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
         """Sources and targets so far → logits; padding of targets comes after what is predicted: none sees it."""
         assert given is not None  # noqa: S101  # a translation has a target
         return self.decode(given, self.encode(inputs, kept), kept)
@@ -124,15 +124,15 @@ class EncoderDecoder(nn.Module):
 class Classifier(nn.Module):
     """Predicts a class from the mean of an encoder's features; reads words, or the channels of a series."""
 
-    def __init__(self, config: Any, form: Form) -> None:
+    def __init__(self, config: Any, form: AttentionForm) -> None:
         super().__init__()
         d_model = config.hidden_size
-        self.words = Words(config.vocab_size, d_model) if config.vocab_size else None
+        self.words = Embeddings(config.vocab_size, d_model) if config.vocab_size else None
         self.channels = None if config.vocab_size else nn.Linear(config.channels, d_model)
         self.encoder = Stack(config, form, "encoder")
         self.classes = nn.Linear(d_model, config.classes)
 
-    def forward(self, inputs: Tensor, kept: Kept = None, given: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
         """(batch, tokens) ids or (batch, steps, channels) → (batch, classes) logits."""
         del given
         read = self.words or self.channels

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import LARGEST, path, shown
+from attnlens.choices import STUDIES
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 from attnlens.requests.fields import Option
 from attnlens.requests.run_options import INPUT, OUTPUT, Place
 from attnlens.requests.values import Words, words
 
-STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
-"""The tables, in the order in which `all` trains them."""
 ALL = "all"
 MOST_JOBS = 256
 

@@ -14,19 +14,20 @@ import torch
 
 from attnlens import texts
 from attnlens.arguments import public
+from attnlens.choices import STUDIES
 from attnlens.errors import UsageError
 from attnlens.files import check_folder, make_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
 from attnlens.requests.fields import checked
-from attnlens.requests.study import ALL, STUDIES, StudyRequest, table
+from attnlens.requests.study import ALL, StudyRequest, table
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
 from attnlens.studies.cells import trained_cells
 from attnlens.studies.findings import table_of
 from attnlens.studies.saved import check_work, save_cells
 from attnlens.studies.scales import SCALES, Scale
-from attnlens.studies.tables import TABLES, Cell
+from attnlens.studies.tables import TABLES, PaperCell
 from attnlens.studies.tasks import Reversal, StudyTask, labelled, language, series, translation
 from attnlens.wording import listed
 
@@ -83,7 +84,7 @@ def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> R
     )
 
 
-def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[Cell]]:
+def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
     """The cells of each table of which there is data, and that were asked for; UsageError where there are none."""
     forms = {"language", "translation"}
     if asked["series"] is not None or asked["labelled"] is not None:
@@ -96,7 +97,7 @@ def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[Cell]
     raise UsageError(f"No cell is called {', '.join(asked['cells'])}.", f"There are: {listed(rows, 8)}.")
 
 
-def _named(cell: Cell, patterns: Sequence[str]) -> bool:
+def _named(cell: PaperCell, patterns: Sequence[str]) -> bool:
     names = cell.name, f"{cell.task}/{cell.name}"
     return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from attnlens.studies.pool import Pool
 from attnlens.studies.scales import Scale
-from attnlens.studies.tables import Cell
+from attnlens.studies.tables import PaperCell
 from attnlens.studies.tasks import StudyTask
 from attnlens.studies.training import Run
-from attnlens.studies.units import Outcome, Unit, digest_of
+from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of
 
 SEARCH_SEED = 1_000_003
 """Of the runs that a rate is chosen by: none of those that are reported."""
@@ -22,13 +22,13 @@ Tell = Callable[[str, int, int], None]
 class CellResult:
     """What came of one cell on one task."""
 
-    cell: Cell
+    cell: PaperCell
     """Which one."""
     task: str
     """The task's name."""
-    unit: Unit
+    unit: TrainingUnit
     """Its form and learning rate, as the search chose them."""
-    runs: tuple[Outcome, ...]
+    runs: tuple[RunOutcome, ...]
     """One a seed, in the order of seeds."""
     first_key: str
     """The name of the first seed's files in the work folder."""
@@ -37,7 +37,13 @@ class CellResult:
 
 
 def trained_cells(
-    cells: Sequence[tuple[Cell, StudyTask]], scale: Scale, seed: int, folder: Path, jobs: int, kept: bool, tell: Tell
+    cells: Sequence[tuple[PaperCell, StudyTask]],
+    scale: Scale,
+    seed: int,
+    folder: Path,
+    jobs: int,
+    kept: bool,
+    tell: Tell,
 ) -> list[CellResult]:
     """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
 
@@ -65,15 +71,15 @@ def trained_cells(
     ]
 
 
-def _search_units(cell: Cell, task: StudyTask, scale: Scale) -> list[Unit]:
+def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[TrainingUnit]:
     return [
-        Unit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
+        TrainingUnit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
         for form in cell.forms
         for rate in scale.rates
     ]
 
 
-def _seed_units(chosen: Unit, scale: Scale, seed: int, kept: bool) -> list[Unit]:
+def _seed_units(chosen: TrainingUnit, scale: Scale, seed: int, kept: bool) -> list[TrainingUnit]:
     run = replace(chosen.run, steps=scale.steps)
     units = [replace(chosen, run=replace(run, seed=seed + number), tested=True) for number in range(scale.seeds)]
     return [replace(units[0], watched=True, kept=kept), *units[1:]]

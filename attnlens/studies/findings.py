@@ -15,13 +15,13 @@ from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrderin
 from attnlens.statistics.blocks import Blocks, holm, kendall, pairs_of
 from attnlens.studies.cells import CellResult
 from attnlens.studies.scales import Scale, ScaleName
-from attnlens.studies.tables import Table
+from attnlens.studies.tables import PaperTable
 from attnlens.studies.tasks import StudyTask
-from attnlens.studies.units import Outcome
+from attnlens.studies.units import RunOutcome
 
 
 def table_of(
-    table: Table, name: ScaleName, scale: Scale, tasks: Sequence[StudyTask], found: Sequence[CellResult], seed: int
+    table: PaperTable, name: ScaleName, scale: Scale, tasks: Sequence[StudyTask], found: Sequence[CellResult], seed: int
 ) -> StudyTable:
     """What was found, with the paper's numbers beside it."""
     cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
@@ -47,7 +47,7 @@ def table_of(
     )
 
 
-def _task(task: StudyTask, table: Table) -> StudyColumn:
+def _task(task: StudyTask, table: PaperTable) -> StudyColumn:
     return StudyColumn(
         name=task.name,
         form=task.form,
@@ -93,7 +93,7 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
     )
 
 
-def _heads(run: Outcome) -> dict[str, Curve]:
+def _heads(run: RunOutcome) -> dict[str, Curve]:
     """Each measure against the step, where it was read."""
     steps = [float(step) for step, _ in run.curve]
     names = dict.fromkeys(name for read in run.watched for name in read)

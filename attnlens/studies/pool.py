@@ -14,7 +14,7 @@ import torch
 
 from attnlens.errors import ModelError
 from attnlens.studies.tasks import StudyTask
-from attnlens.studies.units import Outcome, Unit, computed
+from attnlens.studies.units import RunOutcome, TrainingUnit, computed
 
 Tell = Callable[[str, int, int], None]
 _here: dict[str, Any] = {}
@@ -48,12 +48,12 @@ class Pool:
                 process.terminate()  # what it had finished is in its files
         self.executor.shutdown(wait=kind is None, cancel_futures=True)
 
-    def outcomes(self, units: Sequence[Unit], stage: str) -> dict[Unit, Outcome]:
+    def outcomes(self, units: Sequence[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
         """Each unit's outcome. Raises ModelError where a process ended before its unit did."""
         every = list(dict.fromkeys(units))
         if self.executor is None:
             return {unit: self._told(stage, computed(unit, self.tasks[unit.task], self.folder)) for unit in every}
-        futures: dict[Future[Outcome], Unit] = {self.executor.submit(_compute, unit): unit for unit in every}
+        futures: dict[Future[RunOutcome], TrainingUnit] = {self.executor.submit(_compute, unit): unit for unit in every}
         found = {}
         for future in as_completed(futures):
             if future.exception() is not None and "abruptly" in str(future.exception()):
@@ -64,7 +64,7 @@ class Pool:
             found[futures[future]] = self._told(stage, future.result())
         return found
 
-    def _told(self, stage: str, outcome: Outcome) -> Outcome:
+    def _told(self, stage: str, outcome: RunOutcome) -> RunOutcome:
         self.done += 1
         self.tell(stage, self.done, self.total)
         return outcome
@@ -77,5 +77,5 @@ def _begin(tasks: Mapping[str, StudyTask], folder: Path) -> None:
     _here.update(tasks=tasks, folder=folder)
 
 
-def _compute(unit: Unit) -> Outcome:
+def _compute(unit: TrainingUnit) -> RunOutcome:
     return computed(unit, _here["tasks"][unit.task], _here["folder"])

@@ -36,7 +36,7 @@ class RunState:
     seconds: float = 0.0
     """In training so far."""
     tokens: int = 0
-    """Trained on so far."""
+    """TrainedRun on so far."""
     problem: str = ""
     """Why it did not converge; empty where it did, or is not over."""
 

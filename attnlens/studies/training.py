@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """What came of a run."""
 
     curve: tuple[tuple[int, float], ...]
@@ -76,7 +76,7 @@ def train(
     run: Run,
     state: Path | None = None,
     watch: Watcher = lambda _step: {},
-) -> Trained:
+) -> TrainedRun:
     """Minimise the task's loss; `model` ends with the weights of least validation loss.
 
     Every look's state is kept in the file `state`, from which the same call goes on: the weights, AdamW's moments and
@@ -95,7 +95,7 @@ def train(
         batches = islice(task.training(scale.batch, run.seed), found.step, None)
         found = _descend(accelerator, model, optimiser, batches, run, scale, task, found, state, watch)
     model.load_state_dict(found.best)
-    return Trained(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
+    return TrainedRun(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
 
 
 def _accelerator() -> Any:

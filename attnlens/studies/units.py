@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import attnlens
 from attnlens.files import write_atomically
-from attnlens.kernel_transformers import Form, KernelTransformer, KernelTransformerConfig, made
+from attnlens.kernel_transformers import AttentionForm, KernelTransformer, KernelTransformerConfig, made
 from attnlens.studies.lens import SEQUENCES, medians
 from attnlens.studies.saved import save_step
 from attnlens.studies.scales import Scale
@@ -20,12 +20,12 @@ from attnlens.studies.training import Run, train
 
 
 @dataclass(frozen=True)
-class Unit:
+class TrainingUnit:
     """One training run of one form on one task."""
 
     task: str
     """The task's name."""
-    form: Form
+    form: AttentionForm
     """Its attention."""
     scale: Scale
     """Its sizes."""
@@ -57,7 +57,7 @@ SEARCHED = ("rates", "seeds", "steps", "search_steps")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What came of a unit."""
 
     curve: list[tuple[int, float]]
@@ -73,7 +73,7 @@ class Outcome:
     kernel_parameters: int
     """Of the projections of queries, keys and positions, of all layers."""
     tokens: int
-    """Trained on."""
+    """TrainedRun on."""
     seconds: float
     """Of training steps."""
 
@@ -83,7 +83,7 @@ class Outcome:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-def computed(unit: Unit, task: StudyTask, folder: Path) -> Outcome:
+def computed(unit: TrainingUnit, task: StudyTask, folder: Path) -> RunOutcome:
     """The unit's outcome: read from its file, or trained (on from its last look, if it was killed) and written."""
     name = unit.key(digest_of(task))
     done, state = folder / f"{name}.json", folder / f"{name}.safetensors"
@@ -99,7 +99,7 @@ def computed(unit: Unit, task: StudyTask, folder: Path) -> Outcome:
 
     trained = train(model.core, task, unit.scale, unit.run, state, watch)
     scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}
-    outcome = Outcome(
+    outcome = RunOutcome(
         list(trained.curve),
         list(trained.watched) if unit.watched else [],
         trained.problem,
@@ -114,7 +114,7 @@ def computed(unit: Unit, task: StudyTask, folder: Path) -> Outcome:
     return outcome
 
 
-def model_of(unit: Unit, task: StudyTask) -> KernelTransformer:
+def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
     """The model that the unit begins with."""
     scale = unit.scale
     config = KernelTransformerConfig(
@@ -145,6 +145,6 @@ def digest_of(task: StudyTask) -> str:
     return sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _read(path: Path) -> Outcome:
+def _read(path: Path) -> RunOutcome:
     facts = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-    return Outcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})
+    return RunOutcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})

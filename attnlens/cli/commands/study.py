@@ -1,4 +1,4 @@
-"""The command `study`."""
+"""The command `study`, which trains small models."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from attnlens.choices import STUDIES
 from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import guarded, interruptible_at_once
 from attnlens.cli.work import working
-from attnlens.requests.study import STUDIES, StudyRequest, table
+from attnlens.requests.study import StudyRequest, table
 
 Table = Annotated[
     str,
