@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -55,14 +56,15 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
         check_folder(Path(asked["save"]))
     chosen = _chosen(names, asked)
     start = time.perf_counter()
-    tasks = _tasks(asked, {cell.task for cells in chosen.values() for cell in cells}, scale)
+    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scale)
+    tasks = make()
     make_folder(folder)
     jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
     found: list[StudyTable] = []
     for each, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
         kept = asked["save"] is not None
-        trained = trained_cells(pairs, scale, asked["seed"], folder, jobs, kept, progress)
+        trained = trained_cells(pairs, make, scale, asked["seed"], folder, jobs, kept, progress)
         if kept:
             save_cells(Path(asked["save"]) / each, trained, folder)
         of = [task for task in tasks if any(one is task for _, one in pairs)]
@@ -102,7 +104,7 @@ def _named(cell: PaperCell, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
 
 
-def _tasks(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[StudyTask]:
+def tasks_of(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[StudyTask]:
     """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early."""
     sizes = {"length": scale.length, "vocabulary": scale.vocabulary}
     found: list[StudyTask] = []

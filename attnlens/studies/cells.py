@@ -50,10 +50,10 @@ def trained_cells(
     All cells get the same search and the same steps. The test set is read once a run, at its end. The heads of the
     first seed's run are looked at while it is trained, and where `kept` its model is kept.
     """
-    tasks = {task.name: task for _, task in cells}
+    tasks = list({id(task): task for _, task in cells}.values())
     tried = {at: _search_units(cell, task, scale) for at, (cell, task) in enumerate(cells)}
     total = sum(map(len, tried.values())) + len(cells) * scale.seeds
-    with Pool(tasks, folder, jobs, total, tell) as pool:
+    with Pool(tasks, make, folder, jobs, total, tell) as pool:
         searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
         seeds = {at: _seed_units(unit, scale, seed, kept) for at, unit in chosen.items()}

@@ -17,6 +17,8 @@ from attnlens.studies.tasks import StudyTask
 from attnlens.studies.units import RunOutcome, TrainingUnit, computed
 
 Tell = Callable[[str, int, int], None]
+MakeTasks = Callable[[], Sequence[StudyTask]]
+"""Makes the tasks in another process: their tensors, one a sentence, are too many to be handed over."""
 _here: dict[str, Any] = {}
 """In a worker: the tasks and the folder."""
 
@@ -28,12 +30,12 @@ class Pool:
     a unit does not depend on how many there are.
     """
 
-    def __init__(self, tasks: Mapping[str, StudyTask], folder: Path, jobs: int, total: int, tell: Tell) -> None:
-        self.tasks, self.folder, self.total, self.tell, self.done = dict(tasks), folder, total, tell, 0
+    def __init__(
+        self, tasks: Sequence[StudyTask], make: MakeTasks, folder: Path, jobs: int, total: int, tell: Tell
+    ) -> None:
+        self.tasks, self.folder, self.total, self.tell, self.done = _named(tasks), folder, total, tell, 0
         self.threads = torch.get_num_threads()
-        self.executor = (
-            ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (self.tasks, folder)) if jobs > 1 else None
-        )
+        self.executor = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (make, folder)) if jobs > 1 else None
 
     def __enter__(self) -> Pool:
         torch.set_num_threads(1)
@@ -70,11 +72,15 @@ class Pool:
         return outcome
 
 
-def _begin(tasks: Mapping[str, StudyTask], folder: Path) -> None:
+def _begin(make: MakeTasks, folder: Path) -> None:
     """What a process does first: the one that started it decides what an interruption ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _here.update(tasks=tasks, folder=folder)
+    _here.update(tasks=_named(make()), folder=folder)
+
+
+def _named(tasks: Sequence[StudyTask]) -> Mapping[str, StudyTask]:
+    return {task.name: task for task in tasks}
 
 
 def _compute(unit: TrainingUnit) -> RunOutcome:
