@@ -38,6 +38,7 @@ class CellResult:
 
 def trained_cells(
     cells: Sequence[tuple[PaperCell, StudyTask]],
+    make: MakeTasks,
     scale: Scale,
     seed: int,
     folder: Path,
