@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnlens.studies.pool import Pool
+from attnlens.studies.pool import MakeTasks, Pool
 from attnlens.studies.scales import Scale
 from attnlens.studies.tables import PaperCell
 from attnlens.studies.tasks import StudyTask
