@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from program import environment_with, python
 
+from attnlens.errors import OutputError
 from attnlens.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.studies.cells import CellResult
@@ -115,6 +117,21 @@ def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
     ):
         assert other.key(digest_of(task)) != unit.key(digest_of(task))
     assert replace(unit, scale=replace(SMALL, rates=(1.0,))).key(digest_of(task)) == unit.key(digest_of(task))
+
+
+def test_a_damaged_file_of_work_is_named(tmp_path):
+    """Also where the fault is in another process: an error travels with both of its lines."""
+    task = planted.majority()
+    unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 2, 0), tested=False)
+    for suffix, content in ((".json", b"{}"), (".json", b"no JSON"), (".safetensors", b"\0" * 64)):
+        path = tmp_path / (unit.key(digest_of(task)) + suffix)
+        path.write_bytes(content)
+        with pytest.raises(OutputError) as caught:
+            computed(unit, task, tmp_path)
+        sent = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # as a process hands it over
+        assert path.name in sent.problem
+        assert sent.remedy
+        path.unlink()
 
 
 def outcome(loss, problem=""):

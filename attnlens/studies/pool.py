@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
@@ -57,13 +58,14 @@ class Pool:
             return {unit: self._told(stage, computed(unit, self.tasks[unit.task], self.folder)) for unit in every}
         futures: dict[Future[RunOutcome], TrainingUnit] = {self.executor.submit(_compute, unit): unit for unit in every}
         found = {}
-        for future in as_completed(futures):
-            if future.exception() is not None and "abruptly" in str(future.exception()):
-                raise ModelError(
-                    "A training process was ended from outside, as for want of memory.",
-                    "Run it again with --jobs 1: what is finished is kept.",
-                ) from None
-            found[futures[future]] = self._told(stage, future.result())
+        try:
+            for future in as_completed(futures):
+                found[futures[future]] = self._told(stage, future.result())
+        except BrokenProcessPool:
+            raise ModelError(
+                "A training process was ended from outside, as for want of memory.",
+                "Run it again with --jobs 1: what is finished is kept.",
+            ) from None
         return found
 
     def _told(self, stage: str, outcome: RunOutcome) -> RunOutcome:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from attnlens.errors import OutputError
 from attnlens.files import write_atomically
 
 if TYPE_CHECKING:
@@ -73,10 +74,13 @@ def read_state(path: Path, model: nn.Module, optimiser: Any) -> RunState | None:
     """Put the state in its place, and say how far it is; None where there is none."""
     if not path.exists():
         return None
-    with safe_open(path, "pt") as stored:
-        facts = json.loads(stored.metadata()["state"])
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # no dictionary
-    model.load_state_dict(_under(MODEL, tensors))
+    try:
+        with safe_open(path, "pt") as stored:
+            facts = json.loads(stored.metadata()["state"])
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # no dictionary
+        model.load_state_dict(_under(MODEL, tensors))
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError):
+        raise OutputError(f"{path} is no state of this training run.", "Remove it: the run begins anew.") from None
     moments: dict[int, dict[str, Tensor]] = {}
     for name, value in _under(MOMENTS, tensors).items():
         number, part = name.split(".", 1)

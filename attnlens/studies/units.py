@@ -7,16 +7,19 @@ import math
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attnlens
-from attnlens.files import write_atomically
+from attnlens.errors import OutputError
+from attnlens.files import read_object, write_atomically
 from attnlens.kernel_transformers import AttentionForm, KernelTransformer, KernelTransformerConfig, made
 from attnlens.studies.lens import SEQUENCES, medians
 from attnlens.studies.saved import save_step
 from attnlens.studies.scales import Scale
 from attnlens.studies.tasks import StudyTask, score
 from attnlens.studies.training import Run, train
+
+OTHER_WORK = "Remove the file, or name another folder with --work."
 
 
 @dataclass(frozen=True)
@@ -146,5 +149,8 @@ def digest_of(task: StudyTask) -> str:
 
 
 def _read(path: Path) -> RunOutcome:
-    facts = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-    return RunOutcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})
+    facts = read_object(path, OutputError, OTHER_WORK)
+    try:
+        return RunOutcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})
+    except (KeyError, TypeError, ValueError):
+        raise OutputError(f"{path} is no outcome of a training run.", OTHER_WORK) from None
