@@ -24,7 +24,7 @@ from attnlens.requests.fields import checked
 from attnlens.requests.study import ALL, StudyRequest, table
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
-from attnlens.studies.cells import trained_cells
+from attnlens.studies.cells import StudyPlan, trained_cells
 from attnlens.studies.findings import table_of
 from attnlens.studies.saved import check_work, save_cells
 from attnlens.studies.scales import SCALES, Scale
@@ -59,13 +59,12 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scale)
     tasks = make()
     make_folder(folder)
-    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    plan = StudyPlan(scale, asked["seed"], folder, _jobs(asked), kept=asked["save"] is not None)
     found: list[StudyTable] = []
     for each, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
-        kept = asked["save"] is not None
-        trained = trained_cells(pairs, make, scale, asked["seed"], folder, jobs, kept, progress)
-        if kept:
+        trained = trained_cells(pairs, make, plan, progress)
+        if plan.kept:
             save_cells(Path(asked["save"]) / each, trained, folder)
         of = [task for task in tasks if any(one is task for _, one in pairs)]
         found.append(table_of(TABLES[each], asked["scale"], scale, of, trained, asked["seed"]))
@@ -119,6 +118,13 @@ def tasks_of(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[Study
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
         found.append(language(read, **sizes, evaluated=scale.evaluated))
     return found[::-1]
+
+
+def _jobs(asked: dict[str, Any]) -> int:
+    """How many processes train: those asked for, else one a core; one on a GPU, and where stdin is read."""
+    if "-" in map(str, asked["text"]):
+        return 1
+    return asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
 
 
 def _cache() -> Path:

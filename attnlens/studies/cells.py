@@ -19,6 +19,22 @@ Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
+class StudyPlan:
+    """How every cell is trained, and where."""
+
+    scale: Scale
+    """Sizes, steps, rates and the number of seeds."""
+    seed: int
+    """The first seed."""
+    folder: Path
+    """Where finished units are kept."""
+    jobs: int
+    """Processes that train at once."""
+    kept: bool
+    """Whether the first seed's model is kept at every look."""
+
+
+@dataclass(frozen=True)
 class CellResult:
     """What came of one cell on one task."""
 
@@ -39,25 +55,21 @@ class CellResult:
 def trained_cells(
     cells: Sequence[tuple[PaperCell, StudyTask]],
     make: MakeTasks,
-    scale: Scale,
-    seed: int,
-    folder: Path,
-    jobs: int,
-    kept: bool,
+    plan: StudyPlan,
     tell: Tell,
 ) -> list[CellResult]:
     """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
 
     All cells get the same search and the same steps. The test set is read once a run, at its end. The heads of the
-    first seed's run are looked at while it is trained, and where `kept` its model is kept.
+    first seed's run are looked at while it is trained. `make` makes the tasks again in other processes.
     """
     tasks = list({id(task): task for _, task in cells}.values())
-    tried = {at: _search_units(cell, task, scale) for at, (cell, task) in enumerate(cells)}
-    total = sum(map(len, tried.values())) + len(cells) * scale.seeds
-    with Pool(tasks, make, folder, jobs, total, tell) as pool:
+    tried = {at: _search_units(cell, task, plan.scale) for at, (cell, task) in enumerate(cells)}
+    total = sum(map(len, tried.values())) + len(cells) * plan.scale.seeds
+    with Pool(tasks, make, plan.folder, plan.jobs, total, tell) as pool:
         searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
-        seeds = {at: _seed_units(unit, scale, seed, kept) for at, unit in chosen.items()}
+        seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}
         found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
     return [
         CellResult(
@@ -80,7 +92,7 @@ def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[Traini
     ]
 
 
-def _seed_units(chosen: TrainingUnit, scale: Scale, seed: int, kept: bool) -> list[TrainingUnit]:
-    run = replace(chosen.run, steps=scale.steps)
-    units = [replace(chosen, run=replace(run, seed=seed + number), tested=True) for number in range(scale.seeds)]
-    return [replace(units[0], watched=True, kept=kept), *units[1:]]
+def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:
+    run, scale = replace(chosen.run, steps=plan.scale.steps), plan.scale
+    units = [replace(chosen, run=replace(run, seed=plan.seed + number), tested=True) for number in range(scale.seeds)]
+    return [replace(units[0], watched=True, kept=plan.kept), *units[1:]]
