@@ -4,8 +4,8 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `verify` and
-`doctor` return a `Report`; `check` holds one against rules; `read_report` reads one back, and `read_plan` a plan of
+`inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `study`, `verify`
+and `doctor` return a `Report`; `check` holds one against rules; `read_report` reads one back, and `read_plan` a plan of
 ranks; `load` keeps a model for several calls, and `load_swapped` brings back one that was saved with another kernel.
 `capture` and `replaced` work on a model that your own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and
 `KernelParameter` define measures and kernels of your own.
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from attnlens.run.doctor import doctor as doctor
     from attnlens.run.inspect.capture import capture as capture
     from attnlens.run.inspect.pipeline import inspect as inspect
+    from attnlens.run.study import study as study
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
     from attnlens.run.swap.replaced import replaced as replaced
     from attnlens.run.swap.restored import load_swapped as load_swapped
@@ -62,7 +63,7 @@ _ROOMS = {
     "rules": ("check",),
     "run": (
         *("capture", "compare", "converge_checkpoints", "converge_head", "converge_synthetic", "doctor", "inspect"),
-        *("load_swapped", "replaced", "swap_kernel", "verify"),
+        *("load_swapped", "replaced", "study", "swap_kernel", "verify"),
     ),
 }
 _HOMES = {name: f"attnlens.{room}" for room, names in _ROOMS.items() for name in names}

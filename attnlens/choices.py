@@ -40,3 +40,5 @@ HealingGoal = Literal["teacher", "text"]
 """What a healing learns: the original model's predictions, or the next tokens of the text."""
 HealingStage = Literal["transfer", "whole"]
 """What a healing compares: each site's output with its own on the original's inputs, or the whole models' outputs."""
+STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
+"""The papers' tables that a study trains again, in this order where all are asked for."""

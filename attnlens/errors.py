@@ -25,6 +25,17 @@ class AttnlensError(Exception):
         self.problem = problem
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """How an error goes from one process to another: exceptions are made again of one text otherwise."""
+        return _again, (type(self), self.problem, self.remedy), self.__dict__
+
+
+def _again(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensError:
+    """The error of these lines, whatever else its class is made of."""
+    error = kind.__new__(kind)
+    AttnlensError.__init__(error, problem, remedy)
+    return error
+
 
 class UsageError(AttnlensError):
     """The words of the call make no sense."""

@@ -35,6 +35,15 @@ FIGURES = {
         *("vis1 Frobenius", "vis1 nuclear", "vis1 rank", "vis2 Frobenius", "vis2 nuclear"),
         *("local 0 Frobenius", "local 0 nuclear", "local 1 Frobenius", "local 1 nuclear"),
     ],
+    "binary kernel by width": [
+        *(f"{what}, m = {m}" for what in ("two networks", "one network", "best rank") for m in (2, 4, 8, 16, 32)),
+        *("floor of one network", "two networks / best rank, least", "two networks / floor, largest"),
+        "one network, the control / floor, least",
+    ],
+    "binary kernel by samples": [
+        *(f"two networks, n = {n}" for n in (8, 16, 32, 64)),
+        *("floor of one network", "two networks / floor, largest"),
+    ],
     "KSVD identities": [
         *("eigen residual", "primal − dual", "Λe − h", "J", "Σe² − σ²", "rank-s error", "J perturbed, the control"),
     ],
@@ -67,6 +76,10 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "": ("correlation", ("acyclic, to the graph SVM", "cyclic, to the graph SVM")),
         "cyclic, finite part": ("distance", ("cyclic, finite part",)),
     },
+    "binary kernel by width": {
+        "": ("relative L2 error", ("two networks", "one network", "best rank", "floor of one network")),
+    },
+    "binary kernel by samples": {"": ("relative L2 error", ("two networks", "floor of one network"))},
     "decay by depth": dict.fromkeys(("attention", "cosine"), ("share of Σσ", THIRDS)),
     "decay by training": dict.fromkeys(("attention", "cosine", "running cosine"), ("share of Σσ", WAYS[:2])),
     "head 3.2": {

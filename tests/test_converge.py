@@ -330,7 +330,7 @@ def test_one_experiment_runs_with_the_settings_asked_for():
 
 
 def test_every_experiment_is_a_row_of_verify_and_the_golden_ones_pass():
-    assert len(ROWS) == 7 + 3, "and three of the kernel SVD"
+    assert len(ROWS) == 7 + 1 + 3, "and one of binary kernels, and three of the kernel SVD"
     (found,) = ROWS[0](True, 0, silent)  # the golden instances ask for nothing
     assert found.passed
     assert len(found.final) >= 8

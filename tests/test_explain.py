@@ -25,7 +25,7 @@ def test_every_measure_has_its_page():
         assert page.lines == (INFOS[name].meaning,)
         assert [word for word in SAID if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
-        assert ("--analyzer" in facts["runs"]) == (name.startswith(("ksvd", "selec", "ext", "adapter")))
+        assert ("--analyzer" in facts["runs"]) == (name.startswith(("ksvd", "selec", "ext", "adapter", "features")))
 
 
 def test_what_to_do_can_be_typed():
@@ -48,7 +48,9 @@ def test_every_kernel_has_its_page():
 
 def test_no_kernel_and_no_measure_have_one_name():
     assert set(measure_pages()).isdisjoint(kernel_pages())
-    assert {name.partition(".")[2] for name in INFOS}.isdisjoint(kernel_pages())
+    ends = {name.partition(".")[2] for name in INFOS}
+    assert ends & set(kernel_pages()) == {"rank"}, "the kernel, which stands before features.rank"
+    assert explanation("rank") == kernel_pages()["rank"] != explanation("features.rank")
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,10 @@ LAYERS = {
     "tracer": 3,
     "weights": 3,
     "primal": 3,
+    "kernel_transformers": 3,
     "experiments": 4,
     "run": 4,
+    "studies": 4,
     "doctor": 4,
     "shapes": 5,
     "sentences": 5,
@@ -59,7 +61,7 @@ WITHOUT_TORCH = (
     *("errors", "files", "records", "registry", "atlas", "analyzers", "kernels", "rules", "requests", "cli"),
     "pytest_plugin",
 )
-PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}
+PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}, "models": {"kernel_transformers"}}
 """Rooms above that a room finds by name when they are first asked for: what it can't know, or must not load."""
 HEAVY = {"torch", "transformers", "matplotlib"}
 KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "jinja2": {5}, "typer": {6}}
@@ -274,6 +276,8 @@ OTHER_MEANINGS = {
     "sections/documents.py": {"window"},
     "sections/swaps/summary.py": {"window"},
     "sentences/population.py": {"window"},
+    "sections/reference/explanations.py": {"features"},  # of a kernel, as below
+    "sections/reference/lists.py": {"features"},
     "requests/training.py": {"rank", "exponential", "linear", "relu"},  # experiments, losses, heads
     "run/swap/ranks/search.py": {"rank"},  # a parameter
     "requests/run_options.py": {"selection"},  # what --show can say, which a type must spell out
@@ -345,13 +349,14 @@ def test_every_file_says_in_its_first_line_what_it_does(path):
 def test_third_party_imports_are_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
+    study = {re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"]["study"]}
     names = {name.split(".")[0] for path in FILES for name in imported(path.read_text())}
     declared |= {"PIL"} if "pillow" in declared else set()
     types_alone = {"jaxtyping", "pandas"}  # but for to_dataframe, which imports pandas when it is called
     brought = {"PIL", "pytest"}  # by matplotlib; by who runs the tests that use the plugin
-    assert names - set(sys.stdlib_module_names) - {"attnlens"} <= declared | types_alone | brought
+    assert names - set(sys.stdlib_module_names) - {"attnlens"} <= declared | study | types_alone | brought
     at_import = {name.split(".")[0] for path in FILES for name in imported(path.read_text(), everywhere=False)}
-    assert not at_import & types_alone
+    assert not at_import & (types_alone | study)
 
 
 def defined(source: str) -> list[str]:

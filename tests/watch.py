@@ -20,7 +20,19 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 import attnlens.records
 from attnlens.records.tensors import Rotation
 
-FILES = ("costs", "hybrids", "masks", "positions", "primal_scores", "products", "routes", "rows", "sums", "whole")
+FILES = (
+    "costs",
+    "hybrids",
+    "logits",
+    "masks",
+    "positions",
+    "primal_scores",
+    "products",
+    "routes",
+    "rows",
+    "sums",
+    "whole",
+)
 """Those of attnlens.attention but `scores`: FlexAttention counts the parameters of its functions, which checks hide."""
 ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kernels", "ksvd", "linalg", "statistics")
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")

@@ -17,6 +17,7 @@ from attnlens.linalg.spectra import (
     stable_rank,
 )
 from attnlens.linalg.symmetries import directionality, layer_symmetry, symmetry, symmetry_by_distance
+from attnlens.linalg.truncations import feature_rank, gaussian_like, taylor_order
 from attnlens.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
 
 __all__ = [
@@ -36,7 +37,9 @@ __all__ = [
     "effective_rank",
     "entropy",
     "even_weight",
+    "feature_rank",
     "first_weight",
+    "gaussian_like",
     "in_pool",
     "largest_angle",
     "layer_symmetry",
@@ -50,6 +53,7 @@ __all__ = [
     "stable_rank",
     "symmetry",
     "symmetry_by_distance",
+    "taylor_order",
     "traces",
     "visible_shares",
 ]

@@ -14,7 +14,7 @@ from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import sha256
 from attnlens.models.adapters.files import AdapterFiles, find_adapter
 from attnlens.models.bounds import bounded
-from attnlens.models.classes import InputKind, kind_of, model_class, refuse_own_code
+from attnlens.models.classes import InputKind, kind_of, model_class, own_models, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, drop_settings, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.gguf import read_once
@@ -194,6 +194,7 @@ def _check_packages(place: Location) -> None:
 def _config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
+    own_models(place.config.get("model_type"))
     where = place.folder / (place.file if place.gguf else CONFIG)
     with _foreign(f"{where} can't be read", "Is it a model that transformers knows?"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from inspect import signature
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnlens.errors import ModelError
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
 
+OWN_TYPE = "attnlens_kernel_transformer"
+"""The model type of what `study` saves."""
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
 """The heads that predict tokens, for a checkpoint that brings its own code."""
 
@@ -27,8 +31,9 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
     if own_code:
         auto_map: dict[str, str] = getattr(config, "auto_map", {})
         return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
+    known = own_models(config.model_type) or transformers
     for name in config.architectures or ():
-        named = getattr(transformers, name, None)
+        named = getattr(known, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
     if gguf and config.is_encoder_decoder:
@@ -36,6 +41,11 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
     if gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModel
+
+
+def own_models(model_type: object) -> ModuleType | None:
+    """The module with the models that `study` saves, which transformers then knows; None for any other type."""
+    return import_module("attnlens.kernel_transformers.models") if model_type == OWN_TYPE else None
 
 
 def refuse_own_code(config: dict[str, Any], where: str) -> None:

@@ -8,6 +8,7 @@ from attnlens.plots.overview import overview_figure
 from attnlens.plots.panel_pages import panel_figure
 from attnlens.plots.selection import margins_figure
 from attnlens.plots.shares import named_parts
+from attnlens.plots.studies import study_overview, study_panels
 from attnlens.plots.swaps import swap_overview, swap_panels
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "overview_figure",
     "palette",
     "panel_figure",
+    "study_overview",
+    "study_panels",
     "swap_overview",
     "swap_panels",
 ]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         read_report,
     )
     from attnlens.records.selections import AttentionRows, Pick, Selection, Sentence
+    from attnlens.records.studies import StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
     from attnlens.records.swaps import (
         PARTS,
         Agreement,
@@ -64,6 +65,7 @@ _NAMES = {
     "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
+    "studies": "StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange SiteSwap Stage Swap Task TextChange TextCosine",
     "tensors": "QueryKey Rotation Site Source",
@@ -135,6 +137,12 @@ __all__ = [
     "Source",
     "Spread",
     "Stage",
+    "StudyCell",
+    "StudyColumn",
+    "StudyOrdering",
+    "StudyPair",
+    "StudyRun",
+    "StudyTable",
     "Summary",
     "Swap",
     "SweepOrder",

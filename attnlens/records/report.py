@@ -21,6 +21,7 @@ from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record,
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.selections import AttentionRows, Selection
+from attnlens.records.studies import StudyTable
 from attnlens.records.swaps import Swap
 from attnlens.records.windows import Windows
 from attnlens.wording import clean
@@ -176,6 +177,8 @@ class Report(Record):
     """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `verify`)."""
+    studies: list[StudyTable] = []
+    """Tables of the papers, trained again (`study`)."""
     selections: list[Selection] = []
     """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
     attention: list[AttentionRows] = []

@@ -6,6 +6,7 @@ from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.pipeline import inspect
 from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
+from attnlens.run.study import study
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.restored import Swapped, load_swapped
@@ -30,6 +31,7 @@ __all__ = [
     "recompute",
     "replaced",
     "sound",
+    "study",
     "swap_kernel",
     "verify",
 ]

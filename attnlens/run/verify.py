@@ -8,6 +8,7 @@ from functools import partial
 from attnlens import requests
 from attnlens.arguments import public, switch
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
+from attnlens.experiments.binary_kernel import binary_kernel
 from attnlens.experiments.depth_decay import depth_decay
 from attnlens.experiments.ksvd_identities import ksvd_identities
 from attnlens.experiments.primal_decay import primal_decay
@@ -24,6 +25,12 @@ def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list
     return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
 
 
+def binary_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
+    """Two networks that learn a planted indefinite kernel; quick takes fewer points and steps."""
+    with one_thread():
+        return binary_kernel(quick, seed, progress)
+
+
 def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
     """Training with and without Primal-Attention, over a minute, which quick leaves out; without a verdict."""
     if quick:
@@ -35,6 +42,7 @@ def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]
 ROWS: list[Row] = [
     lambda _quick, _seed, _progress: [golden()],  # takes no time, so that quick changes nothing
     *(partial(synthetic_row, name) for name in EXPERIMENTS),
+    binary_row,
     lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # nor does it here
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 is about another model
     training_row,

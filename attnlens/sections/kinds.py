@@ -26,8 +26,9 @@ from attnlens.sections.layers import layer_sections
 from attnlens.sections.page.found import extreme_heads, found_sections, layer_tables
 from attnlens.sections.reference.typical import typical_line
 from attnlens.sections.section import Cell, Picture, Row, Section
+from attnlens.sections.studies import study_rows, study_sections
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
-from attnlens.sentences import reports
+from attnlens.sentences import reports, studies
 from attnlens.sentences.followed import told_of
 from attnlens.sentences.verdicts import outcome
 from attnlens.shapes import Shapes
@@ -90,6 +91,8 @@ def kind_of(report: Report) -> Kind:
         return SWAP
     if report.experiments:
         return EXPERIMENTS
+    if report.studies:
+        return STUDIES
     return CHECKS if report.command == "doctor" else HEADS
 
 
@@ -227,6 +230,14 @@ def _experiment_pictures(shapes: Shapes) -> list[Picture]:
     return [overview, *_of_panels(report, panels)]
 
 
+def _study_pictures(shapes: Shapes) -> list[Picture]:
+    from attnlens import plots
+
+    report = shapes.report
+    overview = Picture("overview", partial(plots.study_overview, report), "what each cell reached, and how it learned")
+    return [overview, *_of_panels(report, plots.study_panels(report))]
+
+
 def _experiment_measures(shapes: Shapes) -> list[str]:
     followed = (told_of(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
     return [*_head_measures(shapes), *(name for names in followed for name in names)]
@@ -264,6 +275,15 @@ EXPERIMENTS = Kind(
     measured=_experiment_measures,
     standing=outcome,
     more=series_sections,
+)
+STUDIES = Kind(
+    summary=lambda shapes, _whole: study_sections(shapes.report),
+    page=lambda shapes: study_sections(shapes.report),
+    rows=lambda report: list(study_rows(report)),
+    pictures=_study_pictures,
+    standing=studies.standing,
+    title=studies.title,
+    opening=lambda _shapes: (),
 )
 CHECKS = replace(
     HEADS,

@@ -16,6 +16,7 @@ from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
 from attnlens.cli.commands.reference import explain, list_
 from attnlens.cli.commands.report import report
+from attnlens.cli.commands.study import study
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
@@ -108,6 +109,7 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
 app.command()(compare)
 app.command(name="swap-kernel")(swap_kernel)
 app.command()(converge)
+app.command()(study)
 app.command()(check)
 
 

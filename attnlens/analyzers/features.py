@@ -1,0 +1,105 @@
+"""How many features of the exponential kernel a head's attention needs on real text: Taylor orders and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnlens.records import QueryKey
+from attnlens.registry import MeasureInfo, Readings, analyzer
+
+ERROR = 0.1
+"""ε: the total variation, in [0, 1], that is allowed between the two attentions of a query, in the mean."""
+LARGEST = 64
+"""The last order that the kernel taylor:N takes."""
+WITHIN = f"within {ERROR} of its own, in total variation"
+CHOICE = "no query sees two keys"
+BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
+WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
+GAUSSIAN = "normal queries and keys with the head's own mean and covariance"
+KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
+ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
+RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
+
+
+def _measure(name: str, meaning: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
+    settings: dict[str, Any] = {"self_only": False, "has_null": False, "paper": WRIGHT} | rest
+    said = " (not identified)" if settings.get("identified") == "nowhere" else ""
+    return MeasureInfo(f"features.{name}", meaning + said, formula, low=low, **settings)
+
+
+def _by_chance(name: str, of: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
+    """The null of a measure, which is drawn from queries and keys and so is not identified itself."""
+    return _measure(
+        f"{name}_by_chance",
+        f"what features.{name} is for {GAUSSIAN} over a window",
+        f"{formula}, {of}",
+        low=low,
+        identified="nowhere",
+        use=f"The null of features.{name}: above it, a head needs more than the spread of its queries and keys asks.",
+        **rest,
+    )
+
+
+DRAWN = "q_i, k_j drawn"
+CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
+PLAIN = f"{ORDER}, x_ij = s⟨q_i, k_j⟩"
+MEASURES = (
+    _measure(
+        "rank",
+        f"features of each query and key that are enough for attention {WITHIN}; 1: the key alone decides",
+        RANK,
+        low=1,
+        missing=CHOICE,
+        headline=True,
+        ends="both",
+        use="An upper bound, which grows with --tokens. Below features.rank_by_chance, a few features may stand in: "
+        "swap-kernel --kernel random-features:64 measures what some cost.",
+    ),
+    _by_chance("rank", DRAWN, RANK, low=1, missing=CHOICE),
+    _measure(
+        "taylor_order",
+        f"order at which the exponential's series, cut off, gives attention {WITHIN}; 0: even attention does",
+        PLAIN,
+        low=0,
+        high=LARGEST,
+        missing=BEYOND,
+        identified="nowhere",
+        use="The N at which swap-kernel --kernel taylor:4 and its like leave the head as it is. What depends on the "
+        "query alone moves it; compare models by features.centred_order.",
+    ),
+    _by_chance("taylor_order", DRAWN, PLAIN, low=0, high=LARGEST, missing=BEYOND),
+    _measure(
+        "centred_order",
+        f"the same once each query's scores have mean 0 over the keys that it sees: attention {WITHIN}",
+        CENTRED,
+        low=0,
+        high=LARGEST,
+        missing=BEYOND,
+        ends="both",
+        use="Small: a polynomial of that degree, of centred scores, could stand in for the exponential.",
+    ),
+    _by_chance("centred_order", DRAWN, CENTRED, low=0, high=LARGEST, missing=BEYOND),
+)
+
+
+@analyzer("features", source="tokens", measures=MEASURES, by_default=False)
+def of_tokens(query_key: QueryKey) -> Readings:
+    """How infinite is a head's kernel: which Taylor order and which number of features does its attention need?
+
+    p_ij are the attention weights of a window, s⟨q_i, k_j⟩ the scores, b_ij what the model adds to them by position.
+    The mean is over queries that see two keys or more. Wright's truncated feature map cuts the series of the scores as
+    they are: k + c for every key k adds s⟨q, c⟩ to a query's scores, which softmax ignores and the series does not, so
+    that only the centred order is identified. The rank is of any kernel that gives the visible weights; it may be
+    anything where the mask hides. Windows in which no order is enough are left out of the mean, which then is too
+    small: n counts those that are in it. The values by chance are of one draw of normal queries and keys for all
+    windows.
+    """
+    from attnlens import linalg
+
+    drawn = linalg.gaussian_like(query_key)
+    readings: Readings = {}
+    for suffix, given in (("", query_key), ("_by_chance", drawn)):
+        readings[f"features.rank{suffix}"] = linalg.feature_rank(given, ERROR)
+        readings[f"features.taylor_order{suffix}"] = linalg.taylor_order(given, ERROR, LARGEST)
+        readings[f"features.centred_order{suffix}"] = linalg.taylor_order(given, ERROR, LARGEST, centred=True)
+    return readings

@@ -1,0 +1,38 @@
+"""The command `study`, which trains small models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from attnlens.choices import STUDIES
+from attnlens.cli import parameters as opt
+from attnlens.cli.delivery import deliver
+from attnlens.cli.input_files import Inputs
+from attnlens.cli.outputs import Outputs
+from attnlens.cli.show import guarded, interruptible_at_once
+from attnlens.cli.work import working
+from attnlens.requests.study import StudyRequest, table
+
+Table = Annotated[
+    str,
+    typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`."),
+]
+
+
+@guarded
+@opt.also(opt.parameters(StudyRequest), opt.SHOWN)
+def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
+    """Train small models and rerun the papers' tables: kernels, positions, order, values, dimension, primal."""
+    given = context.params
+    table(name)
+    outputs = Outputs.of(given)
+    settings = opt.keywords(StudyRequest, given)
+    outputs.check(Inputs.of(given, ()))
+    with interruptible_at_once():
+        from attnlens import run
+
+    with working(outputs) as tell:
+        report = run.study(name, progress=tell, **settings)
+    deliver(outputs, report)

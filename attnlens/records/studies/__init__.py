@@ -1,0 +1,157 @@
+"""What a study found: cells with their runs, comparisons between them, and how their order agrees with a paper's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import JsonValue
+
+from attnlens.records.experiments import Curve
+from attnlens.records.measures import Count, Number, Record
+from attnlens.records.provenance import File
+
+LEVEL = 0.05
+"""Chance of any false decision among the pairs of one task."""
+
+
+class StudyColumn(Record):
+    """One column: what the cells were trained on and by which measure they are compared."""
+
+    name: str
+    """What it is called."""
+    form: Literal["language", "translation", "classification"]
+    """Next tokens, a sentence for a sentence, or a class."""
+    metric: Literal["perplexity", "BLEU", "accuracy"]
+    """By which cells are compared: perplexity by its logarithm, the loss."""
+    higher_is_better: bool
+    """Whether a better model has more of it."""
+    vocabulary: Count
+    """Ids of its inputs; 0 for a series."""
+    length: Count
+    """Most tokens of a sequence."""
+    files: list[File] = []
+    """The files read; none for what is built in."""
+    published: str | None = None
+    """On which data, and in which measure, the paper's numbers are; None where it has none."""
+
+
+class StudyRun(Record):
+    """One training run of a cell, from one seed."""
+
+    seed: Count
+    """Of weights, order and dropout."""
+    scores: dict[str, Number] = {}
+    """On the test set; empty where it did not converge."""
+    steps: list[Count]
+    """Where the validation loss was read."""
+    losses: list[Number]
+    """Validation loss there, in nats."""
+    seconds: Number
+    """Of training steps."""
+    problem: str | None = None
+    """Why it did not converge; None where it did."""
+
+
+class StudyCell(Record):
+    """One way to attend on one task."""
+
+    name: str
+    """The row."""
+    task: str
+    """The column."""
+    form: dict[str, JsonValue]
+    """Kernel, symmetry, positions, value function; of several that were searched, the chosen one."""
+    rate: Number
+    """The learning rate that the search chose."""
+    searched: list[tuple[Number, Number | None]]
+    """(learning rate, validation loss) of the search; None where a run did not converge."""
+    mean: Number | None
+    """Of the task's measure over the runs; of perplexity, the exponential of the mean loss. None where a run did not
+    converge."""
+    se: Number | None
+    """The mean's standard error over seeds; of perplexity, perplexity times that of the loss."""
+    runs: list[StudyRun]
+    """One a seed."""
+    parameters: Count
+    """Of the model."""
+    kernel_parameters: Count
+    """Of them, in projections of queries, keys and positions."""
+    tokens: Count
+    """That each run was trained on."""
+    tokens_per_second: Number
+    """In training, the median over runs; on one core each where several processes trained."""
+    heads: dict[str, Curve] = {}
+    """Medians over heads against the training step, of the first seed's run, by measure."""
+    published: Number | None = None
+    """What the paper reports."""
+    published_diverged: bool = False
+    """Whether the paper reports that it did not converge."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the cell has no mean; None where it has one."""
+        failed = [run.problem for run in self.runs if run.problem]
+        return f"{len(failed)} of {len(self.runs)} runs did not converge: {failed[0]}" if failed else None
+
+
+class StudyPair(Record):
+    """Two cells of a task, compared over the same seeds."""
+
+    task: str
+    """The column."""
+    first: str
+    """A row."""
+    second: str
+    """Another."""
+    difference: Number
+    """First − second, of the loss in nats where the measure is perplexity."""
+    p: Number | None
+    """Two-sided, of no difference; None where runs have no spread."""
+    p_holm: Number | None
+    """Corrected for all pairs of the task (Holm)."""
+    agrees: bool | None = None
+    """Whether the better of the two is the paper's; None where the paper has none, or the same number for both."""
+
+
+class StudyOrdering(Record):
+    """How the order of a task's cells agrees with the published one."""
+
+    task: str
+    """The column."""
+    tau: Number
+    """Kendall's τ_a of our means and the published numbers, better first in both."""
+    low: Number
+    """Lower end of its 95 % interval, over means as they may truly be."""
+    high: Number
+    """Upper end."""
+    agree: Count
+    """Pairs that are decided here (Holm, 5 %), as in the paper."""
+    disagree: Count
+    """Pairs that are decided here, the other way."""
+    undecided: Count
+    """Pairs that so many seeds can't tell."""
+
+
+class StudyTable(Record):
+    """One table of a paper, trained again."""
+
+    name: str
+    """As on the command line."""
+    question: str
+    """What it asks."""
+    source: str
+    """Where it was published."""
+    scale: str
+    """tiny, small or paper."""
+    sizes: dict[str, JsonValue]
+    """Layers, widths, steps, rates: the same for all cells."""
+    tasks: list[StudyColumn]
+    """The columns."""
+    cells: list[StudyCell]
+    """Column by column, row by row."""
+    pairs: list[StudyPair] = []
+    """Of cells that converged."""
+    orderings: list[StudyOrdering] = []
+    """Of tasks with three cells or more that the paper has too."""
+    notes: list[str] = []
+    """What a reader must know of the data."""

@@ -1,0 +1,133 @@
+"""Reruns tables of the papers: trains small models, and sets their order beside the published one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from attnlens import texts
+from attnlens.arguments import public
+from attnlens.choices import STUDIES
+from attnlens.errors import UsageError
+from attnlens.files import check_folder, make_folder
+from attnlens.records import Coverage, ModelInfo, Report, Settings
+from attnlens.records.studies import StudyTable
+from attnlens.requests.fields import checked
+from attnlens.requests.study import ALL, StudyRequest, table
+from attnlens.run.progress import Progress, silent
+from attnlens.run.provenance import report_of
+from attnlens.studies.cells import StudyPlan, trained_cells
+from attnlens.studies.findings import table_of
+from attnlens.studies.saved import check_work, save_cells
+from attnlens.studies.scales import SCALES, Scale
+from attnlens.studies.tables import TABLES, PaperCell
+from attnlens.studies.tasks import Reversal, StudyTask, labelled, language, series, translation
+from attnlens.wording import listed
+
+
+@public
+def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyRequest]) -> Report:
+    """Train the cells of a table (kernels, positions, order, values, dimension, primal; all) from several seeds.
+
+    Every cell has the same sizes, steps and data; its learning rate is the one of least validation loss in a shorter
+    run; the test set is read once, at the end of each run. Cells are compared over the same seeds (Student's t of a
+    pooled variance, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
+    lies in the folder `work`, from which the same call goes on, as after an interruption.
+
+    `text` files train language models, `pairs` translators (none: a built-in task), `series` and `labelled` are
+    classified. Raises UsageError for words that make no sense and for a table none of whose tasks is given, TextError
+    for data that can't be used, OutputError where `work` can't be written.
+    """
+    asked = checked(StudyRequest, more)
+    names = STUDIES if table(name) == ALL else (name,)
+    scale = SCALES[asked["scale"]]
+    scale = replace(scale, seeds=asked["seeds"] or scale.seeds)
+    folder = Path(asked["work"]) if asked["work"] is not None else _cache()
+    check_work(folder)
+    if asked["save"] is not None:
+        check_folder(Path(asked["save"]))
+    chosen = _chosen(names, asked)
+    start = time.perf_counter()
+    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scale)
+    tasks = make()
+    make_folder(folder)
+    plan = StudyPlan(scale, asked["seed"], folder, _jobs(asked), kept=asked["save"] is not None)
+    found: list[StudyTable] = []
+    for each, cells in chosen.items():
+        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+        trained = trained_cells(pairs, make, plan, progress)
+        if plan.kept:
+            save_cells(Path(asked["save"]) / each, trained, folder)
+        of = [task for task in tasks if any(one is task for _, one in pairs)]
+        found.append(table_of(TABLES[each], asked["scale"], scale, of, trained, asked["seed"]))
+    return _report(found, asked, time.perf_counter() - start)
+
+
+def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> Report:
+    largest = max(cell.parameters for one in found for cell in one.cells)
+    return report_of(
+        "study",
+        model=ModelInfo(
+            id=f"models trained here, {asked['scale']}", architecture="KernelTransformer", parameters=largest
+        ),
+        settings=Settings(seed=asked["seed"], dtype="float32"),
+        coverage=Coverage(sites=0, heads=0, analysed=0),
+        studies=found,
+        timings={"study": seconds},
+    )
+
+
+def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
+    """The cells of each table of which there is data, and that were asked for; UsageError where there are none."""
+    forms = {"language", "translation"}
+    if asked["series"] is not None or asked["labelled"] is not None:
+        forms.add("classification")
+    every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    found = {name: [cell for cell in cells if _named(cell, asked["cells"])] for name, cells in every.items()}
+    if any(found.values()):
+        return {name: cells for name, cells in found.items() if cells}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
+    raise UsageError(f"No cell is called {', '.join(asked['cells'])}.", f"There are: {listed(rows, 8)}.")
+
+
+def _named(cell: PaperCell, patterns: Sequence[str]) -> bool:
+    names = cell.name, f"{cell.task}/{cell.name}"
+    return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
+
+
+def tasks_of(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[StudyTask]:
+    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early."""
+    sizes = {"length": scale.length, "vocabulary": scale.vocabulary}
+    found: list[StudyTask] = []
+    if "classification" in forms and asked["series"] is not None:
+        found.append(series(*asked["series"]))
+    if "classification" in forms and asked["labelled"] is not None:
+        found.append(labelled(asked["labelled"], **sizes))
+    if "translation" in forms:
+        pairs = asked["pairs"]
+        found.append(Reversal() if pairs is None else translation(pairs, **sizes, evaluated=scale.evaluated))
+    if "language" in forms:
+        read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
+        found.append(language(read, **sizes, evaluated=scale.evaluated))
+    return found[::-1]
+
+
+def _jobs(asked: dict[str, Any]) -> int:
+    """How many processes train: those asked for, else one a core; one on a GPU, and where stdin is read."""
+    if "-" in map(str, asked["text"]):
+        return 1
+    return asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+
+
+def _cache() -> Path:
+    """Where work is kept that no folder was named for."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "attnlens" / "study"

@@ -1,0 +1,122 @@
+"""A study as tables: cells ours beside published, which pairs are told apart, and how the orders agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnlens.records import Report, StudyCell, StudyColumn
+from attnlens.sections.section import Column, Row, Section, Table
+from attnlens.sentences.studies import agreement, how_trained, told_apart
+from attnlens.wording import (
+    NO_VALUE,
+    big,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    short,
+    source_of,
+    spread,
+    title_of,
+    written,
+)
+
+UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
+NOTES = (
+    "±: standard error over seeds; p: paired by seed, corrected for all pairs of a task (Holm).",
+    "published: other data and far larger models; orders are compared, not values.",
+)
+
+
+HEADS = (
+    "medians over heads, before training → after it, of the first seed's run; tokens.* of log k on 8 held-out "
+    "sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, kernels that can be negative, primal "
+    "layers."
+)
+
+
+def study_sections(report: Report) -> Iterator[Section]:
+    """All tables, each task by itself."""
+    for study in report.studies:
+        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=(how_trained(study),))
+        for task in study.tasks:
+            cells = [cell for cell in study.cells if cell.task == task.name]
+            notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
+            said = (*agreement(study, task), *told_apart(study, task))
+            yield Section(_heading(task), lines=said, table=_table(task, cells), notes=(*notes, *NOTES))
+            if any(cell.heads for cell in cells):
+                yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
+
+
+def _heading(task: StudyColumn) -> str:
+    kind = "" if task.form in task.name else f" ({task.form})"
+    return clean(f"{task.name}{kind}, {UNITS[task.metric]}, {'more' if task.higher_is_better else 'less'} is better")
+
+
+def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
+    """A row a cell, as the paper has them."""
+    names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
+    columns = [
+        Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
+        Column("", "published", tuple(_published(cell) for cell in cells)),
+        Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
+        Column("", "parameters\n(of kernels)", tuple(_sizes(cell) for cell in cells)),
+        Column("", "tokens/s", tuple(big(round(cell.tokens_per_second)) for cell in cells)),
+    ]
+    if all(cell.published is None and not cell.published_diverged for cell in cells):
+        del columns[1]
+    return Table(names, tuple(columns))
+
+
+def _heads(cells: list[StudyCell]) -> Table:
+    """A row a cell: each measure before training → after."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
+    rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
+    return Table(
+        (rows,), tuple(Column(source_of(name), title_of(name), tuple(_moved(c, name) for c in cells)) for name in names)
+    )
+
+
+def _moved(cell: StudyCell, name: str) -> str:
+    found = [value for value in cell.heads[name].median if value is not None] if name in cell.heads else []
+    return f"{short(found[0])} → {short(found[-1])}" if found else NO_VALUE
+
+
+def _sizes(cell: StudyCell) -> str:
+    return f"{big(cell.parameters)} ({big(cell.kernel_parameters)})"
+
+
+def _ours(task: StudyColumn, cell: StudyCell) -> str:
+    if cell.mean is None:
+        return "did not converge"
+    factor = 100 if task.metric == "accuracy" else 1
+    value, error = cell.mean * factor, None if cell.se is None else cell.se * factor
+    decimals = decimals_with_error([value], error)
+    return written(value, decimals) + ("" if error is None else f" ± {spread(error, decimals)}")
+
+
+def _published(cell: StudyCell) -> str:
+    if cell.published_diverged:
+        return "did not converge"
+    return NO_VALUE if cell.published is None else written(cell.published, decimals_for([cell.published], 4))
+
+
+def study_rows(report: Report) -> Iterator[Row]:
+    """A row a training run, for a spreadsheet."""
+    for study in report.studies:
+        for cell in study.cells:
+            for run in cell.runs:
+                yield {
+                    "table": study.name,
+                    "task": cell.task,
+                    "cell": cell.name,
+                    "seed": run.seed,
+                    "rate": cell.rate,
+                    **run.scores,
+                    "validation_loss": min(run.losses, default=None),
+                    "problem": run.problem,
+                    "parameters": cell.parameters,
+                    "kernel_parameters": cell.kernel_parameters,
+                    "tokens": cell.tokens,
+                    "seconds": run.seconds,
+                    "published": cell.published,
+                }

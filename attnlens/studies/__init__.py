@@ -1,0 +1,1 @@
+"""Trains small transformers of any kernel and reruns the papers' tables."""

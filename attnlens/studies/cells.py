@@ -1,0 +1,98 @@
+"""A table's cells: the search for each one's learning rate, and its runs over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attnlens.studies.pool import MakeTasks, Pool
+from attnlens.studies.scales import Scale
+from attnlens.studies.tables import PaperCell
+from attnlens.studies.tasks import StudyTask
+from attnlens.studies.training import Run
+from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of
+
+SEARCH_SEED = 1_000_003
+"""Of the runs that a rate is chosen by: none of those that are reported."""
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """How every cell is trained, and where."""
+
+    scale: Scale
+    """Sizes, steps, rates and the number of seeds."""
+    seed: int
+    """The first seed."""
+    folder: Path
+    """Where finished units are kept."""
+    jobs: int
+    """Processes that train at once."""
+    kept: bool
+    """Whether the first seed's model is kept at every look."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell on one task."""
+
+    cell: PaperCell
+    """Which one."""
+    task: str
+    """The task's name."""
+    unit: TrainingUnit
+    """Its form and learning rate, as the search chose them."""
+    runs: tuple[RunOutcome, ...]
+    """One a seed, in the order of seeds."""
+    first_key: str
+    """The name of the first seed's files in the work folder."""
+    searched: tuple[tuple[float, float], ...]
+    """(learning rate, validation loss) of the search, of the chosen form."""
+
+
+def trained_cells(
+    cells: Sequence[tuple[PaperCell, StudyTask]],
+    make: MakeTasks,
+    plan: StudyPlan,
+    tell: Tell,
+) -> list[CellResult]:
+    """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
+
+    All cells get the same search and the same steps. The test set is read once a run, at its end. The heads of the
+    first seed's run are looked at while it is trained. `make` makes the tasks again in other processes.
+    """
+    tasks = list({id(task): task for _, task in cells}.values())
+    tried = {at: _search_units(cell, task, plan.scale) for at, (cell, task) in enumerate(cells)}
+    total = sum(map(len, tried.values())) + len(cells) * plan.scale.seeds
+    with Pool(tasks, make, plan.folder, plan.jobs, total, tell) as pool:
+        searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
+        chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
+        seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}
+        found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
+    return [
+        CellResult(
+            cell,
+            task.name,
+            chosen[at],
+            tuple(found[unit] for unit in seeds[at]),
+            seeds[at][0].key(digest_of(task)),
+            tuple((unit.run.rate, searched[unit].loss) for unit in tried[at] if unit.form == chosen[at].form),
+        )
+        for at, (cell, task) in enumerate(cells)
+    ]
+
+
+def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[TrainingUnit]:
+    return [
+        TrainingUnit(task.name, form, scale, Run(rate, scale.search_steps, SEARCH_SEED, form.eta), tested=False)
+        for form in cell.forms
+        for rate in scale.rates
+    ]
+
+
+def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:
+    run, scale = replace(chosen.run, steps=plan.scale.steps), plan.scale
+    units = [replace(chosen, run=replace(run, seed=plan.seed + number), tested=True) for number in range(scale.seeds)]
+    return [replace(units[0], watched=True, kept=plan.kept), *units[1:]]

@@ -1,0 +1,175 @@
+"""From trained cells to a table's records: means, comparisons between cells, agreement with the published order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+
+import torch
+
+from attnlens.records.experiments import Curve
+from attnlens.records.provenance import File
+from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
+from attnlens.statistics.blocks import Blocks, holm, kendall, pairs_of
+from attnlens.studies.cells import CellResult
+from attnlens.studies.scales import Scale, ScaleName
+from attnlens.studies.tables import PaperTable
+from attnlens.studies.tasks import StudyTask
+from attnlens.studies.units import RunOutcome
+
+
+def table_of(
+    table: PaperTable, name: ScaleName, scale: Scale, tasks: Sequence[StudyTask], found: Sequence[CellResult], seed: int
+) -> StudyTable:
+    """What was found, with the paper's numbers beside it."""
+    cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
+    pairs: list[StudyPair] = []
+    orderings: list[StudyOrdering] = []
+    for task in tasks:
+        of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
+        if len(of) > 1 and len(of[0].runs) > 1:
+            compared = Blocks(torch.tensor([_values(cell, task) for cell in of], dtype=torch.float64))
+            own = _pairs(of, task, compared)
+            pairs += own
+            orderings += _ordering(of, task, compared, own)
+    return StudyTable(
+        name=table.name,
+        question=table.question,
+        source=table.source,
+        scale=name,
+        sizes={name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scale).items()},
+        tasks=[_task(task, table) for task in tasks],
+        cells=cells,
+        pairs=pairs,
+        orderings=orderings,
+    )
+
+
+def _task(task: StudyTask, table: PaperTable) -> StudyColumn:
+    return StudyColumn(
+        name=task.name,
+        form=task.form,
+        metric=task.metric,
+        higher_is_better=task.higher_is_better,
+        vocabulary=task.vocabulary,
+        length=task.length,
+        files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
+        published=table.data.get(task.form),
+    )
+
+
+def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
+    runs = [
+        StudyRun(
+            seed=seed + number,
+            scores=run.scores,
+            steps=[step for step, loss in run.curve if math.isfinite(loss)],
+            losses=[loss for _, loss in run.curve if math.isfinite(loss)],
+            seconds=run.seconds,
+            problem=run.problem or None,
+        )
+        for number, run in enumerate(found.runs)
+    ]
+    mean, se = _mean(runs, task)
+    first = found.runs[0]
+    return StudyCell(
+        name=found.cell.name,
+        task=task.name,
+        form={name: list(v) if isinstance(v, tuple) else v for name, v in asdict(found.unit.form).items()},
+        rate=found.unit.run.rate,
+        searched=[(rate, loss if math.isfinite(loss) else None) for rate, loss in found.searched],
+        mean=mean,
+        se=se,
+        runs=runs,
+        parameters=first.parameters,
+        kernel_parameters=first.kernel_parameters,
+        tokens=max(run.tokens for run in found.runs),
+        tokens_per_second=median(run.tokens / run.seconds if run.seconds else 0.0 for run in found.runs),
+        heads=_heads(first),
+        published=found.cell.published,
+        published_diverged=found.cell.diverged,
+    )
+
+
+def _heads(run: RunOutcome) -> dict[str, Curve]:
+    """Each measure against the step, where it was read."""
+    steps = [float(step) for step, _ in run.curve]
+    names = dict.fromkeys(name for read in run.watched for name in read)
+    return {
+        name: Curve(steps=steps[: len(run.watched)], median=[read.get(name) for read in run.watched], quantity=name)
+        for name in names
+    }
+
+
+def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
+    """The mean of the measure over seeds, and its standard error; of perplexity by its logarithm."""
+    if any(run.problem for run in runs):
+        return None, None
+    values = torch.tensor([run.scores[_compared(task)] for run in runs], dtype=torch.float64)
+    mean = float(values.mean())
+    se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
+    if task.metric == "perplexity":
+        return math.exp(mean), None if se is None else math.exp(mean) * se
+    return mean, se
+
+
+def _compared(task: StudyTask) -> str:
+    """The score by which cells are compared."""
+    return "loss" if task.metric == "perplexity" else task.metric
+
+
+def _values(cell: StudyCell, task: StudyTask) -> list[float]:
+    return [run.scores[_compared(task)] for run in cell.runs]
+
+
+def _pairs(cells: Sequence[StudyCell], task: StudyTask, compared: Blocks) -> list[StudyPair]:
+    """Each two cells, with p over their seeds, and whether the better one is the paper's."""
+    which, every = pairs_of(len(cells)), compared.p_values()
+    p_values = [float(every[a, b]) for a, b in which]
+    return [
+        StudyPair(
+            task=task.name,
+            first=cells[a].name,
+            second=cells[b].name,
+            difference=float(compared.means[a] - compared.means[b]),
+            p=None if math.isnan(p) else p,
+            p_holm=None if math.isnan(corrected) else corrected,
+            agrees=_agrees(float(compared.means[a] - compared.means[b]), cells[a], cells[b]),
+        )
+        for (a, b), p, corrected in zip(which, p_values, holm(p_values), strict=True)
+    ]
+
+
+def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | None:
+    """Whether the paper has the same order; its measure runs the same way as ours."""
+    if first.published is None or second.published is None or first.published == second.published or not difference:
+        return None
+    return (difference > 0) == (first.published > second.published)
+
+
+def _ordering(
+    cells: Sequence[StudyCell], task: StudyTask, compared: Blocks, pairs: Sequence[StudyPair]
+) -> list[StudyOrdering]:
+    """Kendall's τ of the cells that were published, where there are three at least."""
+    known = [at for at, cell in enumerate(cells) if cell.published is not None]
+    if len(known) < 3 or not compared.error > 0:
+        return []
+    published = torch.tensor([cells[at].published for at in known], dtype=torch.float64)
+    drawn = kendall(compared.drawn_means()[:, known], published)
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    told = [pair for pair in pairs if pair.agrees is not None]
+    decided = [pair for pair in told if pair.p_holm is not None and pair.p_holm <= LEVEL]
+    agree = sum(bool(pair.agrees) for pair in decided)
+    return [
+        StudyOrdering(
+            task=task.name,
+            tau=float(kendall(compared.means[known], published)),
+            low=low,
+            high=high,
+            agree=agree,
+            disagree=len(decided) - agree,
+            undecided=len(told) - len(decided),
+        )
+    ]

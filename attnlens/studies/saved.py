@@ -1,0 +1,59 @@
+"""Keeps the models of a study as folders that transformers and attnlens open."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlens.errors import OutputError
+from attnlens.files import check_writable, make_folder, unwritten_folder
+from attnlens.kernel_transformers import KernelTransformer
+from attnlens.models.quiet import quiet
+from attnlens.studies.tasks import StudyTask
+
+if TYPE_CHECKING:
+    from attnlens.studies.cells import CellResult
+
+STEP = "step-{:06d}"
+"""The name of a step's folder, which `converge --checkpoints` reads the step of."""
+
+
+def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
+    """Write the model as it is after so many steps, with its tokenizer where it has one."""
+    from transformers import PreTrainedTokenizerFast
+
+    place = folder / STEP.format(step)
+    with quiet():
+        model.save_pretrained(place)
+    pairs = getattr(task, "pairs", None)
+    if pairs is not None:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs.tokenizer)  # type: ignore[no-untyped-call]
+        tokenizer.save_pretrained(place)
+
+
+def save_cells(folder: Path, found: Sequence[CellResult], work: Path) -> None:
+    """Copy every cell's kept steps to `folder`/task/cell. Raises OutputError where they can't be written."""
+    for one in found:
+        kept = work / one.first_key
+        place = folder / slug(one.task) / slug(one.cell.name)
+        make_folder(place.parent)
+        try:
+            shutil.copytree(kept, place)
+        except OSError as error:
+            raise unwritten_folder(place, error.strerror or str(error)) from None
+
+
+def slug(name: str) -> str:
+    """The name as a folder is called: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-")
+
+
+def check_work(folder: Path) -> None:
+    """Raise OutputError where units of work could not be kept in the folder, which may not be there yet."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} can't hold finished work: it is no folder.", "Give a folder with --work.")
+    nearest = folder if folder.is_dir() else next(parent for parent in folder.resolve().parents if parent.exists())
+    check_writable(nearest, may_be_folder=True)

@@ -1,0 +1,189 @@
+"""The papers' tables: which cells each has, on which tasks, and what was published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from attnlens.kernel_transformers import AttentionForm
+from attnlens.studies.tasks import TaskForm
+
+TSAI, WRIGHT, CHEN = "Tsai et al. 2019", "Wright & Gonzalez 2021", "Chen et al. 2023"
+PLACED = AttentionForm(positions="product")
+"""As Tsai et al. place tokens in language modelling (Eq. 5, values without positions)."""
+ADDED = AttentionForm(positions="sum", in_value=True)
+"""As they place tokens in translation (Eq. 4, values with positions), and as the other papers do throughout."""
+
+
+SCORES, ETAS = (8, 16), (0.0, 0.1)
+"""What the search tries of primal layers: s, of at most head_dim, and η, 0 or that of the published code."""
+
+
+@dataclass(frozen=True)
+class PaperCell:
+    """One way to attend, trained on one form of task."""
+
+    name: str
+    """Its row."""
+    task: TaskForm
+    """Its column."""
+    form: AttentionForm
+    """Its attention."""
+    published: float | None = None
+    """What the paper reports; None where it did not train this, or where that did not converge."""
+    diverged: bool = False
+    """Whether the paper reports that it did not converge."""
+    others: tuple[AttentionForm, ...] = ()
+    """Forms beside `form` of which the search takes the best, as it does among learning rates."""
+
+    @property
+    def forms(self) -> tuple[AttentionForm, ...]:
+        """Every form that the search tries."""
+        return (self.form, *self.others)
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One table of a paper."""
+
+    name: str
+    """What it is called on the command line."""
+    question: str
+    """What it asks, in one line."""
+    source: str
+    """Paper and number of the table."""
+    cells: tuple[PaperCell, ...]
+    """Row by row."""
+    data: Mapping[TaskForm, str] = field(default_factory=dict)
+    """Of each column that was published: on which data, in which measure."""
+
+
+def _kernels() -> PaperTable:
+    published: dict[str, tuple[tuple[float, float] | None, tuple[float, float] | None]] = {
+        "linear": (None, None),
+        "polynomial": ((32.72, 25.91), (32.43, 26.25)),
+        "exponential": ((33.98, 24.10), (33.78, 24.01)),
+        "rbf:gamma=1": ((34.26, 24.13), (34.14, 24.21)),
+    }
+    cells: list[PaperCell] = []
+    for kernel, both in published.items():
+        for symmetric, found in zip((False, True), both, strict=True):
+            name = f"{kernel.split(':')[0]}, {'symmetric' if symmetric else 'asymmetric'}"
+            bleu, perplexity = found or (None, None)
+            placed, added = (replace(form, kernel=kernel, symmetric=symmetric) for form in (PLACED, ADDED))
+            cells.append(PaperCell(name, "language", placed, perplexity, found is None))
+            cells.append(PaperCell(name, "translation", added, bleu, found is None))
+    return PaperTable(
+        "kernels", "Which kernel is best, and need it be asymmetric?", f"{TSAI}, Table 2", tuple(cells), TSAI_DATA
+    )
+
+
+TSAI_DATA: dict[TaskForm, str] = {"translation": "IWSLT'14 de-en, BLEU", "language": "WikiText-103, perplexity"}
+
+
+def _positions() -> PaperTable:
+    forms = {
+        "direct sum (Eq. 4)": (ADDED, 33.98, 30.97),
+        "look-up table (Eq. 6)": (AttentionForm(positions="table"), 34.12, 27.56),
+        "product, asymmetric (Eq. 5)": (PLACED, 33.62, 24.10),
+        "product, symmetric (Eq. 9)": (AttentionForm(positions="symmetric product"), 34.71, 24.28),
+    }
+    cells: list[PaperCell] = []
+    for name, (form, bleu, perplexity) in forms.items():
+        cells += [PaperCell(name, "language", form, perplexity), PaperCell(name, "translation", form, bleu)]
+    return PaperTable(
+        "positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(cells), TSAI_DATA
+    )
+
+
+def _order() -> PaperTable:
+    product = AttentionForm(positions="symmetric product")
+    cells = [
+        PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", product, 34.71),
+        PaperCell("not in the decoder (Eq. 9)", "translation", replace(product, places=("encoder", "cross")), 34.49),
+        PaperCell("not across (Eq. 9)", "translation", replace(product, places=("encoder", "decoder"))),
+        PaperCell("not in the encoder (Eq. 9)", "translation", replace(product, places=("decoder", "cross"))),
+        # W_Q = W_K as in Eq. 9, so that positions alone are what is left out
+        PaperCell("nowhere", "translation", AttentionForm(symmetric=True), 14.47),
+        PaperCell("direct sum (Eq. 4)", "language", ADDED, 30.97),
+        PaperCell("product, symmetric (Eq. 9)", "language", product, 24.28),
+        PaperCell("nowhere", "language", AttentionForm(symmetric=True), 30.92),
+    ]
+    return PaperTable("order", "Where does attention need positions?", f"{TSAI}, Table 3", tuple(cells), TSAI_DATA)
+
+
+def _values() -> PaperTable:
+    forms = {
+        "direct sum (Eq. 4)": (ADDED, (33.98, 34.02), (30.97, 30.50)),
+        "look-up table (Eq. 6)": (AttentionForm(positions="table"), (34.04, 34.12), (27.56, 27.45)),
+        "product, asymmetric (Eq. 5)": (PLACED, (33.32, 33.62), (24.18, 24.10)),
+        "product, symmetric (Eq. 9)": (AttentionForm(positions="symmetric product"), (34.60, 34.71), (24.42, 24.28)),
+    }
+    cells: list[PaperCell] = []
+    for name, (form, bleu, perplexity) in forms.items():
+        for held, at in ((True, 0), (False, 1)):
+            row, own = f"{name}, value {'with' if held else 'without'} positions", replace(form, in_value=held)
+            cells += [PaperCell(row, "language", own, perplexity[at]), PaperCell(row, "translation", own, bleu[at])]
+    return PaperTable(
+        "values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(cells), TSAI_DATA
+    )
+
+
+def _dimension() -> PaperTable:
+    published: dict[str, tuple[float, float] | None] = {
+        "exponential": (30.41, 76.70),
+        "rbf:gamma=1": (30.32, 74.24),
+        "intersection": (30.84, 74.90),
+        "l2": (19.45, 76.78),
+        "polynomial": (29.56, 76.24),
+    }
+    approximate = (
+        "taylor:2",
+        "taylor:4",
+        "taylor:8",
+        "random-features:16",
+        "random-features:64",
+        "random-features:256",
+    )
+    published |= dict.fromkeys(approximate)
+    names = {"polynomial": "quadratic", "rbf:gamma=1": "rbf"}
+    cells = []
+    for kernel, known in published.items():
+        bleu, accuracy = known or (None, None)
+        form, name = replace(ADDED, kernel=kernel), names.get(kernel, kernel)
+        cells += [PaperCell(name, "translation", form, bleu), PaperCell(name, "classification", form, accuracy)]
+        cells.append(PaperCell(name, "language", form))
+    return PaperTable(
+        "dimension",
+        "Does an infinite feature dimension matter?",
+        f"{WRIGHT}, their table of kernels",
+        tuple(cells),
+        {"translation": "IWSLT'14 de-en, BLEU", "classification": "SST-2, accuracy in %"},
+    )
+
+
+def _primal() -> PaperTable:
+    swept: dict[Literal["all", "last"], tuple[AttentionForm, ...]] = {
+        layers: tuple(replace(ADDED, primal=layers, scores=s, eta=eta) for s in SCORES for eta in ETAS)
+        for layers in ("all", "last")
+    }
+    cells = []
+    for task, canonical, former, plus in (("classification", 71.9, 73.0, 73.1), ("language", 33.0, None, 31.0)):
+        of: TaskForm = task  # type: ignore[assignment]  # a tuple's words are any words to mypy
+        cells.append(PaperCell("canonical", of, ADDED, canonical))
+        cells.append(PaperCell("PrimalFormer", of, swept["all"][0], former, others=swept["all"][1:]))
+        cells.append(PaperCell("Primal.+", of, swept["last"][0], plus, others=swept["last"][1:]))
+    return PaperTable(
+        "primal",
+        "Does Primal-Attention learn as well as softmax attention?",
+        CHEN,
+        tuple(cells),
+        {"classification": "UEA archive, mean accuracy in %", "language": "WikiText-103, perplexity"},
+    )
+
+
+TABLES: dict[str, PaperTable] = {
+    table.name: table for table in (_kernels(), _positions(), _order(), _values(), _dimension(), _primal())
+}
+"""Name on the command line → table."""

@@ -1,0 +1,41 @@
+"""What the study's small models are trained and judged on: batches of examples, and scores."""
+
+from attnlens.studies.tasks.beam import Translator, beam_search
+from attnlens.studies.tasks.classification import Labelled
+from attnlens.studies.tasks.labelled import labelled
+from attnlens.studies.tasks.language import NextTokens, language
+from attnlens.studies.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
+from attnlens.studies.tasks.scores import bleu_and_chrf, cross_entropy, mean_loss, score, translations
+from attnlens.studies.tasks.series import series
+from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TaskForm, TranslationTask
+from attnlens.studies.tasks.translation import SentencePairs, translation
+
+__all__ = [
+    "NOTHING",
+    "Examples",
+    "Labelled",
+    "LanguageTask",
+    "NextTokens",
+    "Reversal",
+    "SentencePairs",
+    "Split",
+    "StudyTask",
+    "TaskForm",
+    "TranslationTask",
+    "Translator",
+    "angles",
+    "bag_bound",
+    "beam_search",
+    "before",
+    "bleu_and_chrf",
+    "cross_entropy",
+    "labelled",
+    "language",
+    "least_leak",
+    "majority",
+    "mean_loss",
+    "score",
+    "series",
+    "translation",
+    "translations",
+]

@@ -1,0 +1,146 @@
+"""Language modelling: the next token of a running text, in byte pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from attnlens import texts
+from attnlens.errors import TextError
+from attnlens.studies.tasks.batching import endless, in_order, spread
+from attnlens.studies.tasks.byte_pairs import BytePairs, byte_pairs
+from attnlens.studies.tasks.files.whole import read_whole
+from attnlens.studies.tasks.splitting import PARTS, SHARES, STRETCHES, blocks
+from attnlens.studies.tasks.task import Examples, Split
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"
+"""The whole King James Bible, which lies in a checkout and not in an installed package."""
+BLOCK_CHARACTERS = 2000
+"""Characters that a held-out block should have; a shorter text is cut into fewer stretches."""
+LINE_CHARACTERS = 1000
+"""How far behind a cut the end of a line is looked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class NextTokens:
+    """Windows of a text; of each token but the first of a block, the window before it is to predict it."""
+
+    name: str
+    """What the texts are called."""
+    length: int
+    """Tokens of a window."""
+    pairs: BytePairs
+    """The encoding, trained on the training part alone."""
+    windows: Mapping[str, Int[Tensor, "windows tokens"]]
+    """Of each part its windows with the token that follows, so that they have `length` + 1 tokens."""
+    files: Mapping[str, str]
+    """SHA-256 of each text by its name; empty for the built-in text."""
+    form: Literal["language"] = field(default="language", init=False)
+    channels: int = field(default=0, init=False)
+    metric: str = field(default="perplexity", init=False)
+    higher_is_better: bool = field(default=False, init=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the byte pairs have."""
+        return self.pairs.size
+
+    outputs = vocabulary
+
+    @cached_property
+    def widths(self) -> Float[Tensor, " vocabulary"]:
+        """How many bytes each id stands for."""
+        return self.pairs.widths
+
+    def training(self, size: int, seed: int) -> Iterator[Examples]:
+        """Shuffled windows without end."""
+        rows = self.windows["training"]
+        return endless([self.length] * len(rows), size, seed, lambda numbers: _examples(rows[list(numbers)]))
+
+    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
+        """The windows of that part."""
+        rows = self.windows[split]
+        return in_order([self.length] * len(rows), size, lambda numbers: _examples(rows[list(numbers)]))
+
+
+def _examples(rows: Int[Tensor, "batch tokens"]) -> Examples:
+    return Examples(rows[:, :-1], None, rows[:, 1:])
+
+
+def default_text() -> tuple[str, str]:
+    """A name and the King James text: the whole book in a checkout, the passages that ship in an installed package."""
+    if not BOOK.is_file():
+        (passages,) = texts.sample("demo")
+        return passages.name, passages.text
+    text, _ = read_whole(BOOK, "Restore the file from the repository.")
+    # its first lines repeat the beginning, and lines in brackets name chapters
+    verses = [line for line in text.splitlines()[2:] if line and not line.startswith("[")]
+    return "King James Bible", "\n".join(verses) + "\n"
+
+
+def language(
+    given: Sequence[tuple[str, str]] = (), *, length: int = 128, vocabulary: int = 1024, evaluated: int | None = None
+) -> NextTokens:
+    """Language modelling on texts, each (name, text); none: the King James text that ships with attnlens.
+
+    Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each); `evaluated`
+    bounds the windows of validation and of test, which are then spread evenly. Raises TextError where a part has no
+    window of `length` + 1 tokens, UsageError for a vocabulary below 256.
+    """
+    contents = list(given) or [default_text()]
+    parts: dict[str, list[str]] = {part: [] for part in PARTS}
+    for _, text in contents:
+        for part, found in split_text(text).items():
+            parts[part] += found
+    name = " and ".join(name for name, _ in contents)
+    pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
+    windows = {part: _windows(pairs, each, length) for part, each in parts.items()}
+    for part, rows in windows.items():
+        if not len(rows):
+            raise TextError(
+                f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
+                "Give a longer text, or ask for shorter windows.",
+            )
+    chosen = {
+        part: rows if part == "training" else rows[spread(len(rows), evaluated)] for part, rows in windows.items()
+    }
+    digests = {name: sha256(text.encode()).hexdigest() for name, text in given}
+    return NextTokens(name, length, pairs, chosen, digests)
+
+
+def split_text(text: str) -> dict[str, list[str]]:
+    """The blocks of each part, cut at ends of lines where lines are short; together they are the text."""
+    held = min(SHARES) * len(text) / BLOCK_CHARACTERS
+    parts = blocks(len(text), stretches=min(max(int(held), 1), STRETCHES))
+    return {
+        part: [text[_cut(text, block.start) : _cut(text, block.stop)] for block in each] for part, each in parts.items()
+    }
+
+
+def _cut(text: str, near: int) -> int:
+    """The end of the line at that place; the place itself where the line is long, or begins there."""
+    if near in (0, len(text)):
+        return near
+    end = text.find("\n", near - 1, near + LINE_CHARACTERS)
+    return near if end == -1 else end + 1
+
+
+def _windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor, "windows tokens"]:
+    """Windows of `length` + 1 tokens, the last of each the first of the next; the rest of a block is left out."""
+    rows = []
+    for block in parts:
+        lines = pairs.ids(block.splitlines(keepends=True))
+        ids = torch.tensor([number for line in lines for number in line], dtype=torch.int64)
+        if len(ids) > length:
+            rows.append(ids.unfold(0, length + 1, length))
+    return torch.cat(rows) if rows else torch.zeros(0, length + 1, dtype=torch.int64)

@@ -1,0 +1,138 @@
+"""Judges a model on the held-out examples of a task: loss and perplexity, accuracy, BLEU and chrF."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from attnlens.errors import UsageError
+from attnlens.studies.tasks.beam import WIDTH, SpecialIds, Translator, beam_search
+from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TranslationTask
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+
+def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+    """How well `model` does on that part of the task, read `size` examples at a time in evaluation mode.
+
+    All forms: `loss`, nats a target (token or class), the mean over all targets. Language: `perplexity` exp(loss), and
+    where ids are text `bits_per_byte`, which compares models of unlike byte pairs. Classification: `accuracy` in
+    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN
+    where the loss is not finite. Raises UsageError where sacrebleu is missing.
+    """
+    with _judged(model) as device:
+        batches = [batch.to(device) for batch in task.held_out(split, size)]
+        if task.form == "language":
+            return _language(cast(LanguageTask, task), model, batches)
+        if task.form == "classification":
+            return _classification(model, batches)
+        return _translation(cast(TranslationTask, task), model, batches)
+
+
+def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
+    """The `loss` of `score` alone, without the search that translations take: what settings are chosen by."""
+    with _judged(model) as device:
+        total, targets, _ = _totals(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+    return total / targets
+
+
+def translations(task: TranslationTask, model: nn.Module, split: Split, size: int) -> list[tuple[str, str]]:
+    """Of each sentence of that part what `model` writes for it and what stands in the data, as text."""
+    with _judged(model) as device:
+        return _written(task, model, [batch.to(device) for batch in task.held_out(split, size)])
+
+
+def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """BLEU and chrF2 of translations against one reference each (Post 2018), as sacrebleu computes them by default.
+
+    Raises UsageError where sacrebleu is missing.
+    """
+    try:
+        import sacrebleu
+    except ImportError:
+        raise UsageError(
+            "Translations are judged by sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
+        ) from None
+    written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(written, references).score,
+        "chrF": sacrebleu.corpus_chrf(written, references).score,
+    }
+
+
+def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
+    """Σ −log p of the targets, those that are NOTHING left out, in nats."""
+    flat = logits.flatten(0, -2).float()
+    return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
+
+
+@contextmanager
+def _judged(model: nn.Module) -> Iterator[torch.device]:
+    """Inside, the model is in evaluation mode and no gradient is kept; gives the device it stands on."""
+    trained = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    finally:
+        model.train(trained)
+
+
+def _answer(model: nn.Module, batch: Examples) -> Tensor:
+    found: Tensor = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
+    return found
+
+
+def _language(task: LanguageTask, model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
+    total, tokens, width = _totals(task.widths, model, batches)
+    loss = total / tokens
+    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}  # beyond, exp overflows
+    return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
+
+
+def _totals(
+    widths: Float[Tensor, " vocabulary"] | None, model: nn.Module, batches: Sequence[Examples]
+) -> tuple[float, int, float | None]:
+    """Σ −log p, the number of targets, and the bytes that they stand for."""
+    total, tokens, width = 0.0, 0, 0.0
+    for batch in batches:
+        asked = batch.targets[batch.targets != NOTHING]
+        total += float(cross_entropy(_answer(model, batch), batch.targets))
+        tokens += len(asked)
+        width += 0.0 if widths is None else float(widths[asked.cpu()].sum())
+    return total, tokens, None if widths is None else width
+
+
+def _classification(model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
+    total, right, cases = 0.0, 0, 0
+    for batch in batches:
+        logits = _answer(model, batch)
+        total += float(cross_entropy(logits, batch.targets))
+        right += int((logits.argmax(-1) == batch.targets).sum())
+        cases += len(batch.targets)
+    return {"loss": total / cases, "accuracy": right / cases}
+
+
+def _translation(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
+    total, tokens, _ = _totals(None, model, batches)
+    loss = total / tokens
+    if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
+        return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
+    return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
+
+
+def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
+    ids, pairs = SpecialIds(task.begin, task.end, (task.padding,)), list[tuple[str, str]]()
+    for batch in batches:
+        found = beam_search(cast(Translator, model), batch.inputs, batch.kept, ids, most=task.length, width=WIDTH)
+        for written, target in zip(found, batch.targets.tolist(), strict=True):
+            meant = [number for number in target if number not in (NOTHING, task.end)]
+            pairs.append((task.written(written), task.written(meant)))
+    return pairs

@@ -1,0 +1,140 @@
+"""Translation of the user's own pairs of sentences, in byte pairs that both languages share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+
+from attnlens.errors import TextError
+from attnlens.studies.tasks.batching import endless, in_order, spread
+from attnlens.studies.tasks.byte_pairs import BytePairs, byte_pairs
+from attnlens.studies.tasks.files import TabbedLines, read_rows
+from attnlens.studies.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
+from attnlens.studies.tasks.splitting import PARTS, blocks, numbers
+from attnlens.studies.tasks.task import Examples, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    SentencePair: TypeAlias = tuple[Tensor, Tensor]
+
+HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
+"""Books of the Bible without parallel passages in others; the gospels, or Kings and Chronicles, repeat each other."""
+VERSE = re.compile(r"(\w+)\.\d+\.\d+")
+"""An id that names a book, a chapter and a verse."""
+REMEDY = "Give lines of a source and a target, or of an id, a source and a target, in UTF-8 with tabs between them."
+
+
+@dataclass(frozen=True, eq=False)
+class SentencePairs:
+    """Sentences in one language with their translations into another."""
+
+    name: str
+    """The file's name."""
+    length: int
+    """The most tokens of a side, with the one that ends it."""
+    pairs: BytePairs
+    """The encoding of both languages, trained on the training part alone."""
+    sentences: Mapping[str, Sequence[SentencePair]]
+    """Of each part its pairs of source and target ids, without ids that begin or end."""
+    left_out: Mapping[str, int]
+    """Of each part the pairs of which a side is longer than `length`."""
+    split_by: Literal["books", "blocks"]
+    """Whether whole books are held out, or contiguous blocks of lines."""
+    files: Mapping[str, str]
+    """SHA-256 of the file by its name."""
+    form: Literal["translation"] = field(default="translation", init=False)
+    channels: int = field(default=0, init=False)
+    metric: str = field(default="BLEU", init=False)
+    higher_is_better: bool = field(default=True, init=False)
+    padding: int = field(default=PADDING, init=False)
+    begin: int = field(default=BEGIN, init=False)
+    end: int = field(default=END, init=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the byte pairs have, with those that begin, end and pad."""
+        return self.pairs.size
+
+    outputs = vocabulary
+
+    def written(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return self.pairs.text(ids)
+
+    def training(self, size: int, seed: int) -> Iterator[Examples]:
+        """Shuffled pairs without end, those of about one length together."""
+        return endless(self._lengths("training"), size, seed, lambda chosen: self._batch("training", chosen))
+
+    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
+        """The pairs of that part, the shortest first."""
+        return in_order(self._lengths(split), size, lambda chosen: self._batch(split, chosen))
+
+    def _lengths(self, part: str) -> list[int]:
+        return [len(source) + len(target) for source, target in self.sentences[part]]
+
+    def _batch(self, part: str, chosen: Sequence[int]) -> Examples:
+        rows = [self.sentences[part][number] for number in chosen]
+        return paired([source for source, _ in rows], [target for _, target in rows])
+
+
+def translation(
+    path: str | Path, *, length: int = 96, vocabulary: int = 1024, evaluated: int | None = None
+) -> SentencePairs:
+    """Translation of a file of lines `source TAB target` or `id TAB source TAB target`, packed by gzip or not.
+
+    Where every id is a verse (`Ruth.1.16`) and the held-out books are there, whole books are held out; elsewhere
+    contiguous blocks. `evaluated` bounds the pairs of validation and of test, which are then spread evenly. Raises
+    TextError for lines with empty or missing sides, and where a part is left without pairs of at most `length` tokens;
+    UsageError for a vocabulary below 259.
+    """
+    found = read_rows(path, (2, 3), REMEDY)
+    by_book = _by_book(found)
+    chosen = by_book or numbers(blocks(len(found.rows)))
+    texts = {part: [found.rows[number][-2:] for number in each] for part, each in chosen.items()}
+    code = byte_pairs((side for row in texts["training"] for side in row), vocabulary, SPECIALS)
+    every = {part: _encoded(code, rows) for part, rows in texts.items()}
+    short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in every.items()}
+    for part, rows in short.items():
+        if not rows:
+            raise TextError(
+                f"{path}: of {len(found.rows)} pairs, the {part} part has none of at most {length} tokens a side.",
+                "Give more pairs, or allow longer ones.",
+            )
+    kept = {
+        p: rows if p == "training" else [rows[at] for at in spread(len(rows), evaluated)] for p, rows in short.items()
+    }
+    return SentencePairs(
+        name=found.name,
+        length=length,
+        pairs=code,
+        sentences=kept,
+        left_out={part: len(every[part]) - len(short[part]) for part in PARTS},
+        split_by="books" if by_book else "blocks",
+        files={found.name: found.sha256},
+    )
+
+
+def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
+    """The lines of each part where every line names a verse and each part has books; None elsewhere."""
+    matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in found.rows]
+    parts: dict[str, list[int]] = {part: [] for part in PARTS}
+    for number, match in enumerate(matches):
+        if match is None:
+            return None
+        held = (part for part, books in HELD_BOOKS.items() if match[1] in books)
+        parts[next(held, "training")].append(number)
+    return parts if all(parts.values()) else None
+
+
+def _encoded(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePair]:
+    sources, targets = (code.ids([row[side] for row in rows]) for side in (0, 1))
+    return [
+        (torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64))
+        for source, target in zip(sources, targets, strict=True)
+    ]

@@ -1,0 +1,156 @@
+"""Training runs as units of work: each is named by what determines it, and its outcome is one file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import attnlens
+from attnlens.errors import OutputError
+from attnlens.files import read_object, write_atomically
+from attnlens.kernel_transformers import AttentionForm, KernelTransformer, KernelTransformerConfig, made
+from attnlens.studies.lens import SEQUENCES, medians
+from attnlens.studies.saved import save_step
+from attnlens.studies.scales import Scale
+from attnlens.studies.tasks import StudyTask, score
+from attnlens.studies.training import Run, train
+
+OTHER_WORK = "Remove the file, or name another folder with --work."
+
+
+@dataclass(frozen=True)
+class TrainingUnit:
+    """One training run of one form on one task."""
+
+    task: str
+    """The task's name."""
+    form: AttentionForm
+    """Its attention."""
+    scale: Scale
+    """Its sizes."""
+    run: Run
+    """Rate, steps, seed."""
+    tested: bool
+    """Whether it is judged on the test set; runs that a rate is chosen by are not."""
+    watched: bool = False
+    """Whether its heads are looked at while it is trained."""
+    kept: bool = False
+    """Whether its model is kept at every look."""
+
+    def key(self, digest: str) -> str:
+        """The name of its files: a hash of all that determines its outcome; `digest` stands for the task's data."""
+        facts = {
+            "version": attnlens.__version__,
+            "data": digest,
+            "task": self.task,
+            "form": asdict(self.form),
+            "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
+            "run": asdict(self.run),
+            "what is done": [self.tested, self.watched, self.kept],
+        }
+        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+SEARCHED = ("rates", "seeds", "steps", "search_steps")
+"""Fields of a scale that say which runs there are, and nothing of any one of them."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What came of a unit."""
+
+    curve: list[tuple[int, float]]
+    """(step, validation loss in nats)."""
+    watched: list[dict[str, float]]
+    """Medians over heads at these steps, by measure; empty where nothing was looked at."""
+    problem: str
+    """Why it did not converge; empty where it did."""
+    scores: dict[str, float]
+    """On the test set; empty where it was not tested or did not converge."""
+    parameters: int
+    """Of the model."""
+    kernel_parameters: int
+    """Of the projections of queries, keys and positions, of all layers."""
+    tokens: int
+    """TrainedRun on."""
+    seconds: float
+    """Of training steps."""
+
+    @property
+    def loss(self) -> float:
+        """The least validation loss; infinite where it did not converge."""
+        return math.inf if self.problem else min(loss for _, loss in self.curve)
+
+
+def computed(unit: TrainingUnit, task: StudyTask, folder: Path) -> RunOutcome:
+    """The unit's outcome: read from its file, or trained (on from its last look, if it was killed) and written."""
+    name = unit.key(digest_of(task))
+    done, state = folder / f"{name}.json", folder / f"{name}.safetensors"
+    if done.exists():
+        return _read(done)
+    model = model_of(unit, task)
+    held = task.held_out("validation", SEQUENCES)[0]
+
+    def watch(step: int) -> dict[str, float]:
+        if unit.kept:
+            save_step(model, task, folder / name, step)
+        return medians(model, held) if unit.watched else {}
+
+    trained = train(model.core, task, unit.scale, unit.run, state, watch)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}
+    outcome = RunOutcome(
+        list(trained.curve),
+        list(trained.watched) if unit.watched else [],
+        trained.problem,
+        {name: value for name, value in scores.items() if math.isfinite(value)},
+        sum(part.numel() for part in model.parameters()),
+        sum(module.kernel_parameters for module in model.attentions()),
+        trained.tokens,
+        trained.seconds,
+    )
+    write_atomically(done, (json.dumps(asdict(outcome)) + "\n").encode())
+    state.unlink(missing_ok=True)
+    return outcome
+
+
+def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
+    """The model that the unit begins with."""
+    scale = unit.scale
+    config = KernelTransformerConfig(
+        vocab_size=task.vocabulary,
+        hidden_size=scale.d_model,
+        num_hidden_layers=scale.layers,
+        num_attention_heads=scale.heads,
+        intermediate_size=scale.d_forward,
+        max_position_embeddings=task.length,
+        dropout=scale.dropout,
+        channels=task.channels,
+        classes=task.outputs if task.form == "classification" else 0,
+        form=asdict(unit.form),
+    )
+    return made(task.form, config, unit.run.seed)
+
+
+def digest_of(task: StudyTask) -> str:
+    """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
+    facts: list[Any] = [
+        task.name,
+        sorted(task.files.items()),
+        task.vocabulary,
+        task.outputs,
+        task.channels,
+        task.length,
+    ]
+    return sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _read(path: Path) -> RunOutcome:
+    facts = read_object(path, OutputError, OTHER_WORK)
+    try:
+        return RunOutcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})
+    except (KeyError, TypeError, ValueError):
+        raise OutputError(f"{path} is no outcome of a training run.", OTHER_WORK) from None

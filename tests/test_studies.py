@@ -1,0 +1,291 @@
+"""Tests of training, units of work, and `study` through its real entry point."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from program import environment_with, python
+
+from attnlens.errors import OutputError
+from attnlens.kernel_transformers import AttentionForm
+from attnlens.records import read_report
+from attnlens.studies.cells import CellResult
+from attnlens.studies.findings import table_of
+from attnlens.studies.scales import SCALES
+from attnlens.studies.tables import TABLES, PaperCell, PaperTable
+from attnlens.studies.tasks import Reversal, planted, score
+from attnlens.studies.training import Run, train
+from attnlens.studies.units import RunOutcome, TrainingUnit, computed, digest_of, model_of
+
+SMALL = replace(SCALES["tiny"], layers=1, d_model=32, d_forward=64, heads=2, batch=64, looks=2)
+PLACED = AttentionForm(positions="sum", in_value=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def reached(task, form, steps, rate=1e-2):
+    """The test scores of a small model after so many steps, and why it did not converge."""
+    model = model_of(TrainingUnit(task.name, form, SMALL, Run(rate, steps, 0), tested=True), task)
+    trained = train(model.core, task, SMALL, Run(rate, steps, 0))
+    return score(task, model.core, "test", 64), trained
+
+
+def test_positions_are_needed_where_order_decides_and_nowhere_else():
+    order, bag = planted.before(), planted.majority()
+    assert reached(order, PLACED, 120)[0]["accuracy"] > 0.95
+    assert reached(order, AttentionForm(), 120)[0]["accuracy"] < 0.62  # chance is 1/2 by Proposition 1
+    assert reached(bag, AttentionForm(), 80)[0]["accuracy"] > 0.95
+
+
+@pytest.mark.slow
+def test_the_exponential_kernel_beats_the_quadratic_one_where_its_rank_is_needed():
+    task = planted.angles()
+    exponential, quadratic = (
+        reached(task, AttentionForm(kernel=k), 300)[0]["accuracy"] for k in ("exponential", "polynomial")
+    )
+    assert exponential > quadratic + 0.1
+
+
+def test_labels_that_are_permuted_are_guessed_by_chance():
+    """Control of every classification: with the labels in their places the same training reads them."""
+    scores, _ = reached(planted.majority().permuted(0), AttentionForm(), 80)
+    assert abs(scores["accuracy"] - 0.5) < 4 * 0.5 / 256**0.5
+
+
+def test_divergence_is_a_result():
+    task, linear = Reversal(evaluated=32), replace(PLACED, kernel="linear")
+    trained = reached(task, linear, 20, rate=20.0)[1]
+    assert trained.problem
+    assert trained.loss == float("inf")
+    assert not reached(task, linear, 20, rate=1e-2)[1].problem
+
+
+class KilledError(Exception):
+    """Stands for a kill between two looks."""
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
+    """Same seed, same outcome; after a kill the weights, moments, order and dropout are those of the unbroken run."""
+    task, scale = planted.majority(), replace(SMALL, dropout=0.2, looks=3)
+    unit = TrainingUnit(task.name, AttentionForm(), scale, Run(1e-2, 12, 3), tested=True)
+
+    def weights(state=None, kill=None):
+        model = model_of(unit, task)
+
+        def watch(step):
+            if step == kill:
+                raise KilledError
+            return {}
+
+        train(model.core, task, scale, unit.run, state, watch)
+        return model.state_dict()
+
+    whole, again = weights(), weights()
+    with pytest.raises(KilledError):
+        weights(tmp_path / "state.safetensors", kill=8)
+    resumed = weights(tmp_path / "state.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    other = model_of(replace(unit, run=replace(unit.run, seed=4)), task)
+    assert not all(torch.equal(whole[name], value) for name, value in other.state_dict().items())
+
+
+def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
+    task = planted.majority()
+    unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=True, watched=True)
+    first = computed(unit, task, tmp_path)
+    assert computed(unit, task, tmp_path) == first
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    assert first.watched[0].keys() >= {"weights.symmetry", "tokens.share_skew", "tokens.entropy"}
+    for other in (
+        replace(unit, form=PLACED),
+        replace(unit, run=Run(1e-2, 4, 1)),
+        replace(unit, scale=replace(SMALL, batch=8)),
+    ):
+        assert other.key(digest_of(task)) != unit.key(digest_of(task))
+    assert replace(unit, scale=replace(SMALL, rates=(1.0,))).key(digest_of(task)) == unit.key(digest_of(task))
+
+
+def test_a_damaged_file_of_work_is_named(tmp_path):
+    """Also where the fault is in another process: an error travels with both of its lines."""
+    task = planted.majority()
+    unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 2, 0), tested=False)
+    for suffix, content in ((".json", b"{}"), (".json", b"no JSON"), (".safetensors", b"\0" * 64)):
+        path = tmp_path / (unit.key(digest_of(task)) + suffix)
+        path.write_bytes(content)
+        with pytest.raises(OutputError) as caught:
+            computed(unit, task, tmp_path)
+        sent = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # as a process hands it over
+        assert path.name in sent.problem
+        assert sent.remedy
+        path.unlink()
+
+
+def outcome(loss, problem=""):
+    scores = {} if problem else {"loss": loss, "perplexity": 2.0**loss}
+    return RunOutcome([(0, 5.0), (10, loss)], [], problem, scores, 100, 10, 640, 2.0)
+
+
+def test_a_tables_order_is_set_beside_the_published_one():
+    """Our a < b < c with small noise, published b < a < c: one pair of three is decided the other way."""
+
+    class Sentences:
+        name, form, metric, higher_is_better = "words", "language", "perplexity", False
+        vocabulary, length, files = 10, 8, {}
+
+    cells = [
+        PaperCell(name, "language", AttentionForm(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
+    ]
+    cells.append(PaperCell("d", "language", AttentionForm(kernel="linear"), diverged=True))
+    unit = TrainingUnit("words", AttentionForm(), SMALL, Run(1e-2, 10, 0), tested=True)
+    runs = {
+        "a": [1.0, 1.01, 0.99],
+        "b": [2.0, 2.02, 2.01],
+        "c": [3.0, 2.99, 3.01],
+    }
+    found = [
+        CellResult(cell, "words", unit, tuple(outcome(loss) for loss in runs[cell.name]), "key", ((1e-2, 1.0),))
+        for cell in cells[:3]
+    ]
+    broken = (outcome(9.0, "its loss was no finite number at step 3"), outcome(1.0), outcome(1.0))
+    found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),)))
+    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SMALL, [Sentences()], found, 0)
+    (ordering,) = told.orderings
+    assert (ordering.agree, ordering.disagree, ordering.undecided) == (2, 1, 0)
+    assert ordering.tau == pytest.approx(1 / 3)
+    assert told.cells[0].mean == pytest.approx(torch.tensor(1.0).exp().item())
+    assert told.cells[3].mean is None
+    assert "1 of 3 runs did not converge" in told.cells[3].problem
+
+
+def test_every_table_has_cells_of_kernels_that_exist_and_names_each_once():
+    from attnlens.kernels import parsed
+
+    for table in TABLES.values():
+        names = [(cell.task, cell.name) for cell in table.cells]
+        assert len(set(names)) == len(names)
+        for cell in table.cells:
+            parsed(cell.form.kernel)
+
+
+@pytest.fixture(scope="module")
+def shrunk(tmp_path_factory):
+    """An environment in which `tiny` is smaller still, for the program in a process of its own."""
+    folder = tmp_path_factory.mktemp("shrunk")
+    (folder / "run.py").write_text(
+        "import sys\nfrom dataclasses import replace\nfrom attnlens.studies import scales\n"
+        "tiny = scales.SCALES['tiny']\n"
+        "scales.SCALES['tiny'] = replace(tiny, layers=1, d_model=32, d_forward=32, heads=2, steps=30, search_steps=6, "
+        "rates=(1e-2, 2e-2), seeds=2, looks=3, length=24, vocabulary=270, evaluated=16)\n"
+        "if __name__ == '__main__':\n    from attnlens.cli import main\n    main()\n"
+    )
+    (folder / "text.txt").write_text("In the beginning God created the heaven and the earth.\n" * 400)
+    return folder
+
+
+WORDS = (
+    "study",
+    "kernels",
+    "--text",
+    "text.txt",
+    "--cells",
+    "language/exp*",
+    "--cells",
+    "language/rbf, a*",
+    "--jobs",
+    "1",
+)
+
+
+def program(shrunk, *words):
+    return python("run.py", *words, cwd=shrunk)
+
+
+def told(path):
+    """The report without what differs from run to run."""
+    report = json.loads(path.read_text())
+    for cell in report["studies"][0]["cells"]:
+        cell.pop("tokens_per_second")
+        for run in cell["runs"]:
+            run.pop("seconds")
+    return report["studies"]
+
+
+@pytest.mark.slow
+def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk):
+    done = program(shrunk, *WORDS, "--work", "whole", "--json", "whole.json", "--png", "pictures", "--save", "cells")
+    assert done.returncode == 0, done.stderr
+    assert "exponential, asymmetric" in done.stdout
+    assert (shrunk / "pictures" / "overview.png").stat().st_size > 10_000
+    assert len(list((shrunk / "cells" / "kernels").glob("*/*/step-*"))) == 3 * 4
+    words = [sys.executable, "run.py", *WORDS, "--work", "killed", "--json", "killed.json", "--save", "again"]
+    with subprocess.Popen(words, env=environment_with(), cwd=shrunk, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(list((shrunk / "killed").glob("*.json"))) < 4:
+            threading.Event().wait(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    assert not (shrunk / "killed.json").exists()
+    assert program(shrunk, *WORDS, *words[-6:]).returncode == 0
+    assert told(shrunk / "killed.json") == told(shrunk / "whole.json")
+    report = read_report(shrunk / "whole.json")
+    assert {cell.name for cell in report.studies[0].cells} == {
+        *("exponential, asymmetric", "exponential, symmetric", "rbf, asymmetric")
+    }
+    assert all(cell.heads["tokens.entropy"].median for cell in report.studies[0].cells)
+
+
+BAD = {
+    "no table of that name": (["kernel"], "kernels"),
+    "no cell of that name": (["kernels", "--cells", "gauss"], "No cell is called gauss"),
+    "a file that is not there": (["kernels", "--pairs", "nowhere.tsv"], "nowhere.tsv"),
+    "a text shorter than a window": (["kernels", "--text", "short.txt"], "too short"),
+    "a table without its task": (["primal", "--cells", "classification/*"], "No cell is called"),
+    "work in a file": (["kernels", "--work", "text.txt"], "no folder"),
+    "cells in a folder that is not empty": (["kernels", "--save", "."], "not an empty folder"),
+    "a scale that is none": (["kernels", "--scale", "huge"], "huge"),
+    "no seed at all": (["kernels", "--seeds", "0"], "--seeds"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_what_makes_no_sense_is_refused_in_two_lines(fault, shrunk):
+    (shrunk / "short.txt").write_text("Short.\n")
+    words, said = BAD[fault]
+    done = program(shrunk, "study", *words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.strip().splitlines() if "KJV" not in line]) <= 3
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_ends_with_130_and_keeps_what_is_finished(shrunk):
+    words = [sys.executable, "run.py", *WORDS[:-1], "2", "--work", "stopped"]
+    with subprocess.Popen(
+        words,
+        env=environment_with(),
+        cwd=shrunk,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        while process.poll() is None and len(list((shrunk / "stopped").glob("*.json"))) < 2:
+            threading.Event().wait(0.02)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert b"Interrupted." in said
+    assert b"Traceback" not in said
+    assert len(list((shrunk / "stopped").glob("*.json"))) >= 2
