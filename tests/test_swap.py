@@ -27,6 +27,7 @@ from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
 from attnlens.run.outcomes import differences as comparing
+from attnlens.run.outcomes.outputs import divergence
 from attnlens.run.swap import gates, resources
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.statistics import Design, paired_difference
@@ -663,6 +664,16 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     monkeypatch.setattr("attnlens.run.swap.session.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
+
+
+def test_a_small_divergence_keeps_its_digits_in_float32():
+    """Control: Σ p log(p/q), in the same type, holds the rounding of both normalisations."""
+    made = torch.Generator().manual_seed(0)
+    own = 3 * torch.randn(50, 5000, generator=made)
+    new = own + 0.02 * torch.randn(50, 5000, generator=made)
+    p, q = (one.log_softmax(-1) for one in (own, new))
+    exact, plain = divergence(own.double(), new.double()), (p.exp() * (p - q)).sum(-1)
+    assert (divergence(own, new) / exact - 1).abs().max() < 2e-3 < (plain / exact - 1).abs().max()
 
 
 # --- which heads ------------------------------------------------------------------------------------------------------

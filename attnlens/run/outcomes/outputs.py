@@ -102,9 +102,13 @@ def tokens_in(fed: Fed) -> int:
 
 
 def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """KL(own ‖ new) of each prediction, in nats."""
+    """KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
+
+    q − p sums up to 0 but for the rounding of both normalisations, which p log(q/p) holds too: here they cancel.
+    """
     own, new = own.log_softmax(-1), new.log_softmax(-1)
-    return (own.exp() * (own - new)).sum(-1)
+    p = own.exp()
+    return (new.exp() - p - p * (new - own)).sum(-1)
 
 
 def _wait(model: PreTrainedModel) -> None:
