@@ -255,6 +255,7 @@ BAD = {
     "work in a file": (["kernels", "--work", "text.txt"], "no folder"),
     "cells in a folder that is not empty": (["kernels", "--save", "."], "not an empty folder"),
     "a scale that is none": (["kernels", "--scale", "huge"], "huge"),
+    "a report over its own data": (["kernels", "--pairs", "text.txt", "--json", "text.txt"], "which --pairs reads"),
     "no seed at all": (["kernels", "--seeds", "0"], "--seeds"),
 }
 

@@ -36,13 +36,10 @@ class Inputs:
         is not asked), UsageError for a plan that can't be read.
         """
         found = cls()
-        prompts = [] if given.get("prompts") is None else [Path(given["prompts"])]
-        for option, named in (
-            ("text", given.get("text")),
-            ("calibration", given.get("calibration")),
-            ("prompts", prompts),
-        ):
-            for path in named or ():
+        lone = {name: [given[name]] for name in ("prompts", "pairs", "labelled") if given.get(name) is not None}
+        several = {name: given.get(name) or () for name in ("text", "calibration", "series")}
+        for option, named in (lone | several).items():
+            for path in map(Path, named):
                 if str(path) != STDIN:
                     found._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:

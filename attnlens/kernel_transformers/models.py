@@ -14,18 +14,16 @@ from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, Seque
 from attnlens.kernel_transformers.attention import KernelAttention
 from attnlens.kernel_transformers.forms import AttentionForm
 from attnlens.kernel_transformers.stacks import Classifier, EncoderDecoder, LanguageModel
+from attnlens.models.classes import OWN_TYPE
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MODEL_TYPE = "attnlens_kernel_transformer"
-IGNORED = -100
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
 
-    model_type = MODEL_TYPE
+    model_type = OWN_TYPE
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ def _kept(mask: Tensor | None) -> Tensor | None:
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())  # which leaves out −100
 
 
-AutoConfig.register(MODEL_TYPE, KernelTransformerConfig, exist_ok=True)
+AutoConfig.register(OWN_TYPE, KernelTransformerConfig, exist_ok=True)

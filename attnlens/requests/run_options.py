@@ -23,12 +23,12 @@ Place = str | os.PathLike[str] | None
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
-def _file(said: str) -> Option:
+def one_file(said: str) -> Option:
     """An option that names a file."""
     return Option(said, panel=INPUT, metavar="FILE", typed=str | None, check=values.file, call_only="read")
 
 
-def _files(said: str) -> Option:
+def several_files(said: str) -> Option:
     """An option that names a file each time, as often as it is given."""
     # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
     return Option(said, (), panel=INPUT, metavar="FILE", typed=list[Path] | None, call_only="read")
@@ -77,26 +77,26 @@ class Feeding(Loading, total=False):
 
     text: Annotated[
         Words,
-        _files(
+        several_files(
             f"Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with `{os.pathsep}`). Default: "
             "built-in texts of three kinds; for `demo` King James passages.",
         ),
     ]
     pairs: Annotated[
         Place,
-        _file(
+        one_file(
             "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
         ),
     ]
     image: Annotated[
         Words,
-        _files(
+        several_files(
             "Image file for a model that sees; repeatable, one for each sequence. Default: noise.",
         ),
     ]
     audio: Annotated[
         Words,
-        _files(
+        several_files(
             "Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: noise.",
         ),
     ]
@@ -237,7 +237,7 @@ class SwapRequest(ModelRequest, HealingRequest, total=False):
     ]
     ranks: Annotated[
         Any,
-        _file(
+        one_file(
             "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
         ),
     ]
@@ -274,7 +274,7 @@ class SwapRequest(ModelRequest, HealingRequest, total=False):
     ]
     prompts: Annotated[
         Place,
-        _file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows."),
+        one_file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows."),
     ]
     path: Annotated[
         Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
@@ -282,7 +282,7 @@ class SwapRequest(ModelRequest, HealingRequest, total=False):
     allow_signed: Annotated[bool, Option("Allow odd powers, under which attention can be negative.", False)]
     calibration: Annotated[
         Words,
-        _files(
+        several_files(
             "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
             "the evaluated text that are not evaluated.",
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import LARGEST, path, shown
@@ -11,7 +10,7 @@ from attnlens.choices import STUDIES
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 from attnlens.requests.fields import Option
-from attnlens.requests.run_options import INPUT, OUTPUT, Place
+from attnlens.requests.run_options import INPUT, OUTPUT, Place, one_file, several_files
 from attnlens.requests.values import Words, words
 
 ALL = "all"
@@ -44,25 +43,13 @@ class StudyRequest(TypedDict, total=False):
     ]
     text: Annotated[
         Words,
-        Option(
-            "Text file for language modelling; repeatable. Default: the King James text.",
-            (),
-            panel=INPUT,
-            metavar="FILE",
-            typed=list[Path] | None,
-            call_only="read",
-        ),
+        several_files("Text file for language modelling; repeatable. Default: the King James text."),
     ]
     pairs: Annotated[
         Place,
-        Option(
+        one_file(
             "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: "
             "a built-in task of reversal, where order and positions provably matter.",
-            panel=INPUT,
-            metavar="FILE",
-            typed=str | None,
-            check=path,
-            call_only="read",
         ),
     ]
     series: Annotated[
@@ -78,14 +65,7 @@ class StudyRequest(TypedDict, total=False):
     ]
     labelled: Annotated[
         Place,
-        Option(
-            "Texts to classify: a line each, `text TAB label`.",
-            panel=INPUT,
-            metavar="FILE",
-            typed=str | None,
-            check=path,
-            call_only="read",
-        ),
+        one_file("Texts to classify: a line each, `text TAB label`."),
     ]
     cells: Annotated[
         Words,

@@ -25,8 +25,6 @@ NOTES = (
     "±: standard error over seeds; p: paired by seed, corrected for all pairs of a task (Holm).",
     "published: other data and far larger models; orders are compared, not values.",
 )
-
-
 HEADS = (
     "medians over heads, before training → after it, of the first seed's run; tokens.* of log k on 8 held-out "
     "sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, kernels that can be negative, primal "
@@ -42,7 +40,12 @@ def study_sections(report: Report) -> Iterator[Section]:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
             said = (*agreement(study, task), *told_apart(study, task))
-            yield Section(_heading(task), lines=said, table=_table(task, cells), notes=(*notes, *NOTES))
+            yield Section(
+                _heading(task),
+                lines=said,
+                table=_table(task, cells),
+                notes=(*notes, *NOTES[: 1 + bool(task.published)]),
+            )
             if any(cell.heads for cell in cells):
                 yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
 

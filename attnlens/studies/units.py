@@ -93,12 +93,12 @@ def computed(unit: TrainingUnit, task: StudyTask, folder: Path) -> RunOutcome:
     if done.exists():
         return _read(done)
     model = model_of(unit, task)
-    held = task.held_out("validation", SEQUENCES)[0]
+    held = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
         if unit.kept:
             save_step(model, task, folder / name, step)
-        return medians(model, held) if unit.watched else {}
+        return {} if held is None else medians(model, held)
 
     trained = train(model.core, task, unit.scale, unit.run, state, watch)
     scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}

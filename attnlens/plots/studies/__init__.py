@@ -27,9 +27,9 @@ DASHES = ("-", "--", ":", "-.")
 
 def study_overview(report: Report) -> Figure:
     """Every task's cells and curves, two panels a row."""
-    facts = [f"scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies[:1]]
+    facts = [f"{study.name}: scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
-    return panels_overview(panels, title(report), facts, [report.studies[0].source])
+    return panels_overview(panels, title(report), facts, dict.fromkeys(study.source for study in report.studies))
 
 
 def study_panels(report: Report) -> list[Panel]:
@@ -44,8 +44,10 @@ def study_panels(report: Report) -> list[Panel]:
                 Panel(
                     f"{stem}-reached",
                     f"{task.name}: {task.metric}",
-                    "dots: seeds · bar: mean ± se · ◇ published, on a scale of its own",
-                    f"{study.question} {study.source}; published on {task.published}.",
+                    "dots: seeds · bar: mean ± se"
+                    + (" · ◇ published, on a scale of its own" if task.published else ""),
+                    f"{study.question} {study.source}"
+                    + (f"; published on {task.published}." if task.published else "."),
                     partial(_reached, task=task, cells=cells),
                     rows=max(6, 2 * len(cells)),
                     left=left,
