@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnlens import hooks, registry
+from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.attention import attend
+from attnlens.attsvm.nearness import Nearness
 from attnlens.choices import Part
 from attnlens.kernel_transformers import KernelTransformer
 from attnlens.kernel_transformers.attention import KernelAttention
@@ -22,7 +25,9 @@ MEASURES = (
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
-"""Symmetry, definiteness, spectrum and selection: of W_Q W_Kᵀ, and of log k on held-out sequences."""
+"""Symmetry, definiteness, spectrum and how peaked rows are: of W_Q W_Kᵀ, and of log k on held-out sequences."""
+DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
+"""Selection: the share of decided queries, and the cosine between a head and the SVM of its own choices."""
 SEQUENCES = 8
 """That tokens.* are read on."""
 
@@ -32,10 +37,12 @@ def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
 
     tokens.* are those of `inspect` with log k of the model's own kernel in the place of s⟨q, k⟩, so that they say what
     its attention does, in the mean over held-out sequences; weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel
-    that can be negative has no log k: of it weights.* alone are told, as of primal layers nothing is.
+    that can be negative has no log k: of it weights.* alone are told, as of primal layers nothing is. The SVM of the
+    selection is that on queries and keys, of kernels that are functions of products alone and without a position bias.
     """
     sequences = [batch.single(row) for row in range(min(SEQUENCES, len(batch.inputs)))]
-    read = [_readings(_weights(model)), *(_readings(_tokens(model, one)) for one in sequences)]
+    tokens = [_tokens(model, one) for one in sequences]
+    read = [_readings(_weights(model)), _selection(model, tokens), *(_readings(one) for one in tokens)]
     found: dict[str, list[Tensor]] = {}
     for readings in read:
         for name, value in readings.items():
@@ -54,6 +61,21 @@ def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
                     if name in MEASURES:
                         found.setdefault(name, []).append(value.double().reshape(-1))
     return {name: torch.cat(values) for name, values in found.items()}
+
+
+def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
+    """How selection stands, of all heads of all modules, over all sequences."""
+    decided: list[float] = []
+    cosines: list[float] = []
+    for module, *queries in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
+        selector = Selector(registry.GatheringPlace(queries[0].site))
+        for number, query_key in enumerate(queries):
+            selector.update(query_key, number)
+        decided += [sum(shares.values()) / len(shares) for shares in selector.shares.values()]
+        posed = selector.kept and module.kernel.tie is None and module.kernel.info.dot is not None
+        found = [selector.nearness(head) for head in selector.shares] if posed else []
+        cosines += [one.svm_cosine if isinstance(one, Nearness) else math.nan for one in found]
+    return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
 
 
 def _weights(model: KernelTransformer) -> Iterator[QueryKey]:

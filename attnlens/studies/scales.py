@@ -45,7 +45,7 @@ class Scale:
 
 
 SCALES: dict[str, Scale] = {
-    "tiny": Scale(2, 64, 4, 256, 1024, 64, 32, 300, 100, (2e-3, 6e-3, 2e-2), 3, 256, 0.0),
+    "tiny": Scale(2, 64, 4, 256, 1024, 64, 32, 300, 100, (6e-3, 2e-2, 6e-2), 3, 256, 0.0),
     "small": Scale(6, 256, 4, 1024, 8192, 128, 64, 20_000, 2_000, (2.5e-4, 5e-4, 1e-3), 5, 2_000, 0.1),
     # Transformer-XL's and fairseq's IWSLT'14 settings, as Tsai et al. take them: 16 layers of 410 for WikiText-103,
     # 6 of 512 with 4 heads for translation; one scale for both here, that of the translation.
