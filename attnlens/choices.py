@@ -42,3 +42,5 @@ HealingStage = Literal["transfer", "whole"]
 """What a healing compares: each site's output with its own on the original's inputs, or the whole models' outputs."""
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
 """The papers' tables that a study trains again, in this order where all are asked for."""
+KERNEL_TRANSFORMER = "attnlens_kernel_transformer"
+"""The model type of what `study` saves."""

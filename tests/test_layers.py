@@ -61,7 +61,7 @@ WITHOUT_TORCH = (
     *("errors", "files", "records", "registry", "atlas", "analyzers", "kernels", "rules", "requests", "cli"),
     "pytest_plugin",
 )
-PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}, "models": {"kernel_transformers"}}
+PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}
 """Rooms above that a room finds by name when they are first asked for: what it can't know, or must not load."""
 HEAVY = {"torch", "transformers", "matplotlib"}
 KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "jinja2": {5}, "typer": {6}}

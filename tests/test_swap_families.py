@@ -95,7 +95,7 @@ def test_later_tokens_change_no_earlier_output(name, words):
     if not bearable(name, words):
         return
     model, kept = families.build(name), 5
-    if model._can_set_experts_implementation():  # others multiply an expert's tokens together, and round by their number
+    if model._can_set_experts_implementation():  # others round by the number of an expert's tokens
         model.set_experts_implementation("batched_mm")
     inputs = families.inputs(name, model)
     first, second = (logits(name, words, model, given) for given in (inputs, later_changed(name, inputs, kept)))

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnlens.attention import attend
 from attnlens.attention.logits import as_exponential
+from attnlens.attention.primal_heads import PrimalHeads
 from attnlens.kernel_transformers.forms import AttentionForm, Place
 from attnlens.kernel_transformers.positions import (
     AsymmetricProduct,
@@ -19,7 +20,6 @@ from attnlens.kernel_transformers.positions import (
     sinusoids,
 )
 from attnlens.kernels import parsed
-from attnlens.primal import PrimalHeads
 from attnlens.records import Call
 
 if TYPE_CHECKING:

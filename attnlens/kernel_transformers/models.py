@@ -11,10 +11,10 @@ from torch.nn import functional
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
 
+from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.kernel_transformers.attention import KernelAttention
 from attnlens.kernel_transformers.forms import AttentionForm
 from attnlens.kernel_transformers.stacks import Classifier, EncoderDecoder, LanguageModel
-from attnlens.models.classes import OWN_TYPE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
 
-    model_type = OWN_TYPE
+    model_type = KERNEL_TRANSFORMER
 
     def __init__(
         self,
@@ -142,4 +142,4 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())  # which leaves out −100
 
 
-AutoConfig.register(OWN_TYPE, KernelTransformerConfig, exist_ok=True)
+AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.errors import ModelError
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
 
-OWN_TYPE = "attnlens_kernel_transformer"
-"""The model type of what `study` saves."""
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
 """The heads that predict tokens, for a checkpoint that brings its own code."""
 
@@ -45,7 +43,11 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
 
 def own_models(model_type: object) -> ModuleType | None:
     """The module with the models that `study` saves, which transformers then knows; None for any other type."""
-    return import_module("attnlens.kernel_transformers.models") if model_type == OWN_TYPE else None
+    if model_type != KERNEL_TRANSFORMER:
+        return None
+    from attnlens.kernel_transformers import models
+
+    return models
 
 
 def refuse_own_code(config: dict[str, Any], where: str) -> None:

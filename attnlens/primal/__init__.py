@@ -17,7 +17,7 @@
 torch.Size([1, 10, 32])
 """
 
-from attnlens.primal.attention import PrimalAttention, PrimalHeads, regulariser
+from attnlens.attention.primal_heads import PrimalAttention, PrimalHeads, regulariser
 from attnlens.primal.former import build
 
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.attention import attend
+from attnlens.attention.primal_heads import PrimalHeads
 from attnlens.attention.primal_scores import whole_reach
 from attnlens.errors import ModelError, TextError, UsageError
-from attnlens.primal.attention import PrimalHeads
 from attnlens.records import Call
 
 if TYPE_CHECKING:

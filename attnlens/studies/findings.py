@@ -30,7 +30,8 @@ def table_of(
     for task in tasks:
         of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
         if len(of) > 1 and len(of[0].runs) > 1:
-            compared = Blocks(torch.tensor([_values(cell, task) for cell in of], dtype=torch.float64))
+            values = torch.tensor([_values(cell, task) for cell in of], dtype=torch.float64)
+            compared = Blocks(values, [cell.published_diverged for cell in of])
             own = _pairs(of, task, compared)
             pairs += own
             orderings += _ordering(of, task, compared, own)
@@ -126,8 +127,7 @@ def _values(cell: StudyCell, task: StudyTask) -> list[float]:
 
 def _pairs(cells: Sequence[StudyCell], task: StudyTask, compared: Blocks) -> list[StudyPair]:
     """Each two cells, with p over their seeds, and whether the better one is the paper's."""
-    which, every = pairs_of(len(cells)), compared.p_values()
-    p_values = [float(every[a, b]) for a, b in which]
+    which, p_values = pairs_of(len(cells)), compared.p_values()
     return [
         StudyPair(
             task=task.name,
@@ -154,7 +154,7 @@ def _ordering(
 ) -> list[StudyOrdering]:
     """Kendall's τ of the cells that were published, where there are three at least."""
     known = [at for at, cell in enumerate(cells) if cell.published is not None]
-    if len(known) < 3 or not compared.error > 0:
+    if len(known) < 3:
         return []
     published = torch.tensor([cells[at].published for at in known], dtype=torch.float64)
     drawn = kendall(compared.drawn_means()[:, known], published)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from attnlens.attention.primal_heads import PrimalHeads, regulariser
 from attnlens.errors import UsageError
-from attnlens.primal import PrimalHeads, regulariser
 from attnlens.studies.scales import Scale
 from attnlens.studies.states import RunState, read_state, write_state
 from attnlens.studies.tasks import NOTHING, cross_entropy, mean_loss
