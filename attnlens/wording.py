@@ -97,11 +97,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listed(items: Iterable[object], limit: int = 6) -> str:
+def listed(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
     """`a, b, c`, and how many more where there are more than `limit`."""
     names = [clean(str(item)) for item in items]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return between.join(names[:limit]) + more
 
 
 def big(number: int) -> str:

@@ -33,8 +33,8 @@ FILES = (
     "sums",
     "whole",
 )
-"""Those of attnlens.attention but `scores`, for FlexAttention counts the parameters of its functions, which checks hide,
-and `primal_heads`, whose warnings name the line of their caller."""
+"""Those of attnlens.attention but `scores`, since FlexAttention counts the parameters of its functions, which checks
+hide, and `primal_heads`, whose warnings name the line of their caller."""
 ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kernels", "ksvd", "linalg", "statistics")
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
 """What the rooms and their checks import of other packages, which are not to see the switch below."""

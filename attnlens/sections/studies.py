@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import mean, stdev
 
 from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sections.section import Column, Row, Section, Table
-from attnlens.sentences.studies import agreement, how_trained, told_apart
+from attnlens.sentences.studies import agreement, how_trained, left_out, told_apart
 from attnlens.wording import (
     NO_VALUE,
     big,
@@ -22,7 +23,8 @@ from attnlens.wording import (
 
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
 NOTES = (
-    "±: standard error over seeds; p: paired by seed, corrected for all pairs of a task (Holm).",
+    "±: standard error over seeds; p: paired by seed, corrected for all pairs of a task (Holm). × SDPA: beside a "
+    "standard transformer (Eq. 4) with torch's attention, in one loop.",
     "published: other data and far larger models; orders are compared, not values.",
 )
 HEADS = (
@@ -39,7 +41,7 @@ def study_sections(report: Report) -> Iterator[Section]:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
-            said = (*agreement(study, task), *told_apart(study, task))
+            said = (*agreement(study, task), *told_apart(study, task), *left_out(task))
             yield Section(
                 _heading(task),
                 lines=said,
@@ -58,12 +60,14 @@ def _heading(task: StudyColumn) -> str:
 def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     """A row a cell, as the paper has them."""
     names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
+    beside = ("loss", "chrF") if task.form == "translation" else ()
     columns = [
         Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
         Column("", "published", tuple(_published(cell) for cell in cells)),
+        *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in beside),
         Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
         Column("", "parameters\n(of kernels)", tuple(_sizes(cell) for cell in cells)),
-        Column("", "tokens/s", tuple(big(round(cell.tokens_per_second)) for cell in cells)),
+        Column("", "tokens/s\n(× SDPA)", tuple(_speed(cell) for cell in cells)),
     ]
     if all(cell.published is None and not cell.published_diverged for cell in cells):
         del columns[1]
@@ -88,11 +92,26 @@ def _sizes(cell: StudyCell) -> str:
     return f"{big(cell.parameters)} ({big(cell.kernel_parameters)})"
 
 
+def _speed(cell: StudyCell) -> str:
+    return f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})"
+
+
 def _ours(task: StudyColumn, cell: StudyCell) -> str:
     if cell.mean is None:
         return "did not converge"
     factor = 100 if task.metric == "accuracy" else 1
-    value, error = cell.mean * factor, None if cell.se is None else cell.se * factor
+    return _with_error(cell.mean * factor, None if cell.se is None else cell.se * factor)
+
+
+def _score(cell: StudyCell, name: str) -> str:
+    """The mean of another score over seeds, with its error."""
+    values = [run.scores[name] for run in cell.runs if name in run.scores]
+    if not values or cell.mean is None:
+        return NO_VALUE
+    return _with_error(mean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
+
+
+def _with_error(value: float, error: float | None) -> str:
     decimals = decimals_with_error([value], error)
     return written(value, decimals) + ("" if error is None else f" ± {spread(error, decimals)}")
 

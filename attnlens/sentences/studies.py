@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attnlens.records import Report, StudyColumn, StudyPair, StudyTable
+from attnlens.records import Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
 from attnlens.wording import clean, counted, listed
+
+FEW_WORDS = 5
+"""BLEU below which a translation shares no more than single words with its reference."""
 
 
 def how_trained(study: StudyTable) -> str:
@@ -45,39 +48,58 @@ def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
             continue
         total = found.agree + found.disagree + found.undecided
         yield clean(
-            f"Against {study.source} ({task.published}): of {counted(total, 'pair')}, {found.agree} decided as "
-            f"published, {found.disagree} the other way, {found.undecided} not told apart by these seeds; Kendall's τ "
-            f"{found.tau:.2f} (95 % {found.low:.2f} to {found.high:.2f})."
+            f"By {found.measure}, against {study.source} ({task.published}): of {counted(total, 'pair')}, "
+            f"{found.agree} decided as published, {found.disagree} the other way, {found.undecided} not told apart by "
+            f"these seeds; Kendall's τ {found.tau:.2f} (95 % {found.low:.2f} to {found.high:.2f})."
         )
-        against = [pair for pair in decided(study, task) if pair.agrees is False]
+        against = [pair for pair in decided(study, task, found.measure) if pair.agrees is False]
         if against:
-            yield "Not as published: " + listed([_better(pair, task) for pair in against], 4) + "."
+            yield f"Not as published: {listed(map(_better, against), 4, '; ')}."
 
 
 def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Which cell is best, and which are not told apart from it."""
+    """Which cell is best by each measure, and which are not told apart from it."""
     cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
-    if len(cells) < 2:
+    for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
+        best = min(cells, key=lambda cell: _cost(cell, measure))  # used before it changes
+        behind = {
+            pair.second if pair.first == best.name else pair.first
+            for pair in decided(study, task, measure)
+            if best.name in (pair.first, pair.second)
+        }
+        level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
+        said = f"not told apart from it: {listed(level, 4, '; ')}" if level else "better than every other"
+        yield f"Best by {measure}: {clean(best.name)}; {said}."
+    if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
+        yield f"BLEU below {FEW_WORDS} says that hardly a phrase is translated: the loss is the surer measure here."
+
+
+def left_out(task: StudyColumn) -> Iterator[str]:
+    """What of the data is not as the files have it."""
+    if not task.left_out:
         return
-    best = (max if task.higher_is_better else min)(cells, key=lambda cell: cell.mean or 0.0)
-    behind = {
-        pair.second if pair.first == best.name else pair.first
-        for pair in decided(study, task)
-        if best.name in (pair.first, pair.second)
-    }
-    level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
-    said = f"not told apart from it: {listed(level, 4)}" if level else "better than every other"
-    yield f"Lowest: {clean(best.name)}; {said}." if not task.higher_is_better else f"Best: {clean(best.name)}; {said}."
+    if task.form == "translation":
+        counts = listed(f"{count} of {part}" for part, count in task.left_out.items())
+        yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
+    else:
+        yield f"Texts: {listed(f'{count} {what}' for what, count in task.left_out.items())}."
 
 
-def decided(study: StudyTable, task: StudyColumn) -> Sequence[StudyPair]:
-    """The pairs that these seeds tell apart."""
-    return [p for p in study.pairs if p.task == task.name and p.p_holm is not None and p.p_holm <= LEVEL]
+def decided(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
+    """The pairs that these seeds tell apart by that measure."""
+    of = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
+    return [pair for pair in of if pair.p_holm is not None and pair.p_holm <= LEVEL]
 
 
-def _better(pair: StudyPair, task: StudyColumn) -> str:
+def _cost(cell: StudyCell, measure: str) -> float:
+    """The mean of a measure over seeds, turned so that less is better."""
+    mean = sum(run.scores[measure] for run in cell.runs) / len(cell.runs)
+    return mean if measure == "loss" else -mean
+
+
+def _better(pair: StudyPair) -> str:
     """`a better than b (p 0.01)`."""
     first, second = pair.first, pair.second
-    if (pair.difference < 0) == task.higher_is_better:
+    if (pair.difference < 0) != (pair.measure == "loss"):
         first, second = second, first
     return f"{first} better than {second} (p {pair.p_holm:.2g})"

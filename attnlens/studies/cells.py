@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attnlens.studies.pool import MakeTasks, Pool
 from attnlens.studies.scales import Scale
+from attnlens.studies.speed import Speed, speeds
 from attnlens.studies.tables import PaperCell
 from attnlens.studies.tasks import StudyTask
 from attnlens.studies.training import Run
@@ -50,6 +51,8 @@ class CellResult:
     """The name of the first seed's files in the work folder."""
     searched: tuple[tuple[float, float], ...]
     """(learning rate, validation loss) of the search, of the chosen form."""
+    speed: Speed
+    """Of its training steps."""
 
 
 def trained_cells(
@@ -61,7 +64,8 @@ def trained_cells(
     """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
 
     All cells get the same search and the same steps. The test set is read once a run, at its end. The heads of the
-    first seed's run are looked at while it is trained. `make` makes the tasks again in other processes.
+    first seed's run are looked at while it is trained. `make` makes the tasks again in other processes. At the end a
+    few steps of each cell are timed.
     """
     tasks = list({id(task): task for _, task in cells}.values())
     tried = {at: _search_units(cell, task, plan.scale) for at, (cell, task) in enumerate(cells)}
@@ -71,6 +75,12 @@ def trained_cells(
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
         seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}
         found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
+        speed = {
+            at: one
+            for task in tasks
+            for own in [[at for at in chosen if cells[at][1] is task]]
+            for at, one in zip(own, speeds([chosen[at] for at in own], task), strict=True)
+        }
     return [
         CellResult(
             cell,
@@ -79,6 +89,7 @@ def trained_cells(
             tuple(found[unit] for unit in seeds[at]),
             seeds[at][0].key(digest_of(task)),
             tuple((unit.run.rate, searched[unit].loss) for unit in tried[at] if unit.form == chosen[at].form),
+            speed[at],
         )
         for at, (cell, task) in enumerate(cells)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 
 import torch
 
@@ -30,11 +29,12 @@ def table_of(
     for task in tasks:
         of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
         if len(of) > 1 and len(of[0].runs) > 1:
-            values = torch.tensor([_values(cell, task) for cell in of], dtype=torch.float64)
-            compared = Blocks(values, [cell.published_diverged for cell in of])
-            own = _pairs(of, task, compared)
-            pairs += own
-            orderings += _ordering(of, task, compared, own)
+            for measure in measures_of(task):
+                values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in of], dtype=torch.float64)
+                compared = Blocks(values, [cell.published_diverged for cell in of])
+                own = _pairs(of, task, measure, compared)
+                pairs += own
+                orderings += _ordering(of, task, measure, compared, own)
     return StudyTable(
         name=table.name,
         question=table.question,
@@ -56,6 +56,7 @@ def _task(task: StudyTask, table: PaperTable) -> StudyColumn:
         higher_is_better=task.higher_is_better,
         vocabulary=task.vocabulary,
         length=task.length,
+        left_out={what: count for what, count in getattr(task, "left_out", {}).items() if count},
         files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
         published=table.data.get(task.form),
     )
@@ -87,7 +88,8 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
         parameters=first.parameters,
         kernel_parameters=first.kernel_parameters,
         tokens=max(run.tokens for run in found.runs),
-        tokens_per_second=median(run.tokens / run.seconds if run.seconds else 0.0 for run in found.runs),
+        tokens_per_second=found.speed.tokens_per_second,
+        beside_sdpa=found.speed.beside_sdpa,
         heads=_heads(first),
         published=found.cell.published,
         published_diverged=found.cell.diverged,
@@ -108,7 +110,7 @@ def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, floa
     """The mean of the measure over seeds, and its standard error; of perplexity by its logarithm."""
     if any(run.problem for run in runs):
         return None, None
-    values = torch.tensor([run.scores[_compared(task)] for run in runs], dtype=torch.float64)
+    values = torch.tensor([run.scores[measures_of(task)[0]] for run in runs], dtype=torch.float64)
     mean = float(values.mean())
     se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
     if task.metric == "perplexity":
@@ -116,47 +118,52 @@ def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, floa
     return mean, se
 
 
-def _compared(task: StudyTask) -> str:
-    """The score by which cells are compared."""
-    return "loss" if task.metric == "perplexity" else task.metric
+def measures_of(task: StudyTask) -> tuple[str, ...]:
+    """The scores by which cells are compared, first the paper's: of translations the loss too, which tells more apart.
+
+    BLEU counts words that were written; models that hardly translate yet all have a little of it.
+    """
+    return {"language": ("loss",), "translation": ("BLEU", "loss"), "classification": ("accuracy",)}[task.form]
 
 
-def _values(cell: StudyCell, task: StudyTask) -> list[float]:
-    return [run.scores[_compared(task)] for run in cell.runs]
-
-
-def _pairs(cells: Sequence[StudyCell], task: StudyTask, compared: Blocks) -> list[StudyPair]:
+def _pairs(cells: Sequence[StudyCell], task: StudyTask, measure: str, compared: Blocks) -> list[StudyPair]:
     """Each two cells, with p over their seeds, and whether the better one is the paper's."""
     which, p_values = pairs_of(len(cells)), compared.p_values()
     return [
         StudyPair(
             task=task.name,
+            measure=measure,
             first=cells[a].name,
             second=cells[b].name,
             difference=float(compared.means[a] - compared.means[b]),
             p=None if math.isnan(p) else p,
             p_holm=None if math.isnan(corrected) else corrected,
-            agrees=_agrees(float(compared.means[a] - compared.means[b]), cells[a], cells[b]),
+            agrees=_agrees(_sign(task, measure) * float(compared.means[a] - compared.means[b]), cells[a], cells[b]),
         )
         for (a, b), p, corrected in zip(which, p_values, holm(p_values), strict=True)
     ]
 
 
+def _sign(task: StudyTask, measure: str) -> int:
+    """−1 where the better cell has less of the measure and more of the paper's, or the other way round."""
+    return 1 if (measure != "loss") == task.higher_is_better else -1
+
+
 def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | None:
-    """Whether the paper has the same order; its measure runs the same way as ours."""
+    """Whether the paper has the same order."""
     if first.published is None or second.published is None or first.published == second.published or not difference:
         return None
     return (difference > 0) == (first.published > second.published)
 
 
 def _ordering(
-    cells: Sequence[StudyCell], task: StudyTask, compared: Blocks, pairs: Sequence[StudyPair]
+    cells: Sequence[StudyCell], task: StudyTask, measure: str, compared: Blocks, pairs: Sequence[StudyPair]
 ) -> list[StudyOrdering]:
     """Kendall's τ of the cells that were published, where there are three at least."""
     known = [at for at, cell in enumerate(cells) if cell.published is not None]
     if len(known) < 3:
         return []
-    published = torch.tensor([cells[at].published for at in known], dtype=torch.float64)
+    published = _sign(task, measure) * torch.tensor([cells[at].published for at in known], dtype=torch.float64)
     drawn = kendall(compared.drawn_means()[:, known], published)
     low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     told = [pair for pair in pairs if pair.agrees is not None]
@@ -165,6 +172,7 @@ def _ordering(
     return [
         StudyOrdering(
             task=task.name,
+            measure=measure,
             tau=float(kendall(compared.means[known], published)),
             low=low,
             high=high,

@@ -84,7 +84,7 @@ def train(
     number, or where it never predicts better than before its first step: "did not converge". Deterministic on a
     CPU with one thread.
     """
-    accelerator = _accelerator()
+    accelerator = accelerator_of()
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
@@ -98,7 +98,8 @@ def train(
     return TrainedRun(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
 
 
-def _accelerator() -> Any:
+def accelerator_of() -> Any:
+    """What puts models on their device; raises UsageError where accelerate is missing."""
     try:
         from accelerate import Accelerator
     except ImportError:
@@ -126,7 +127,7 @@ def _descend(
     for step in range(found.step + 1, run.steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = run.rate * shape(step, run.steps, scale.warmup)
-        loss, tokens = _step(accelerator, model, optimiser, next(batches), run)
+        loss, tokens = step_of(accelerator, model, optimiser, next(batches), run)
         found = replace(found, step=step, tokens=found.tokens + tokens)
         if not math.isfinite(loss):
             return replace(found, problem=f"its loss was no finite number at step {step}")
@@ -143,7 +144,7 @@ def _descend(
     return found
 
 
-def _step(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples, run: Run) -> tuple[float, int]:
+def step_of(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples, run: Run) -> tuple[float, int]:
     """One step; its loss and how many tokens (of a class: sequences' own) it was trained on."""
     model.train()
     moved = batch.to(accelerator.device)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 NAME, LETTER = 34, 0.055
 """Most characters of a row's name, and inches of one."""
 OWN, OTHER = CATEGORIES[0], CATEGORIES[2]
+WIDE = 3
+"""Times the least perplexity, from which on the axis is logarithmic."""
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -84,6 +86,8 @@ def _factor(task: StudyColumn) -> float:
 
 def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     """A row a cell; of those that did not converge the words alone."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
     factor = _factor(task)
     for row, cell in enumerate(cells):
         values = [run.scores[task.metric] * factor for run in cell.runs if task.metric in run.scores]
@@ -102,6 +106,12 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
         axes.errorbar(
             cell.mean * factor, row, xerr=(cell.se or 0) * factor, fmt="|", color=INK, markersize=9, lw=1.2, zorder=4
         )
+    means = [cell.mean for cell in cells if cell.mean]
+    if task.metric == "perplexity" and means and max(means) > WIDE * min(means):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(cells)), [shortened(clean(cell.name), NAME) for cell in cells])
     axes.set_ylim(len(cells) - 0.5, -0.5)
     unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"

@@ -22,7 +22,7 @@ class StudyColumn(Record):
     form: Literal["language", "translation", "classification"]
     """Next tokens, a sentence for a sentence, or a class."""
     metric: Literal["perplexity", "BLEU", "accuracy"]
-    """By which cells are compared: perplexity by its logarithm, the loss."""
+    """What the paper measures: perplexity is compared by its logarithm, the loss."""
     higher_is_better: bool
     """Whether a better model has more of it."""
     vocabulary: Count
@@ -31,6 +31,8 @@ class StudyColumn(Record):
     """Most tokens of a sequence."""
     files: list[File] = []
     """The files read; none for what is built in."""
+    left_out: dict[str, Count] = {}
+    """How many examples are not as the files have them, by part or by what was done to them."""
     published: str | None = None
     """On which data, and in which measure, the paper's numbers are; None where it has none."""
 
@@ -79,7 +81,10 @@ class StudyCell(Record):
     tokens: Count
     """That each run was trained on."""
     tokens_per_second: Number
-    """In training, the median over runs; on one core each where several processes trained."""
+    """The median over a few training steps, on one core or one GPU."""
+    beside_sdpa: Number
+    """tokens_per_second over that of a standard transformer (exponential kernel, Eq. 4) whose attention is torch's
+    scaled_dot_product_attention, step by step in the same loop."""
     heads: dict[str, Curve] = {}
     """Medians over heads against the training step, of the first seed's run, by measure."""
     published: Number | None = None
@@ -99,16 +104,18 @@ class StudyPair(Record):
 
     task: str
     """The column."""
+    measure: str
+    """By which they are compared: loss, BLEU or accuracy on the test set."""
     first: str
     """A row."""
     second: str
     """Another."""
     difference: Number
-    """First − second, of the loss in nats where the measure is perplexity."""
+    """First − second."""
     p: Number | None
     """Two-sided, of no difference; None where runs have no spread."""
     p_holm: Number | None
-    """Corrected for all pairs of the task (Holm)."""
+    """Corrected for all pairs of the task by this measure (Holm)."""
     agrees: bool | None = None
     """Whether the better of the two is the paper's; None where the paper has none, or the same number for both."""
 
@@ -118,6 +125,8 @@ class StudyOrdering(Record):
 
     task: str
     """The column."""
+    measure: str
+    """By which ours are ordered."""
     tau: Number
     """Kendall's τ_a of our means and the published numbers, better first in both."""
     low: Number
@@ -153,5 +162,3 @@ class StudyTable(Record):
     """Of cells that converged."""
     orderings: list[StudyOrdering] = []
     """Of tasks with three cells or more that the paper has too."""
-    notes: list[str] = []
-    """What a reader must know of the data."""
