@@ -166,7 +166,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
     ]
     broken = (outcome(9.0, "its loss was no finite number at step 3"), outcome(1.0), outcome(1.0))
     found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),), FAST))
-    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SMALL, [Sentences()], found, 0)
+    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", {"language": SMALL}, [Sentences()], found, 0)
     (ordering,) = told.orderings
     assert (ordering.agree, ordering.disagree, ordering.undecided) == (2, 1, 0)
     assert ordering.tau == pytest.approx(1 / 3)

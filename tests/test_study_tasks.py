@@ -3,7 +3,9 @@
 import gzip
 import importlib
 import itertools
+import json
 import math
+import sys
 from collections import Counter, defaultdict
 
 import pytest
@@ -486,3 +488,40 @@ def test_the_exponential_kernel_selects_directions_that_the_square_can_not_tell_
     assert square < exponential - 0.08
     mixed = trained(task.permuted(0), True)
     assert abs(mixed - 0.5) < 4 * math.sqrt(0.25 / 512), "a control: permuted labels give chance"
+
+
+# --- the papers' data -------------------------------------------------------------------------------------------------
+
+
+def hub(folder, rows):
+    """A dataset in a folder, as datasets reads it: one file of rows a part."""
+    folder.mkdir()
+    for part, count in (("train", 400), ("validation", 60), ("test", 60)):
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(rows(n)) + "\n" for n in range(count)))
+    return (str(folder),)
+
+
+def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "attnlens.studies.tasks.published.WIKITEXT", hub(tmp_path / "w", lambda n: {"text": lines(1, n)[0]})
+    )
+    pairs = hub(tmp_path / "i", lambda n: {"translation": {"de": f"Zahl {n}", "en": f"number {n}"}})
+    monkeypatch.setattr("attnlens.studies.tasks.published.IWSLT", pairs)
+    sizes = {"length": 16, "vocabulary": 300, "evaluated": None}
+    text, talks = tasks.wikitext(**sizes), tasks.iwslt(**sizes)
+    ids = text.windows["test"][:, :-1].flatten().tolist()
+    assert text.pairs.text(ids).startswith(lines(1, 0)[0] + "\n" + lines(1, 1)[0])
+    assert len(talks.sentences["training"]) == 400
+    assert talks.written(talks.sentences["validation"][7][1].tolist()) == "number 7"
+    assert len(talks.files) == len(text.files) == 3
+
+
+def test_papers_data_that_can_not_be_had_are_named_with_what_to_give(monkeypatch):
+    monkeypatch.setattr("attnlens.studies.tasks.published.IWSLT", ("/nowhere/at/all",))
+    with pytest.raises(TextError) as caught:
+        tasks.iwslt(length=16, vocabulary=300, evaluated=None)
+    assert "--pairs" in caught.value.remedy
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="not installed") as missing:
+        tasks.wikitext(length=16, vocabulary=300, evaluated=None)
+    assert "attnlens[papers]" in missing.value.remedy

@@ -43,13 +43,15 @@ class StudyRequest(TypedDict, total=False):
     ]
     text: Annotated[
         Words,
-        several_files("Text file for language modelling; repeatable. Default: the King James text."),
+        several_files(
+            "Text file for language modelling; repeatable. Default: the King James text; `paper`: WikiText-103."
+        ),
     ]
     pairs: Annotated[
         Place,
         one_file(
             "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: "
-            "a built-in task of reversal, where order and positions provably matter.",
+            "a built-in task of reversal, where order and positions provably matter; `paper`: IWSLT'14.",
         ),
     ]
     series: Annotated[

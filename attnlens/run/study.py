@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 
@@ -27,9 +27,19 @@ from attnlens.run.provenance import report_of
 from attnlens.studies.cells import StudyPlan, trained_cells
 from attnlens.studies.findings import table_of
 from attnlens.studies.saved import check_work, save_cells
-from attnlens.studies.scales import SCALES, Scale
+from attnlens.studies.scales import Scale, scale_of
 from attnlens.studies.tables import TABLES, PaperCell
-from attnlens.studies.tasks import Reversal, StudyTask, labelled, language, series, translation
+from attnlens.studies.tasks import (
+    Reversal,
+    StudyTask,
+    TaskForm,
+    iwslt,
+    labelled,
+    language,
+    series,
+    translation,
+    wikitext,
+)
 from attnlens.wording import listed
 
 
@@ -42,24 +52,24 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     pooled variance, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
     lies in the folder `work`, from which the same call goes on, as after an interruption.
 
-    `text` files train language models, `pairs` translators (none: a built-in task), `series` and `labelled` are
-    classified. Raises UsageError for words that make no sense and for a table none of whose tasks is given, TextError
-    for data that can't be used, OutputError where `work` can't be written.
+    `text` files train language models (none: the King James text), `pairs` translators (none: a built-in task),
+    `series` and `labelled` are classified; at the scale `paper` WikiText-103 and IWSLT'14 stand in for no file.
+    Raises UsageError for words that make no sense and for a table none of whose tasks is given, TextError for data that
+    can't be used or had, OutputError where `work` can't be written.
     """
     asked = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
-    scale = SCALES[asked["scale"]]
-    scale = replace(scale, seeds=asked["seeds"] or scale.seeds)
+    scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
     folder = Path(asked["work"]) if asked["work"] is not None else _cache()
     check_work(folder)
     if asked["save"] is not None:
         check_folder(Path(asked["save"]))
     chosen = _chosen(names, asked)
     start = time.perf_counter()
-    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scale)
+    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
     make_folder(folder)
-    plan = StudyPlan(scale, asked["seed"], folder, _jobs(asked), kept=asked["save"] is not None)
+    plan = StudyPlan(scales, asked["seed"], folder, _jobs(asked), kept=asked["save"] is not None)
     found: list[StudyTable] = []
     for each, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
@@ -67,7 +77,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
         if plan.kept:
             save_cells(Path(asked["save"]) / each, trained, folder)
         of = [task for task in tasks if any(one is task for _, one in pairs)]
-        found.append(table_of(TABLES[each], asked["scale"], scale, of, trained, asked["seed"]))
+        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"]))
     return _report(found, asked, time.perf_counter() - start)
 
 
@@ -87,7 +97,7 @@ def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> R
 
 def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
     """The cells of each table of which there is data, and that were asked for; UsageError where there are none."""
-    forms = {"language", "translation"}
+    forms: set[TaskForm] = {"language", "translation"}
     if asked["series"] is not None or asked["labelled"] is not None:
         forms.add("classification")
     every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
@@ -103,21 +113,37 @@ def _named(cell: PaperCell, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
 
 
-def tasks_of(asked: dict[str, Any], forms: set[str], scale: Scale) -> list[StudyTask]:
-    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early."""
-    sizes = {"length": scale.length, "vocabulary": scale.vocabulary}
+def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
+    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early.
+
+    At the scale of the papers their data stand in for files that are not given, elsewhere what is built in.
+    """
+    sizes = {
+        form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
+        for form, one in scales.items()
+    }
+    papers = asked["scale"] == "paper"
     found: list[StudyTask] = []
     if "classification" in forms and asked["series"] is not None:
         found.append(series(*asked["series"]))
     if "classification" in forms and asked["labelled"] is not None:
-        found.append(labelled(asked["labelled"], **sizes))
-    if "translation" in forms:
-        pairs = asked["pairs"]
-        found.append(Reversal() if pairs is None else translation(pairs, **sizes, evaluated=scale.evaluated))
-    if "language" in forms:
+        scale = scales["classification"]
+        found.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
+    if "translation" in forms and asked["pairs"] is not None:
+        found.append(translation(asked["pairs"], **sizes["translation"]))
+    elif "translation" in forms:
+        found.append(iwslt(**sizes["translation"]) if papers else Reversal())
+    if "language" in forms and papers and not asked["text"]:
+        found.append(wikitext(**sizes["language"]))
+    elif "language" in forms:
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
-        found.append(language(read, **sizes, evaluated=scale.evaluated))
+        found.append(language(read, **sizes["language"]))
     return found[::-1]
+
+
+def _scale(form: TaskForm, asked: dict[str, Any]) -> Scale:
+    found = scale_of(asked["scale"], form)
+    return replace(found, seeds=asked["seeds"] or found.seeds)
 
 
 def _jobs(asked: dict[str, Any]) -> int:

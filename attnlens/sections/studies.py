@@ -37,11 +37,11 @@ HEADS = (
 def study_sections(report: Report) -> Iterator[Section]:
     """All tables, each task by itself."""
     for study in report.studies:
-        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=(how_trained(study),))
+        yield Section(f"{clean(study.name)}: {clean(study.question)}")
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
-            said = (*agreement(study, task), *told_apart(study, task), *left_out(task))
+            said = (how_trained(study, task), *agreement(study, task), *told_apart(study, task), *left_out(task))
             yield Section(
                 _heading(task),
                 lines=said,

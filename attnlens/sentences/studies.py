@@ -12,10 +12,9 @@ FEW_WORDS = 5
 """BLEU below which a translation shares no more than single words with its reference."""
 
 
-def how_trained(study: StudyTable) -> str:
-    """Sizes, steps and seeds: the same for all cells."""
-    sizes = study.sizes
-    seeds = max(len(cell.runs) for cell in study.cells)
+def how_trained(study: StudyTable, task: StudyColumn) -> str:
+    """Sizes, steps and seeds: the same for all cells of a task."""
+    sizes, seeds = task.sizes, max(len(cell.runs) for cell in study.cells if cell.task == task.name)
     rates = sizes["rates"]
     count = len(rates) if isinstance(rates, list) else 1
     return clean(

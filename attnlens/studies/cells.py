@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from attnlens.studies.pool import MakeTasks, Pool
 from attnlens.studies.scales import Scale
 from attnlens.studies.speed import Speed, speeds
 from attnlens.studies.tables import PaperCell
-from attnlens.studies.tasks import StudyTask
+from attnlens.studies.tasks import StudyTask, TaskForm
 from attnlens.studies.training import Run
 from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of
 
@@ -23,8 +23,8 @@ Tell = Callable[[str, int, int], None]
 class StudyPlan:
     """How every cell is trained, and where."""
 
-    scale: Scale
-    """Sizes, steps, rates and the number of seeds."""
+    scales: Mapping[TaskForm, Scale]
+    """Of each form of task sizes, steps, rates and the number of seeds."""
     seed: int
     """The first seed."""
     folder: Path
@@ -68,8 +68,8 @@ def trained_cells(
     few steps of each cell are timed.
     """
     tasks = list({id(task): task for _, task in cells}.values())
-    tried = {at: _search_units(cell, task, plan.scale) for at, (cell, task) in enumerate(cells)}
-    total = sum(map(len, tried.values())) + len(cells) * plan.scale.seeds
+    tried = {at: _search_units(cell, task, plan.scales[task.form]) for at, (cell, task) in enumerate(cells)}
+    total = sum(map(len, tried.values())) + sum(plan.scales[task.form].seeds for _, task in cells)
     with Pool(tasks, make, plan.folder, plan.jobs, total, tell) as pool:
         searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
@@ -104,6 +104,7 @@ def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[Traini
 
 
 def _seed_units(chosen: TrainingUnit, plan: StudyPlan) -> list[TrainingUnit]:
-    run, scale = replace(chosen.run, steps=plan.scale.steps), plan.scale
+    scale = chosen.scale
+    run = replace(chosen.run, steps=scale.steps)
     units = [replace(chosen, run=replace(run, seed=plan.seed + number), tested=True) for number in range(scale.seeds)]
     return [replace(units[0], watched=True, kept=plan.kept), *units[1:]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -15,12 +15,17 @@ from attnlens.statistics.blocks import Blocks, holm, kendall, pairs_of
 from attnlens.studies.cells import CellResult
 from attnlens.studies.scales import Scale, ScaleName
 from attnlens.studies.tables import PaperTable
-from attnlens.studies.tasks import StudyTask
+from attnlens.studies.tasks import StudyTask, TaskForm
 from attnlens.studies.units import RunOutcome
 
 
 def table_of(
-    table: PaperTable, name: ScaleName, scale: Scale, tasks: Sequence[StudyTask], found: Sequence[CellResult], seed: int
+    table: PaperTable,
+    name: ScaleName,
+    scales: Mapping[TaskForm, Scale],
+    tasks: Sequence[StudyTask],
+    found: Sequence[CellResult],
+    seed: int,
 ) -> StudyTable:
     """What was found, with the paper's numbers beside it."""
     cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
@@ -40,15 +45,14 @@ def table_of(
         question=table.question,
         source=table.source,
         scale=name,
-        sizes={name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scale).items()},
-        tasks=[_task(task, table) for task in tasks],
+        tasks=[_task(task, table, scales[task.form]) for task in tasks],
         cells=cells,
         pairs=pairs,
         orderings=orderings,
     )
 
 
-def _task(task: StudyTask, table: PaperTable) -> StudyColumn:
+def _task(task: StudyTask, table: PaperTable, scale: Scale) -> StudyColumn:
     return StudyColumn(
         name=task.name,
         form=task.form,
@@ -56,6 +60,7 @@ def _task(task: StudyTask, table: PaperTable) -> StudyColumn:
         higher_is_better=task.higher_is_better,
         vocabulary=task.vocabulary,
         length=task.length,
+        sizes={name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scale).items()},
         left_out={what: count for what, count in getattr(task, "left_out", {}).items() if count},
         files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
         published=table.data.get(task.form),
@@ -108,9 +113,10 @@ def _heads(run: RunOutcome) -> dict[str, Curve]:
 
 def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
     """The mean of the measure over seeds, and its standard error; of perplexity by its logarithm."""
-    if any(run.problem for run in runs):
+    measure = measures_of(task)[0]
+    if any(run.problem or measure not in run.scores for run in runs):
         return None, None
-    values = torch.tensor([run.scores[measures_of(task)[0]] for run in runs], dtype=torch.float64)
+    values = torch.tensor([run.scores[measure] for run in runs], dtype=torch.float64)
     mean = float(values.mean())
     se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
     if task.metric == "perplexity":

@@ -31,6 +31,8 @@ class StudyColumn(Record):
     """Most tokens of a sequence."""
     files: list[File] = []
     """The files read; none for what is built in."""
+    sizes: dict[str, JsonValue]
+    """Layers, widths, steps, rates: the same for all its cells."""
     left_out: dict[str, Count] = {}
     """How many examples are not as the files have them, by part or by what was done to them."""
     published: str | None = None
@@ -152,8 +154,6 @@ class StudyTable(Record):
     """Where it was published."""
     scale: str
     """tiny, small or paper."""
-    sizes: dict[str, JsonValue]
-    """Layers, widths, steps, rates: the same for all cells."""
     tasks: list[StudyColumn]
     """The columns."""
     cells: list[StudyCell]

@@ -5,6 +5,7 @@ from attnlens.studies.tasks.classification import Labelled
 from attnlens.studies.tasks.labelled import labelled
 from attnlens.studies.tasks.language import NextTokens, language
 from attnlens.studies.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
+from attnlens.studies.tasks.published import iwslt, wikitext
 from attnlens.studies.tasks.scores import bleu_and_chrf, cross_entropy, mean_loss, score, translations
 from attnlens.studies.tasks.series import series
 from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TaskForm, TranslationTask
@@ -29,6 +30,7 @@ __all__ = [
     "before",
     "bleu_and_chrf",
     "cross_entropy",
+    "iwslt",
     "labelled",
     "language",
     "least_leak",
@@ -38,4 +40,5 @@ __all__ = [
     "series",
     "translation",
     "translations",
+    "wikitext",
 ]

@@ -102,7 +102,21 @@ def language(
     for _, text in contents:
         for part, found in split_text(text).items():
             parts[part] += found
+    digests = {name: sha256(text.encode()).hexdigest() for name, text in given}
     name = " and ".join(name for name, _ in contents)
+    return next_tokens(name, parts, digests, length=length, vocabulary=vocabulary, evaluated=evaluated)
+
+
+def next_tokens(
+    name: str,
+    parts: Mapping[str, Sequence[str]],
+    files: Mapping[str, str],
+    *,
+    length: int,
+    vocabulary: int,
+    evaluated: int | None,
+) -> NextTokens:
+    """Language modelling on blocks of text that are split into parts already; as `language`, otherwise."""
     pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
     windows = {part: _windows(pairs, each, length) for part, each in parts.items()}
     for part, rows in windows.items():
@@ -114,8 +128,7 @@ def language(
     chosen = {
         part: rows if part == "training" else rows[spread(len(rows), evaluated)] for part, rows in windows.items()
     }
-    digests = {name: sha256(text.encode()).hexdigest() for name, text in given}
-    return NextTokens(name, length, pairs, chosen, digests)
+    return NextTokens(name, length, pairs, chosen, files)
 
 
 def split_text(text: str) -> dict[str, list[str]]:

@@ -44,8 +44,8 @@ class SentencePairs:
     """Of each part its pairs of source and target ids, without ids that begin or end."""
     left_out: Mapping[str, int]
     """Of each part the pairs of which a side is longer than `length`."""
-    split_by: Literal["books", "blocks"]
-    """Whether whole books are held out, or contiguous blocks of lines."""
+    split_by: Literal["books", "blocks", "the source"]
+    """Whether whole books are held out, contiguous blocks of lines, or what the source of the data holds out."""
     files: Mapping[str, str]
     """SHA-256 of the file by its name."""
     form: Literal["translation"] = field(default="translation", init=False)
@@ -96,27 +96,48 @@ def translation(
     found = read_rows(path, (2, 3), REMEDY)
     by_book = _by_book(found)
     chosen = by_book or numbers(blocks(len(found.rows)))
-    texts = {part: [found.rows[number][-2:] for number in each] for part, each in chosen.items()}
+    return sentence_pairs(
+        found.name,
+        {part: [found.rows[number][-2:] for number in each] for part, each in chosen.items()},
+        {found.name: found.sha256},
+        split_by="books" if by_book else "blocks",
+        length=length,
+        vocabulary=vocabulary,
+        evaluated=evaluated,
+    )
+
+
+def sentence_pairs(
+    name: str,
+    texts: Mapping[str, Sequence[Sequence[str]]],
+    files: Mapping[str, str],
+    *,
+    split_by: Literal["books", "blocks", "the source"],
+    length: int,
+    vocabulary: int,
+    evaluated: int | None,
+) -> SentencePairs:
+    """Translation of (source, target) rows that are split into parts already; as `translation`, otherwise."""
     code = byte_pairs((side for row in texts["training"] for side in row), vocabulary, SPECIALS)
     every = {part: _encoded(code, rows) for part, rows in texts.items()}
     short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in every.items()}
     for part, rows in short.items():
         if not rows:
             raise TextError(
-                f"{path}: of {len(found.rows)} pairs, the {part} part has none of at most {length} tokens a side.",
+                f"{name}: of {len(every[part])} pairs, the {part} part has none of at most {length} tokens a side.",
                 "Give more pairs, or allow longer ones.",
             )
     kept = {
         p: rows if p == "training" else [rows[at] for at in spread(len(rows), evaluated)] for p, rows in short.items()
     }
     return SentencePairs(
-        name=found.name,
+        name=name,
         length=length,
         pairs=code,
         sentences=kept,
         left_out={part: len(every[part]) - len(short[part]) for part in PARTS},
-        split_by="books" if by_book else "blocks",
-        files={found.name: found.sha256},
+        split_by=split_by,
+        files=files,
     )
 
 
