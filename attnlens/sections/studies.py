@@ -12,7 +12,6 @@ from attnlens.wording import (
     NO_VALUE,
     big,
     clean,
-    decimals_for,
     decimals_with_error,
     short,
     source_of,
@@ -28,9 +27,9 @@ NOTES = (
     "published: other data and far larger models; orders are compared, not values.",
 )
 HEADS = (
-    "medians over heads, before training → after it, of the first seed's run; tokens.* of log k on 8 held-out "
-    "sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, kernels that can be negative, primal "
-    "layers."
+    "medians over heads, before training → after it, of the first seed's run; tokens.* and selection.* of log k on 8 "
+    "held-out sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, the SVM of kernels that are "
+    "no functions of products or have a position bias, kernels that can be negative, primal layers."
 )
 
 
@@ -61,9 +60,11 @@ def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     """A row a cell, as the paper has them."""
     names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
     beside = ("loss", "chrF") if task.form == "translation" else ()
+    known = [f"{cell.published:g}" for cell in cells if cell.published is not None]
+    decimals = max((len(number.partition(".")[2]) for number in known), default=0)
     columns = [
         Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
-        Column("", "published", tuple(_published(cell) for cell in cells)),
+        Column("", "published", tuple(_published(cell, decimals) for cell in cells)),
         *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in beside),
         Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
         Column("", "parameters\n(of kernels)", tuple(_sizes(cell) for cell in cells)),
@@ -116,10 +117,10 @@ def _with_error(value: float, error: float | None) -> str:
     return written(value, decimals) + ("" if error is None else f" ± {spread(error, decimals)}")
 
 
-def _published(cell: StudyCell) -> str:
+def _published(cell: StudyCell, decimals: int) -> str:
     if cell.published_diverged:
         return "did not converge"
-    return NO_VALUE if cell.published is None else written(cell.published, decimals_for([cell.published], 4))
+    return NO_VALUE if cell.published is None else written(cell.published, decimals)
 
 
 def study_rows(report: Report) -> Iterator[Row]:

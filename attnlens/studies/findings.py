@@ -165,9 +165,9 @@ def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | No
 def _ordering(
     cells: Sequence[StudyCell], task: StudyTask, measure: str, compared: Blocks, pairs: Sequence[StudyPair]
 ) -> list[StudyOrdering]:
-    """Kendall's τ of the cells that were published, where there are three at least."""
+    """Kendall's τ of the cells that were published, where there are two at least."""
     known = [at for at, cell in enumerate(cells) if cell.published is not None]
-    if len(known) < 3:
+    if len(known) < 2:
         return []
     published = _sign(task, measure) * torch.tensor([cells[at].published for at in known], dtype=torch.float64)
     drawn = kendall(compared.drawn_means()[:, known], published)

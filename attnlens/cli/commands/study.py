@@ -11,7 +11,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import guarded, interruptible_at_once
+from attnlens.cli.show import guarded, interruptible_at_once, say
 from attnlens.cli.work import working
 from attnlens.requests.study import StudyRequest, table
 
@@ -34,5 +34,9 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
         from attnlens import run
 
     with working(outputs) as tell:
-        report = run.study(name, progress=tell, **settings)
+        try:
+            report = run.study(name, progress=tell, **settings)
+        except KeyboardInterrupt:
+            say("What is finished is kept: the same command goes on from there.")
+            raise
     deliver(outputs, report)

@@ -161,4 +161,4 @@ class StudyTable(Record):
     pairs: list[StudyPair] = []
     """Of cells that converged."""
     orderings: list[StudyOrdering] = []
-    """Of tasks with three cells or more that the paper has too."""
+    """Of tasks with two cells or more that the paper has too."""

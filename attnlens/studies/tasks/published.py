@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from logging import CRITICAL
 from typing import Any
 
 from attnlens.errors import TextError, UsageError
@@ -56,7 +57,7 @@ def _splits(instead: str, *name: str) -> Mapping[str, Any]:
     from huggingface_hub.utils import logging
 
     said_before = logging.get_verbosity()
-    logging.set_verbosity_error()  # it tells of each try
+    logging.set_verbosity(CRITICAL)  # it tells of each try
     try:
         found = datasets.load_dataset(*name)
         return {part: found[own] for part, own in zip(PARTS, ("train", "validation", "test"), strict=True)}
