@@ -17,8 +17,10 @@ def how_trained(study: StudyTable, task: StudyColumn) -> str:
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in study.cells if cell.task == task.name)
     rates = sizes["rates"]
     count = len(rates) if isinstance(rates, list) else 1
-    primal = any(cell.form["primal"] != "none" for cell in study.cells if cell.task == task.name)
-    more = ", of primal cells that of four pairs of s and η as well" if primal else ""
+    several = [
+        f"{cell.name} the best of {cell.forms}" for cell in study.cells if cell.forms > 1 and cell.task == task.name
+    ]
+    more = f"; of forms, {listed(several, between='; ')}" if several else ""
     return clean(
         f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
         f"sequences, {counted(seeds, 'seed')}; the learning rate is the best of {count} by validation loss after "

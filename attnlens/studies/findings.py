@@ -86,6 +86,7 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
         task=task.name,
         form={name: list(v) if isinstance(v, tuple) else v for name, v in asdict(found.unit.form).items()},
         rate=found.unit.run.rate,
+        forms=len(found.cell.forms),
         searched=[(rate, loss if math.isfinite(loss) else None) for rate, loss in found.searched],
         mean=mean,
         se=se,

@@ -67,6 +67,8 @@ class StudyCell(Record):
     """Kernel, symmetry, positions, value function; of several that were searched, the chosen one."""
     rate: Number
     """The learning rate that the search chose."""
+    forms: Count
+    """How many forms the search had to choose from, at each learning rate."""
     searched: list[tuple[Number, Number | None]]
     """(learning rate, validation loss) of the search; None where a run did not converge."""
     mean: Number | None
