@@ -261,6 +261,10 @@ BAD = {
     "cells in a folder that is not empty": (["kernels", "--save", "."], "not an empty folder"),
     "a scale that is none": (["kernels", "--scale", "huge"], "huge"),
     "a report over its own data": (["kernels", "--pairs", "text.txt", "--json", "text.txt"], "which --pairs reads"),
+    "one file for two tasks": (
+        ["dimension", "--pairs", "two.tsv", "--labelled", "two.tsv"],
+        "Two tasks are called two.tsv",
+    ),
     "no seed at all": (["kernels", "--seeds", "0"], "--seeds"),
 }
 
@@ -268,6 +272,7 @@ BAD = {
 @pytest.mark.parametrize("fault", BAD)
 def test_what_makes_no_sense_is_refused_in_two_lines(fault, shrunk):
     (shrunk / "short.txt").write_text("Short.\n")
+    (shrunk / "two.tsv").write_text("".join(f"number {n}\t{n % 2}\n" for n in range(60)))
     words, said = BAD[fault]
     done = program(shrunk, "study", *words)
     assert done.returncode == 2, done.stderr

@@ -48,8 +48,8 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     """Train the cells of a table (kernels, positions, order, values, dimension, primal; all) from several seeds.
 
     Every cell has the same sizes, steps and data; its learning rate is the one of least validation loss in a shorter
-    run; the test set is read once, at the end of each run. Cells are compared over the same seeds (Student's t of a
-    pooled variance, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
+    run; the test set is read once, at the end of each run. Cells are compared over the same seeds (moderated
+    paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
     lies in the folder `work`, from which the same call goes on, as after an interruption.
 
     `text` files train language models (none: the King James text), `pairs` translators (none: a built-in task),
@@ -68,6 +68,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     start = time.perf_counter()
     make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
+    _check_names(tasks)
     make_folder(folder)
     plan = StudyPlan(scales, asked["seed"], folder, _jobs(asked), kept=asked["save"] is not None)
     found: list[StudyTable] = []
@@ -139,6 +140,14 @@ def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskFo
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
         found.append(language(read, **sizes["language"]))
     return found[::-1]
+
+
+def _check_names(tasks: Sequence[StudyTask]) -> None:
+    """Raise UsageError where two tasks have one name, by which their cells are told apart."""
+    names = [task.name for task in tasks]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
 
 
 def _scale(form: TaskForm, asked: dict[str, Any]) -> Scale:

@@ -75,12 +75,10 @@ def trained_cells(
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
         seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}
         found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
-        speed = {
-            at: one
-            for task in tasks
-            for own in [[at for at in chosen if cells[at][1] is task]]
-            for at, one in zip(own, speeds([chosen[at] for at in own], task), strict=True)
-        }
+        speed: dict[int, Speed] = {}
+        for task in tasks:
+            own = [at for at, (_, of) in enumerate(cells) if of is task]
+            speed |= dict(zip(own, speeds([chosen[at] for at in own], task), strict=True))
     return [
         CellResult(
             cell,

@@ -114,10 +114,9 @@ def _heads(run: RunOutcome) -> dict[str, Curve]:
 
 def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
     """The mean of the measure over seeds, and its standard error; of perplexity by its logarithm."""
-    measure = measures_of(task)[0]
-    if any(run.problem or measure not in run.scores for run in runs):
+    if any(run.problem for run in runs):
         return None, None
-    values = torch.tensor([run.scores[measure] for run in runs], dtype=torch.float64)
+    values = torch.tensor([run.scores[measures_of(task)[0]] for run in runs], dtype=torch.float64)
     mean = float(values.mean())
     se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
     if task.metric == "perplexity":

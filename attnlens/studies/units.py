@@ -102,11 +102,12 @@ def computed(unit: TrainingUnit, task: StudyTask, folder: Path) -> RunOutcome:
 
     trained = train(model.core, task, unit.scale, unit.run, state, watch)
     scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}
+    finite = all(math.isfinite(value) for value in scores.values())
     outcome = RunOutcome(
         list(trained.curve),
         list(trained.watched) if unit.watched else [],
-        trained.problem,
-        {name: value for name, value in scores.items() if math.isfinite(value)},
+        trained.problem if finite else "its loss on the test set is no finite number",
+        scores if finite else {},
         sum(part.numel() for part in model.parameters()),
         sum(module.kernel_parameters for module in model.attentions()),
         trained.tokens,
