@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attnlens.statistics.blocks import Blocks, _moderated, holm, kendall, pairs_of
+from attnlens.statistics.blocks import Blocks, _moderated, holm, pairs_of
 
 STUDIES = 600
 NOISE = {
@@ -92,15 +92,3 @@ def test_cells_without_any_spread_are_not_called_different():
 def test_holm_is_the_step_down_procedure():
     assert holm([0.01, 0.04, 0.03, math.nan]) == pytest.approx([0.03, 0.06, 0.06, math.nan], nan_ok=True)
     assert holm([0.9, 0.8]) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("noise", [[0.5] * 4, [0.1, 0.5, 0.1, 2.0]])
-def test_kendall_is_scipys_without_ties_and_draws_cover_the_true_order(noise):
-    first, second = torch.randperm(9, generator=torch.Generator().manual_seed(1)).double(), torch.arange(9.0).double()
-    assert float(kendall(first, second)) == pytest.approx(stats.kendalltau(first, second).statistic)
-    truth, inside = torch.tensor([0.0, 1.0, 2.0, 2.2], dtype=torch.float64), 0
-    for seed in range(200):
-        taus = kendall(Blocks(drawn(noise, 3, seed, spread=5.0) + truth[:, None]).drawn_means(2000), truth)
-        low, high = taus.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-        inside += low <= 1.0 <= high
-    assert inside / 200 >= 0.9

@@ -21,7 +21,7 @@ from attnlens.studies.findings import table_of
 from attnlens.studies.scales import SCALES
 from attnlens.studies.speed import Speed
 from attnlens.studies.tables import TABLES, PaperCell, PaperTable
-from attnlens.studies.tasks import Reversal, planted, score
+from attnlens.studies.tasks import Reversal, planted, score, translation
 from attnlens.studies.training import Run, train
 from attnlens.studies.units import RunOutcome, TrainingUnit, computed, digest_of, model_of
 
@@ -143,12 +143,16 @@ def outcome(loss, problem=""):
     return RunOutcome([(0, 5.0), (10, loss)], [], problem, scores, 100, 10, 640, 2.0)
 
 
+class Sentences:
+    name, form, metric, higher_is_better = "words", "language", "perplexity", False
+    vocabulary, length, files = 10, 8, {}
+
+
+SIZES = {"language": SMALL}
+
+
 def test_a_tables_order_is_set_beside_the_published_one():
     """Our a < b < c with small noise, published b < a < c: one pair of three is decided the other way."""
-
-    class Sentences:
-        name, form, metric, higher_is_better = "words", "language", "perplexity", False
-        vocabulary, length, files = 10, 8, {}
 
     cells = [
         PaperCell(name, "language", AttentionForm(), value) for name, value in (("a", 2.0), ("b", 1.0), ("c", 3.0))
@@ -166,7 +170,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
     ]
     broken = (outcome(9.0, "its loss was no finite number at step 3"), outcome(1.0), outcome(1.0))
     found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),), FAST))
-    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", {"language": SMALL}, [Sentences()], found, 0)
+    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0)
     (ordering,) = told.orderings
     assert (ordering.agree, ordering.disagree, ordering.undecided) == (2, 1, 0)
     assert ordering.tau == pytest.approx(1 / 3)
@@ -253,7 +257,8 @@ def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk
 
 BAD = {
     "no table of that name": (["kernel"], "kernels"),
-    "no cell of that name": (["kernels", "--cells", "gauss"], "No cell is called gauss"),
+    "no cell of that name": (["kernels", "--cells", "language/*", "--cells", "gauss"], "No cell is called gauss"),
+    "a file that nothing is trained on": (["kernels", "--labelled", "two.tsv"], "No cell is trained on --labelled"),
     "a file that is not there": (["kernels", "--pairs", "nowhere.tsv"], "nowhere.tsv"),
     "a text shorter than a window": (["kernels", "--text", "short.txt"], "too short"),
     "a table without its task": (["primal", "--cells", "classification/*"], "No cell is called"),
@@ -300,3 +305,74 @@ def test_an_interrupted_study_ends_with_130_and_keeps_what_is_finished(shrunk):
     assert b"the same command goes on from there.\nInterrupted." in said
     assert b"Traceback" not in said
     assert len(list((shrunk / "stopped").glob("*.json"))) >= 2
+
+
+def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_path):
+    """Eq. 9 in all three kinds of attention; found by its class, its start token known; no form is named as such."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    import attnlens
+    from attnlens.errors import ModelError
+    from attnlens.studies.saved import save_step
+
+    lines = [f"{n}\tzahl {n} und {n % 7}\tnumber {n} and {n % 7}\n" for n in range(120)]
+    (tmp_path / "pairs.tsv").write_text("".join(lines))
+    task = translation(tmp_path / "pairs.tsv", length=24, vocabulary=270)
+    form = AttentionForm(positions="symmetric product")
+    model = model_of(TrainingUnit(task.name, form, SMALL, Run(1e-2, 1, 0), tested=False), task)
+    save_step(model, task, tmp_path, 3)
+    opened = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "step-000003")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in opened.state_dict().items())
+    report = attnlens.inspect(tmp_path / "step-000003", sequences=2, tokens=16, analyzers=("spectrum",))
+    assert {head.part for head in report.heads} == {"encoder", "decoder", "cross"}
+    config = tmp_path / "step-000003" / "config.json"
+    for field, value in {"positions": "tabel", "places": "decoder", "symmetric": "no", "strange": 1}.items():
+        told = json.loads(config.read_text())
+        config.write_text(json.dumps(told | {"form": told["form"] | {field: value}}))
+        with pytest.raises(ModelError, match=f"form.{field}"):
+            attnlens.inspect(tmp_path / "step-000003", sequences=2, tokens=16)
+        config.write_text(json.dumps(told))
+
+
+def test_no_form_has_two_published_numbers_on_one_task_of_a_paper():
+    known = {}
+    for table in TABLES.values():
+        for cell in table.cells:
+            if cell.published is not None and table.name != "primal":
+                place = table.source.partition(",")[0], cell.task, cell.form
+                assert known.setdefault(place, cell.published) == cell.published, (table.name, cell.name)
+
+
+def test_a_validation_loss_that_is_no_number_ends_the_run():
+    task = planted.majority()
+    model = model_of(TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=False), task)
+
+    def spoil(step):
+        if step:
+            torch.nn.init.constant_(model.core.classes.weight, torch.nan)
+        return {}
+
+    trained = train(model.core, task, SMALL, Run(0.0, 4, 0), watch=spoil)
+    assert "no finite number at step" in trained.problem
+
+
+def test_the_interval_of_tau_holds_the_true_one_however_near_cells_are():
+    """Six cells whose true order is the published one, at distances from far below the noise to far beyond it."""
+    cells = [PaperCell(str(n), "language", AttentionForm(), float(n)) for n in range(6)]
+    unit = TrainingUnit("words", AttentionForm(), SMALL, Run(1e-2, 10, 0), tested=True)
+    made = torch.Generator().manual_seed(0)
+    inside, widths = [], {}
+    for gap in (0.02, 0.4, 1.0, 8.0):
+        for _ in range(40):
+            losses = 3 + 0.01 * (gap * torch.arange(6.0)[:, None] + torch.randn(6, 3, generator=made))
+            found = [
+                CellResult(cell, "words", unit, tuple(map(outcome, row)), "key", ((1e-2, 1.0),), FAST)
+                for cell, row in zip(cells, losses.tolist(), strict=True)
+            ]
+            (told,) = table_of(
+                PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0
+            ).orderings
+            inside.append(told.low <= 1 <= told.high)
+            widths[gap] = told.high - told.low
+    assert sum(inside) / len(inside) >= 0.95
+    assert widths[8.0] < 0.5 < 1.5 < widths[0.02]

@@ -215,7 +215,7 @@ def test_longer_pairs_are_left_out_and_counted(verses):
     assert task.left_out == {"training": 1, "validation": 0, "test": 0}
     assert max(len(side) + 1 for part in task.sentences.values() for pair in part for side in pair) <= task.length
     assert [len(task.sentences[part]) for part in ("validation", "test")] == [6, 6]
-    with pytest.raises(TextError, match="has none of at most 3 tokens"):
+    with pytest.raises(TextError, match="none has at most 3 tokens"):
         tasks.translation(verses, vocabulary=300, length=3)
 
 
@@ -496,8 +496,8 @@ def test_the_exponential_kernel_selects_directions_that_the_square_can_not_tell_
 def hub(folder, rows):
     """A dataset in a folder, as datasets reads it: one file of rows a part."""
     folder.mkdir()
-    for part, count in (("train", 400), ("validation", 60), ("test", 60)):
-        (folder / f"{part}.jsonl").write_text("".join(json.dumps(rows(n)) + "\n" for n in range(count)))
+    for part, own in (("test", range(60)), ("validation", range(60, 120)), ("train", range(120, 520))):
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(rows(n)) + "\n" for n in own))
     return (str(folder),)
 
 
@@ -512,7 +512,7 @@ def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
     ids = text.windows["test"][:, :-1].flatten().tolist()
     assert text.pairs.text(ids).startswith(lines(1, 0)[0] + "\n" + lines(1, 1)[0])
     assert len(talks.sentences["training"]) == 400
-    assert talks.written(talks.sentences["validation"][7][1].tolist()) == "number 7"
+    assert talks.written(talks.sentences["validation"][7][1].tolist()) == "number 67"
     assert len(talks.files) == len(text.files) == 3
 
 
@@ -525,3 +525,25 @@ def test_papers_data_that_can_not_be_had_are_named_with_what_to_give(monkeypatch
     with pytest.raises(UsageError, match="not installed") as missing:
         tasks.wikitext(length=16, vocabulary=300, evaluated=None)
     assert "attnlens[papers]" in missing.value.remedy
+
+
+def test_pairs_that_are_held_out_are_not_trained_on(tmp_path):
+    """600 lines of 50 pairs: what is judged on is nowhere in training, and is counted."""
+    path = tmp_path / "repeated.tsv"
+    path.write_text("".join(f"eins {n % 50}\tone {n % 50}\n" for n in range(600)))
+    task = tasks.translation(path, length=16, vocabulary=270, evaluated=8)
+    key = lambda pair: tuple(map(tuple, (side.tolist() for side in pair)))  # noqa: E731
+    trained = {key(pair) for pair in task.sentences["training"]}
+    assert trained
+    assert not trained & {key(pair) for part in ("validation", "test") for pair in task.sentences[part]}
+    assert task.repeated == 540 - len(task.sentences["training"])
+
+
+def test_series_of_one_name_are_told_apart_and_one_file_twice_is_refused(tmp_path):
+    rows = "@problemName p\n@univariate true\n@classLabel true a b\n@data\n" + "1,2,3:a\n3,2,1:b\n" * 10
+    for folder in ("train", "test"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.ts").write_text(rows + ("" if folder == "train" else "1,1,3:a\n"))
+    assert len(tasks.series(tmp_path / "train" / "x.ts", tmp_path / "test" / "x.ts").files) == 2
+    with pytest.raises(TextError, match="to train on and to test on"):
+        tasks.series(tmp_path / "train" / "x.ts", tmp_path / "train" / "x.ts")

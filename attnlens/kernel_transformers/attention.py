@@ -60,10 +60,10 @@ class KernelAttention(nn.Module):
             nn.init.xavier_uniform_(next(self.added.parameters()))
 
     def forward(
-        self, features: States, memory: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
+        self, features: States, key_value_states: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
     ) -> States:
-        """What each of `features` reads of `memory` (None: of themselves); `kept` says which keys are no padding."""
-        read = features if memory is None else memory
+        """What `features` read of `key_value_states` (None: of themselves); `kept` says which keys are no padding."""
+        read = features if key_value_states is None else key_value_states
         query, key, value = features, read, read
         if self.positions == "sum":  # Eq. 4
             query, key = features + _places(features), read + _places(read)
@@ -74,7 +74,9 @@ class KernelAttention(nn.Module):
             found = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
         else:
             assert self.value is not None  # noqa: S101
-            found = self._attended(queries, keys, self._split(self.value(value)), kept, cross=memory is not None)
+            found = self._attended(
+                queries, keys, self._split(self.value(value)), kept, cross=key_value_states is not None
+            )
         output: Tensor = self.output(found.transpose(1, 2).flatten(2))
         return output
 
@@ -91,8 +93,9 @@ class KernelAttention(nn.Module):
         named = self.config._attn_implementation
         if named not in (OWN, None):
             query, key, scale = as_exponential(query, key, scale, self.kernel)
-            more = {"scaling": scale, "position_bias": bias, "is_causal": False}
-            if self.causal and allowed is None:
+            own = named == "sdpa" and self.causal and allowed is None  # torch is fastest where it makes the mask
+            more = {"scaling": scale, "position_bias": bias, "is_causal": own}
+            if self.causal and allowed is None and not own:
                 allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
             answered: Tensor = ALL_ATTENTION_FUNCTIONS[named](self, query, key, value, allowed, **more)[0]
             return answered.transpose(1, 2)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
 
 from attnlens.choices import KERNEL_TRANSFORMER
+from attnlens.errors import ModelError
 from attnlens.kernel_transformers.attention import KernelAttention
 from attnlens.kernel_transformers.forms import AttentionForm
 from attnlens.kernel_transformers.stacks import Classifier, EncoderDecoder, LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+REMEDY = "Restore the config.json that attnlens study wrote."
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
@@ -48,8 +61,13 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
     @property
     def attention_form(self) -> AttentionForm:
-        """Which attention the model has."""
-        return AttentionForm(**{**self.form, "places": tuple(self.form["places"])})
+        """Which attention the model has; raises ModelError for fields that make none."""
+        try:
+            return TypeAdapter(AttentionForm).validate_json(json.dumps(self.form), strict=True, extra="forbid")
+        except (ValidationError, TypeError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+            where = ".".join(map(str, ("form", *first["loc"])))
+            raise ModelError(f"The model's config.json has no attention in {where}: {first['msg']}.", REMEDY) from None
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -143,3 +161,9 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
+for _auto, _class in (
+    (AutoModelForCausalLM, KernelTransformerForCausalLM),
+    (AutoModelForSeq2SeqLM, KernelTransformerForSeq2SeqLM),
+    (AutoModelForSequenceClassification, KernelTransformerForSequenceClassification),
+):
+    _auto.register(KernelTransformerConfig, _class, exist_ok=True)

@@ -78,7 +78,8 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
         if plan.kept:
             save_cells(Path(asked["save"]) / each, trained, folder)
         of = [task for task in tasks if any(one is task for _, one in pairs)]
-        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"]))
+        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
+        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
     return _report(found, asked, time.perf_counter() - start)
 
 
@@ -97,20 +98,46 @@ def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> R
 
 
 def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
-    """The cells of each table of which there is data, and that were asked for; UsageError where there are none."""
-    forms: set[TaskForm] = {"language", "translation"}
-    if asked["series"] is not None or asked["labelled"] is not None:
-        forms.add("classification")
+    """The cells of each table of which there is data, and that were asked for.
+
+    Raises UsageError for a pattern that is the name of none, and for a file that none of them is trained on.
+    """
+    forms = _forms(asked)
     every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
-    found = {name: [cell for cell in cells if _named(cell, asked["cells"])] for name, cells in every.items()}
-    if any(found.values()):
-        return {name: cells for name, cells in found.items() if cells}
     rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
-    raise UsageError(f"No cell is called {', '.join(asked['cells'])}.", f"There are: {listed(rows, 8)}.")
+    for pattern in asked["cells"]:
+        if not any(_named(row, [pattern]) for row in rows):
+            without = "" if "classification" in forms else " Those of classification need --series or --labelled."
+            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{without}")
+    found = {
+        name: [cell for cell in cells if _named(f"{cell.task}/{cell.name}", asked["cells"])]
+        for name, cells in every.items()
+    }
+    trained = {cell.task for cells in found.values() for cell in cells}
+    for option, form in DATA.items():
+        if asked[option] and form not in trained:
+            raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
+    return {name: cells for name, cells in found.items() if cells}
 
 
-def _named(cell: PaperCell, patterns: Sequence[str]) -> bool:
-    names = cell.name, f"{cell.task}/{cell.name}"
+DATA: dict[str, TaskForm] = {
+    "series": "classification",
+    "labelled": "classification",
+    "pairs": "translation",
+    "text": "language",
+}
+"""Option → the form of task that its files are for."""
+
+
+def _forms(asked: dict[str, Any]) -> set[TaskForm]:
+    """The forms of task for which there is data: the user's, or what is built in."""
+    found: set[TaskForm] = {"language", "translation"}
+    return found | {form for option, form in DATA.items() if asked[option]}
+
+
+def _named(row: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches the row with its task, or alone; none matches all."""
+    names = row, row.partition("/")[2]
     return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
 
 

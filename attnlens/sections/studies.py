@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sections.section import Column, Row, Section, Table
-from attnlens.sentences.studies import agreement, how_trained, left_out, told_apart
+from attnlens.sentences.studies import agreement, at_the_edge, how_trained, left_out, not_trained, told_apart
 from attnlens.wording import (
     NO_VALUE,
     big,
@@ -21,13 +21,11 @@ from attnlens.wording import (
 )
 
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
-NOTES = (
-    "±: standard error over seeds; p: paired by seed, corrected for all pairs of a task (Holm). × SDPA: beside a "
-    "standard transformer (Eq. 4) with torch's attention, in one loop.",
-    "published: other data and far larger models; orders are compared, not values.",
-)
+SPEED = "× SDPA: training steps beside those of a standard transformer (Eq. 4) with torch's attention, in one loop."
+ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
+PUBLISHED = "published: {}; other data and far larger models: orders are compared, not values."
 HEADS = (
-    "medians over heads, before training → after it, of the first seed's run; tokens.* and selection.* of log k on 8 "
+    "medians over heads, before training → as tested, of the first seed's run; tokens.* and selection.* of log k on 8 "
     "held-out sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, the SVM of kernels that are "
     "no functions of products or have a position bias, kernels that can be negative, primal layers."
 )
@@ -36,16 +34,16 @@ HEADS = (
 def study_sections(report: Report) -> Iterator[Section]:
     """All tables, each task by itself."""
     for study in report.studies:
-        yield Section(f"{clean(study.name)}: {clean(study.question)}")
+        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(not_trained(study)))
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
-            said = (how_trained(study, task), *agreement(study, task), *told_apart(study, task), *left_out(task))
+            told = (*agreement(study, task), *told_apart(study, task), *at_the_edge(study, task))
             yield Section(
                 _heading(task),
-                lines=said,
+                lines=(how_trained(study, task), *told, *left_out(task)),
                 table=_table(task, cells),
-                notes=(*notes, *NOTES[: 1 + bool(task.published)]),
+                notes=(*notes, *_notes(task, cells)),
             )
             if any(cell.heads for cell in cells):
                 yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
@@ -54,6 +52,15 @@ def study_sections(report: Report) -> Iterator[Section]:
 def _heading(task: StudyColumn) -> str:
     kind = "" if task.form in task.name else f" ({task.form})"
     return clean(f"{task.name}{kind}, {UNITS[task.metric]}, {'more' if task.higher_is_better else 'less'} is better")
+
+
+def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
+    """What the columns mean, of those that there are."""
+    if any(cell.se is not None for cell in cells):
+        yield ERRORS
+    yield SPEED
+    if task.published and any(cell.published is not None or cell.published_diverged for cell in cells):
+        yield PUBLISHED.format(clean(task.published))
 
 
 def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
@@ -70,6 +77,8 @@ def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
         Column("", "parameters\n(of kernels)", tuple(_sizes(cell) for cell in cells)),
         Column("", "tokens/s\n(× SDPA)", tuple(_speed(cell) for cell in cells)),
     ]
+    if any(cell.features for cell in cells):
+        columns.append(Column("", "features", tuple(cell.features or NO_VALUE for cell in cells)))
     if all(cell.published is None and not cell.published_diverged for cell in cells):
         del columns[1]
     return Table(names, tuple(columns))
@@ -86,7 +95,7 @@ def _heads(cells: list[StudyCell]) -> Table:
 
 def _moved(cell: StudyCell, name: str) -> str:
     found = [value for value in cell.heads[name].median if value is not None] if name in cell.heads else []
-    return f"{short(found[0])} → {short(found[-1])}" if found else NO_VALUE
+    return f"{short(found[0])} → {short(found[min(cell.tested_look, len(found) - 1)])}" if found else NO_VALUE
 
 
 def _sizes(cell: StudyCell) -> str:

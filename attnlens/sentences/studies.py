@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
-from attnlens.wording import clean, counted, listed
+from attnlens.wording import big, clean, counted, listed
 
 FEW_WORDS = 5
 """BLEU below which a translation shares no more than single words with its reference."""
@@ -14,18 +14,30 @@ FEW_WORDS = 5
 
 def how_trained(study: StudyTable, task: StudyColumn) -> str:
     """Sizes, steps and seeds: the same for all cells of a task."""
-    sizes, seeds = task.sizes, max(len(cell.runs) for cell in study.cells if cell.task == task.name)
+    cells = [cell for cell in study.cells if cell.task == task.name]
+    sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
     rates = sizes["rates"]
     count = len(rates) if isinstance(rates, list) else 1
-    several = [
-        f"{cell.name} the best of {cell.forms}" for cell in study.cells if cell.forms > 1 and cell.task == task.name
-    ]
+    several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
     more = f"; of forms, {listed(several, between='; ')}" if several else ""
     return clean(
         f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
         f"sequences, {counted(seeds, 'seed')}; the learning rate is the best of {count} by validation loss after "
-        f"{sizes['search_steps']} steps{more}. Scale: {study.scale}."
+        f"{sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens a run. "
+        f"Scale: {study.scale}."
     )
+
+
+def at_the_edge(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+    """Cells for which a rate beyond those that were tried may be better; and that one seed tells nothing apart."""
+    rates = task.sizes["rates"]
+    ends = (min(rates), max(rates)) if isinstance(rates, list) and len(rates) > 1 else ()  # type: ignore[type-var]
+    cells = [cell for cell in study.cells if cell.task == task.name]
+    found = [cell.name for cell in cells if cell.rate in ends]
+    if found:
+        yield f"At the end of the rates that were tried, so that others may be better: {listed(found, 6, '; ')}."
+    if max(len(cell.runs) for cell in cells) < 2:
+        yield "One seed has no error: nothing is compared."
 
 
 def standing(report: Report) -> tuple[str, bool]:
@@ -65,27 +77,33 @@ def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         best = min(cells, key=lambda cell: _cost(cell, measure))  # used before it changes
-        behind = {
-            pair.second if pair.first == best.name else pair.first
-            for pair in decided(study, task, measure)
-            if best.name in (pair.first, pair.second)
-        }
+        beaten = [pair for pair in decided(study, task, measure) if best.name in (pair.first, pair.second)]
+        behind = {pair.second if pair.first == best.name else pair.first for pair in beaten}
         level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
-        said = f"not told apart from it: {listed(level, 4, '; ')}" if level else "better than every other"
+        largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
+        others = f"not told apart from it: {listed(level, 4, '; ')}"
+        said = others if level else f"better than every other (p ≤ {largest:.2g})"
         yield f"Best by {measure}: {clean(best.name)}; {said}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
         yield f"BLEU below {FEW_WORDS} says that hardly a phrase is translated: the loss is the surer measure here."
 
 
+def not_trained(study: StudyTable) -> Iterator[str]:
+    """Columns that there were no data for."""
+    if study.not_trained:
+        given = {"classification": "classification (--series or --labelled)"}
+        yield f"Not trained, as no data was given: {listed(given.get(form, form) for form in study.not_trained)}."
+
+
 def left_out(task: StudyColumn) -> Iterator[str]:
     """What of the data is not as the files have it."""
-    if not task.left_out:
-        return
-    if task.form == "translation":
+    if task.form == "translation" and task.left_out:
         counts = listed(f"{count} of {part}" for part, count in task.left_out.items())
         yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
-    else:
+    elif task.left_out:
         yield f"Texts: {listed(f'{count} {what}' for what, count in task.left_out.items())}."
+    if task.repeated:
+        yield f"Left out of training, as they are held out too: {counted(task.repeated, 'pair')}."
 
 
 def decided(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-DRAWS = 20_000
-"""Of the means as they may truly be, behind an interval of Kendall's τ."""
 LEAST = 1e-5
 """Of the median variance: no variance counts as smaller, so that equal values by chance are no certainty."""
+COUNTED = 0.5
+"""Of the degrees of freedom that other pairs add: pairs that share a treatment tell of the same noise."""
 FEWEST = 3
 """Variances that say how variances are spread; fewer leave each by itself."""
 
@@ -49,36 +48,20 @@ class Blocks:
         from scipy import stats
 
         pairs, wide = pairs_of(len(self.values)), self.values.double().numpy()
-        differences = np.array([wide[a] - wide[b] for a, b in pairs])
-        error, freedom = self._errors(differences.var(1, ddof=1), pairs)
-        found: list[float] = (2 * stats.t.sf(np.abs(differences.mean(1)) / error, freedom)).tolist()
-        return found
-
-    def drawn_means(self, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "draws treatments"]:
-        """Means as they may truly be: the found ones and Student's t of each one's error, moderated like a pair's."""
-        wide = self.values.double()
-        rest = wide - wide.mean(1, keepdim=True)
-        rest = rest - rest.median(0).values  # β, which one noisy treatment moves little
-        variances = (rest.square().sum(1) / (wide.shape[1] - 1)).numpy()
-        error, freedom = self._errors(variances, [(at,) for at in range(len(wide))])
-        noise = np.random.default_rng(seed).standard_t(freedom, (draws, len(wide)))
-        return self.means + torch.from_numpy(np.nan_to_num(noise * error))
-
-    def _errors(self, variances: Any, of: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
-        """Standard errors of means over blocks, and degrees of freedom; `of` says which treatments each is of."""
-        blocks = self.values.shape[1]
-        kinds = [sorted(self.kinds[one] if self.kinds else 0 for one in treatments) for treatments in of]
-        error, freedom = np.full(len(of), np.nan), np.full(len(of), blocks - 1.0)
-        for kind in {tuple(one) for one in kinds}:
-            own = [at for at, one in enumerate(kinds) if tuple(one) == kind]
-            others = len({treatment for at in own for treatment in of[at]}) - len(of[own[0]])
-            moderated, more = _moderated(variances[own], blocks - 1, others, 1 / len(of[own[0]]))
-            error[own], freedom[own] = np.sqrt(moderated / blocks), blocks - 1 + more
-        return error, freedom
+        blocks, differences = wide.shape[1], np.array([wide[a] - wide[b] for a, b in pairs])
+        variances, found = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
+        kinds = [tuple(sorted(self.kinds[one] if self.kinds else 0 for one in pair)) for pair in pairs]
+        for kind in set(kinds):
+            own = [at for at, one in enumerate(kinds) if one == kind]
+            others = len({treatment for at in own for treatment in pairs[at]}) - 2
+            moderated, more = _moderated(variances[own], blocks - 1, others, COUNTED)
+            score = np.abs(differences[own].mean(1)) / np.sqrt(moderated / blocks)
+            found[own] = 2 * stats.t.sf(score, blocks - 1 + more)
+        return list(map(float, found))
 
 
 def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tuple[Any, float]:
-    """(d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
+    """(d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and the d₀ of it (Smyth 2004, Section 6.2).
 
     d₀ and s₀² are those of the scaled χ² that log s² is spread like, d₀ at most what `others` treatments have; of d₀
     the part `counted` counts.
@@ -113,13 +96,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, (len(order) - rank) * p_values[at])
         found[at] = min(1.0, least)
     return found
-
-
-def kendall(first: Float[Tensor, "*draws n"], second: Float[Tensor, " n"]) -> Float[Tensor, "*draws"]:
-    """τ_a: (pairs in the same order − pairs in the other)/all pairs; a tie counts as neither."""
-    pairs = torch.combinations(torch.arange(second.shape[-1]))
-    signs = [(part[..., pairs[:, 0]] - part[..., pairs[:, 1]]).sign() for part in (first, second)]
-    return (signs[0] * signs[1]).mean(-1)
 
 
 def pairs_of(count: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from attnlens.records.experiments import Curve
 from attnlens.records.provenance import File
 from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
-from attnlens.statistics.blocks import Blocks, holm, kendall, pairs_of
+from attnlens.statistics.blocks import Blocks, holm, pairs_of
 from attnlens.studies.cells import CellResult
 from attnlens.studies.scales import Scale, ScaleName
-from attnlens.studies.tables import PaperTable
+from attnlens.studies.tables import PaperTable, features_of
 from attnlens.studies.tasks import StudyTask, TaskForm
 from attnlens.studies.units import RunOutcome
 
@@ -26,20 +26,12 @@ def table_of(
     tasks: Sequence[StudyTask],
     found: Sequence[CellResult],
     seed: int,
+    not_trained: Sequence[TaskForm] = (),
 ) -> StudyTable:
-    """What was found, with the paper's numbers beside it."""
+    """What was found, with the paper's numbers beside it; `not_trained` for want of data."""
     cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
-    pairs: list[StudyPair] = []
-    orderings: list[StudyOrdering] = []
-    for task in tasks:
-        of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
-        if len(of) > 1 and len(of[0].runs) > 1:
-            for measure in measures_of(task):
-                values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in of], dtype=torch.float64)
-                compared = Blocks(values, [cell.published_diverged for cell in of])
-                own = _pairs(of, task, measure, compared)
-                pairs += own
-                orderings += _ordering(of, task, measure, compared, own)
+    pairs = _corrected([pair for task in tasks for pair in _pairs(cells, task)])
+    by = [(task, measure) for task in tasks for measure in measures_of(task)]
     return StudyTable(
         name=table.name,
         question=table.question,
@@ -47,8 +39,9 @@ def table_of(
         scale=name,
         tasks=[_task(task, table, scales[task.form]) for task in tasks],
         cells=cells,
+        not_trained=list(not_trained),
         pairs=pairs,
-        orderings=orderings,
+        orderings=[one for task, measure in by for one in _ordering(cells, task, measure, pairs)],
     )
 
 
@@ -62,6 +55,7 @@ def _task(task: StudyTask, table: PaperTable, scale: Scale) -> StudyColumn:
         length=task.length,
         sizes={name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scale).items()},
         left_out={what: count for what, count in getattr(task, "left_out", {}).items() if count},
+        repeated=getattr(task, "repeated", 0),
         files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
         published=table.data.get(task.form),
     )
@@ -97,6 +91,7 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
         tokens_per_second=found.speed.tokens_per_second,
         beside_sdpa=found.speed.beside_sdpa,
         heads=_heads(first),
+        features=features_of(found.cell, found.unit.scale),
         published=found.cell.published,
         published_diverged=found.cell.diverged,
     )
@@ -132,26 +127,38 @@ def measures_of(task: StudyTask) -> tuple[str, ...]:
     return {"language": ("loss",), "translation": ("BLEU", "loss"), "classification": ("accuracy",)}[task.form]
 
 
-def _pairs(cells: Sequence[StudyCell], task: StudyTask, measure: str, compared: Blocks) -> list[StudyPair]:
-    """Each two cells, with p over their seeds, and whether the better one is the paper's."""
-    which, p_values = pairs_of(len(cells)), compared.p_values()
+def _pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
+    """Each two cells that converged, by each measure, with p over seeds, and whether the better one is the paper's."""
+    of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
+    if len(of) < 2 or len(of[0].runs) < 2:
+        return
+    for measure in measures_of(task):
+        values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in of], dtype=torch.float64)
+        compared = Blocks(values, [cell.published_diverged for cell in of])
+        for (a, b), p in zip(pairs_of(len(of)), compared.p_values(), strict=True):
+            difference = float(compared.means[a] - compared.means[b])
+            yield StudyPair(
+                task=task.name,
+                measure=measure,
+                first=of[a].name,
+                second=of[b].name,
+                difference=difference,
+                p=None if math.isnan(p) else p,
+                p_holm=None,
+                agrees=_agrees(_sign(task, measure) * difference, of[a], of[b]),
+            )
+
+
+def _corrected(pairs: Sequence[StudyPair]) -> list[StudyPair]:
+    """The same with p for as many comparisons as there are in the table."""
+    every = holm([math.nan if pair.p is None else pair.p for pair in pairs])
     return [
-        StudyPair(
-            task=task.name,
-            measure=measure,
-            first=cells[a].name,
-            second=cells[b].name,
-            difference=float(compared.means[a] - compared.means[b]),
-            p=None if math.isnan(p) else p,
-            p_holm=None if math.isnan(corrected) else corrected,
-            agrees=_agrees(_sign(task, measure) * float(compared.means[a] - compared.means[b]), cells[a], cells[b]),
-        )
-        for (a, b), p, corrected in zip(which, p_values, holm(p_values), strict=True)
+        pair.model_copy(update={"p_holm": None if math.isnan(p) else p}) for pair, p in zip(pairs, every, strict=True)
     ]
 
 
 def _sign(task: StudyTask, measure: str) -> int:
-    """−1 where the better cell has less of the measure and more of the paper's, or the other way round."""
+    """1 where a better cell has more of the measure and of the paper's, or less of both; −1 elsewhere."""
     return 1 if (measure != "loss") == task.higher_is_better else -1
 
 
@@ -163,27 +170,29 @@ def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | No
 
 
 def _ordering(
-    cells: Sequence[StudyCell], task: StudyTask, measure: str, compared: Blocks, pairs: Sequence[StudyPair]
-) -> list[StudyOrdering]:
-    """Kendall's τ of the cells that were published, where there are two at least."""
-    known = [at for at, cell in enumerate(cells) if cell.published is not None]
-    if len(known) < 2:
-        return []
-    published = _sign(task, measure) * torch.tensor([cells[at].published for at in known], dtype=torch.float64)
-    drawn = kendall(compared.drawn_means()[:, known], published)
-    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    told = [pair for pair in pairs if pair.agrees is not None]
+    cells: Sequence[StudyCell], task: StudyTask, measure: str, pairs: Sequence[StudyPair]
+) -> Iterator[StudyOrdering]:
+    """Kendall's τ of the cells that were published, where there are two at least.
+
+    Its interval is what τ can be when every decided pair stands as decided and every other one either way: Holm's
+    chance of any false decision is below 5 %, so that the true τ lies inside in 95 % of studies at least.
+    """
+    published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
+    of = [pair for pair in pairs if (pair.task, pair.measure) == (task.name, measure)]
+    known = [pair for pair in of if pair.first in published and pair.second in published]
+    if not known:
+        return
+    told = [pair for pair in known if published[pair.first] != published[pair.second]]
     decided = [pair for pair in told if pair.p_holm is not None and pair.p_holm <= LEVEL]
     agree = sum(bool(pair.agrees) for pair in decided)
-    return [
-        StudyOrdering(
-            task=task.name,
-            measure=measure,
-            tau=float(kendall(compared.means[known], published)),
-            low=low,
-            high=high,
-            agree=agree,
-            disagree=len(decided) - agree,
-            undecided=len(told) - len(decided),
-        )
-    ]
+    disagree, undecided = len(decided) - agree, len(told) - len(decided)
+    yield StudyOrdering(
+        task=task.name,
+        measure=measure,
+        tau=sum(0 if pair.agrees is None else 2 * pair.agrees - 1 for pair in known) / len(known),
+        low=(agree - disagree - undecided) / len(known),
+        high=(agree - disagree + undecided) / len(known),
+        agree=agree,
+        disagree=disagree,
+        undecided=undecided,
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
@@ -49,22 +51,24 @@ class Pool:
         if kind is not None:
             for process in list((self.executor._processes or {}).values()):
                 process.terminate()  # what it had finished is in its files
-        self.executor.shutdown(wait=kind is None, cancel_futures=True)
+        self.executor.shutdown(cancel_futures=True)
 
     def outcomes(self, units: Sequence[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
         """Each unit's outcome. Raises ModelError where a process ended before its unit did."""
         every = list(dict.fromkeys(units))
         if self.executor is None:
             return {unit: self._told(stage, computed(unit, self.tasks[unit.task], self.folder)) for unit in every}
-        futures: dict[Future[RunOutcome], TrainingUnit] = {self.executor.submit(_compute, unit): unit for unit in every}
+        with _uninterrupted():  # processes begin here, and are never to hear of an interruption
+            futures = {self.executor.submit(_compute, unit): unit for unit in every}
         found = {}
         try:
             for future in as_completed(futures):
                 found[futures[future]] = self._told(stage, future.result())
         except BrokenProcessPool:
             raise ModelError(
-                "A training process was ended from outside, as for want of memory.",
-                "Run it again with --jobs 1: what is finished is kept.",
+                "A training process ended before its work: for want of memory, or as a script calls attnlens.study "
+                "outside of `if __name__ == '__main__':`.",
+                "Run it again with one job (--jobs 1): what is finished is kept.",
             ) from None
         return found
 
@@ -74,8 +78,21 @@ class Pool:
         return outcome
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, SIGINT is ignored, which processes begun there inherit: the one that began them decides what it ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _begin(make: MakeTasks, folder: Path) -> None:
-    """What a process does first: the one that started it decides what an interruption ends."""
+    """What a process does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _here.update(tasks=_named(make()), folder=folder)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from attnlens.errors import OutputError
 from attnlens.files import check_writable, make_folder, unwritten_folder
 from attnlens.kernel_transformers import KernelTransformer
@@ -26,12 +28,15 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
     from transformers import PreTrainedTokenizerFast
 
     place = folder / STEP.format(step)
-    with quiet():
-        model.save_pretrained(place)
     pairs = getattr(task, "pairs", None)
-    if pairs is not None:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs.tokenizer)  # type: ignore[no-untyped-call]
-        tokenizer.save_pretrained(place)
+    try:
+        with quiet():
+            model.save_pretrained(place)
+            if pairs is not None:
+                tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs.tokenizer)  # type: ignore[no-untyped-call]
+                tokenizer.save_pretrained(place)
+    except (OSError, SafetensorError) as error:
+        raise unwritten_folder(place, getattr(error, "strerror", None) or str(error)) from None
 
 
 def save_cells(folder: Path, found: Sequence[CellResult], work: Path) -> None:
@@ -48,7 +53,7 @@ def save_cells(folder: Path, found: Sequence[CellResult], work: Path) -> None:
 
 def slug(name: str) -> str:
     """The name as a folder is called: small letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
 def check_work(folder: Path) -> None:

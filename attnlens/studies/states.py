@@ -19,7 +19,7 @@ from attnlens.files import write_atomically
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANDOM, MODEL, BEST, MOMENTS = "random", "model.", "best.", "moments."
+RANDOM, CUDA, MODEL, BEST, MOMENTS = "random", "random of the GPU", "model.", "best.", "moments."
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunState:
     seconds: float = 0.0
     """In training so far."""
     tokens: int = 0
-    """TrainedRun on so far."""
+    """That it was trained on so far."""
     problem: str = ""
     """Why it did not converge; empty where it did, or is not over."""
 
@@ -62,6 +62,8 @@ def write_state(path: Path, state: RunState, model: nn.Module, optimiser: Any) -
     """Write everything that the rest of the run depends on."""
     moments = optimiser.state_dict()["state"]
     tensors = {RANDOM: torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors[CUDA] = torch.cuda.get_rng_state()
     tensors |= {MODEL + name: value for name, value in _copied(model).items()}
     tensors |= {BEST + name: value for name, value in state.best.items()}
     tensors |= {f"{MOMENTS}{i}.{name}": part.cpu() for i, parts in moments.items() for name, part in parts.items()}
@@ -78,18 +80,35 @@ def read_state(path: Path, model: nn.Module, optimiser: Any) -> RunState | None:
         with safe_open(path, "pt") as stored:
             facts = json.loads(stored.metadata()["state"])
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # no dictionary
-        model.load_state_dict(_under(MODEL, tensors))
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError):
+        return _put(facts, tensors, model, optimiser)
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         raise OutputError(f"{path} is no state of this training run.", "Remove it: the run begins anew.") from None
+
+
+def _put(facts: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, optimiser: Any) -> RunState:
+    """The state, its tensors in their places; raises what any of its parts does that is not as it was written."""
+    best = _under(BEST, tensors)
+    model.load_state_dict(best)
+    model.load_state_dict(_under(MODEL, tensors))
     moments: dict[int, dict[str, Tensor]] = {}
     for name, value in _under(MOMENTS, tensors).items():
         number, part = name.split(".", 1)
         moments.setdefault(int(number), {})[part] = value
+    sizes = [each["exp_avg"].shape for _, each in sorted(moments.items())]
+    if sizes != [each["exp_avg_sq"].shape for _, each in sorted(moments.items())] or sizes != _sizes(optimiser):
+        raise ValueError("moments of other weights")
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
     torch.set_rng_state(tensors[RANDOM])
+    if CUDA in tensors:
+        torch.cuda.set_rng_state(tensors[CUDA])
     curve = [(int(step), float(loss)) for step, loss in facts["curve"]]
-    best = _under(BEST, tensors)
-    return RunState(facts["step"], curve, best, facts["watched"], facts["seconds"], facts["tokens"])
+    if not curve:
+        raise ValueError("no look")
+    return RunState(int(facts["step"]), curve, best, list(facts["watched"]), facts["seconds"], int(facts["tokens"]))
+
+
+def _sizes(optimiser: Any) -> list[torch.Size]:
+    return [weight.shape for group in optimiser.param_groups for weight in group["params"]]
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

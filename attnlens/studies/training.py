@@ -134,7 +134,10 @@ def _descend(
         if step not in looks:
             continue
         seconds = before + time.perf_counter() - start
-        found = found.looked(model, mean_loss(task, model, "validation", scale.batch), watch(step), seconds)
+        reached = mean_loss(task, model, "validation", scale.batch)
+        if not math.isfinite(reached):
+            return replace(found, problem=f"its validation loss was no finite number at step {step}")
+        found = found.looked(model, reached, watch(step), seconds)
         if state is not None:
             write_state(state, found, model, optimiser)
         start, before = time.perf_counter(), found.seconds

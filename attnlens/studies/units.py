@@ -9,6 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import TypeAdapter, ValidationError
+
 import attnlens
 from attnlens.errors import OutputError
 from attnlens.files import read_object, write_atomically
@@ -51,7 +54,7 @@ class TrainingUnit:
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
             "run": asdict(self.run),
             "what is done": [self.tested, self.watched, self.kept],
-        }
+        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # which rounds otherwise
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -76,7 +79,7 @@ class RunOutcome:
     kernel_parameters: int
     """Of the projections of queries, keys and positions, of all layers."""
     tokens: int
-    """TrainedRun on."""
+    """That it was trained on."""
     seconds: float
     """Of training steps."""
 
@@ -132,6 +135,9 @@ def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         channels=task.channels,
         classes=task.outputs if task.form == "classification" else 0,
         form=asdict(unit.form),
+        decoder_start_token_id=getattr(task, "begin", None),
+        eos_token_id=getattr(task, "end", None),
+        pad_token_id=getattr(task, "padding", None),
     )
     return made(task.form, config, unit.run.seed)
 
@@ -152,6 +158,9 @@ def digest_of(task: StudyTask) -> str:
 def _read(path: Path) -> RunOutcome:
     facts = read_object(path, OutputError, OTHER_WORK)
     try:
-        return RunOutcome(**{**facts, "curve": [(int(step), float(loss)) for step, loss in facts["curve"]]})
-    except (KeyError, TypeError, ValueError):
-        raise OutputError(f"{path} is no outcome of a training run.", OTHER_WORK) from None
+        found = TypeAdapter(RunOutcome).validate_python(facts)
+    except ValidationError:
+        found = None
+    if found is None or not found.curve:
+        raise OutputError(f"{path} is no outcome of a training run.", OTHER_WORK)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +82,15 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
         "causal" if task == "seq2seq" and not decodes_text(model) else task
         for task, mappings in tasks.items()
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
+        or any(type(model) in _registered(getattr(auto, f"MODEL_FOR_{mapping}_MAPPING", None)) for mapping in mappings)
     ]
     return [*dict.fromkeys(found), "hidden"]
+
+
+def _registered(mapping: Any) -> Container[type]:
+    """The classes that were added to one of transformers' mappings, as those of `study` are."""
+    added: dict[Any, type] = getattr(mapping, "_extra_content", {})
+    return added.values()
 
 
 def logits_of(result: Any) -> Float[Tensor, "batch ..."]:

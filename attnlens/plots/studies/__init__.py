@@ -46,8 +46,7 @@ def study_panels(report: Report) -> list[Panel]:
                 Panel(
                     f"{stem}-reached",
                     f"{task.name}: {task.metric}",
-                    "dots: seeds · bar: mean ± se"
-                    + (" · ◇ published, on a scale of its own" if task.published else ""),
+                    "dots: seeds · bar: mean ± se",
                     f"{study.question} {study.source}"
                     + (f"; published on {task.published}." if task.published else "."),
                     partial(_reached, task=task, cells=cells),
@@ -103,9 +102,8 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
             )
             continue
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
-        axes.errorbar(
-            cell.mean * factor, row, xerr=(cell.se or 0) * factor, fmt="|", color=INK, markersize=9, lw=1.2, zorder=4
-        )
+        error = None if cell.se is None else cell.se * factor
+        axes.errorbar(cell.mean * factor, row, xerr=error, fmt="|", color=INK, markersize=9, lw=1.2, zorder=4)
     means = [cell.mean for cell in cells if cell.mean]
     if task.metric == "perplexity" and means and max(means) > WIDE * min(means):
         axes.set_xscale("log")
@@ -121,16 +119,12 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
 
 
 def _published(axes: Axes, cells: list[StudyCell]) -> None:
-    """Diamonds with their numbers: over their own range, for the papers' data and models are others."""
-    known = [(row, cell.published) for row, cell in enumerate(cells) if cell.published is not None]
-    values = [value for _, value in known]
-    if not values or min(values) == max(values):
-        return
-    for row, value in known:
-        at = 0.04 + 0.84 * (value - min(values)) / (max(values) - min(values))
+    """The papers' numbers as words beside their rows: their data and models are others, so that no axis has both."""
+    known = {row: f"{cell.published:g}" for row, cell in enumerate(cells) if cell.published is not None}
+    known |= {row: "none: diverged" for row, cell in enumerate(cells) if cell.published_diverged}
+    for row, said in ({-1: "published"} | known if known else {}).items():
         where = axes.get_yaxis_transform()
-        axes.plot(at, row + 0.3, "D", markersize=3.6, color=OTHER, markerfacecolor="none", mew=0.9, transform=where)
-        axes.text(at + 0.018, row + 0.3, f"{value:g}", transform=where, color=OTHER, va="center", fontsize=5.5)
+        axes.text(1.02, row, said, transform=where, color=OTHER, va="center", fontsize=6, clip_on=False)
 
 
 def _learned(axes: Axes, cells: list[StudyCell]) -> None:

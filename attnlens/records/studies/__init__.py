@@ -11,7 +11,7 @@ from attnlens.records.measures import Count, Number, Record
 from attnlens.records.provenance import File
 
 LEVEL = 0.05
-"""Chance of any false decision among the pairs of one task."""
+"""Chance of any false decision among all pairs of a table."""
 
 
 class StudyColumn(Record):
@@ -35,6 +35,8 @@ class StudyColumn(Record):
     """Layers, widths, steps, rates: the same for all its cells."""
     left_out: dict[str, Count] = {}
     """How many examples are not as the files have them, by part or by what was done to them."""
+    repeated: Count = 0
+    """Pairs left out of training because they are held out too."""
     published: str | None = None
     """On which data, and in which measure, the paper's numbers are; None where it has none."""
 
@@ -91,10 +93,18 @@ class StudyCell(Record):
     scaled_dot_product_attention, step by step in the same loop."""
     heads: dict[str, Curve] = {}
     """Medians over heads against the training step, of the first seed's run, by measure."""
+    features: str = ""
+    """Feature dimension of its kernel, one head's: `∞` where it is infinite; empty where nothing is known of it."""
     published: Number | None = None
     """What the paper reports."""
     published_diverged: bool = False
     """Whether the paper reports that it did not converge."""
+
+    @property
+    def tested_look(self) -> int:
+        """Of the first seed's run the look of the least validation loss, whose weights were tested."""
+        losses = self.runs[0].losses
+        return min(range(len(losses)), key=losses.__getitem__, default=0)
 
     @property
     def problem(self) -> str | None:
@@ -119,7 +129,7 @@ class StudyPair(Record):
     p: Number | None
     """Two-sided, of no difference; None where runs have no spread."""
     p_holm: Number | None
-    """Corrected for all pairs of the task by this measure (Holm)."""
+    """Corrected for all pairs of the table (Holm)."""
     agrees: bool | None = None
     """Whether the better of the two is the paper's; None where the paper has none, or the same number for both."""
 
@@ -134,9 +144,9 @@ class StudyOrdering(Record):
     tau: Number
     """Kendall's τ_a of our means and the published numbers, better first in both."""
     low: Number
-    """Lower end of its 95 % interval, over means as they may truly be."""
+    """Lower end of its 95 % interval: every undecided pair against the paper."""
     high: Number
-    """Upper end."""
+    """Upper end: every undecided pair as published."""
     agree: Count
     """Pairs that are decided here (Holm, 5 %), as in the paper."""
     disagree: Count
@@ -160,6 +170,8 @@ class StudyTable(Record):
     """The columns."""
     cells: list[StudyCell]
     """Column by column, row by row."""
+    not_trained: list[str] = []
+    """Forms of task that the table has and no data was given for."""
     pairs: list[StudyPair] = []
     """Of cells that converged."""
     orderings: list[StudyOrdering] = []

@@ -123,7 +123,7 @@ def next_tokens(
         if not len(rows):
             raise TextError(
                 f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
-                "Give a longer text, or ask for shorter windows.",
+                "Give a longer text.",
             )
     chosen = {
         part: rows if part == "training" else rows[spread(len(rows), evaluated)] for part, rows in windows.items()

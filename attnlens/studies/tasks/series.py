@@ -53,9 +53,17 @@ def series(train: str | Path, test: str | Path) -> Labelled:
             "validation": cases(first, held),
             "test": cases(second, range(len(second.cases))),
         },
-        files={found.name: found.sha256 for found in (first, second)},
+        files=_digests((first, train), (second, test)),
         channels=first.cases[0].shape[1],
     )
+
+
+def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
+    """SHA-256 of each file by its name; by its path where both have one name. TextError where both are one file."""
+    (first, _), (second, _) = read
+    if first.sha256 == second.sha256:
+        raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
+    return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
 
 
 def _check_channels(first: Recording, second: Recording) -> None:

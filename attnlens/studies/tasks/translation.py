@@ -44,6 +44,8 @@ class SentencePairs:
     """Of each part its pairs of source and target ids, without ids that begin or end."""
     left_out: Mapping[str, int]
     """Of each part the pairs of which a side is longer than `length`."""
+    repeated: int
+    """Pairs left out of training because they are held out too."""
     split_by: Literal["books", "blocks", "the source"]
     """Whether whole books are held out, contiguous blocks of lines, or what the source of the data holds out."""
     files: Mapping[str, str]
@@ -124,21 +126,26 @@ def sentence_pairs(
     for part, rows in short.items():
         if not rows:
             raise TextError(
-                f"{name}: of {len(every[part])} pairs, the {part} part has none of at most {length} tokens a side.",
-                "Give more pairs, or allow longer ones.",
+                f"{name}: of {len(every[part])} pairs of its {part} part none has at most {length} tokens a side.",
+                "Give more pairs, or shorter ones.",
             )
-    kept = {
-        p: rows if p == "training" else [rows[at] for at in spread(len(rows), evaluated)] for p, rows in short.items()
-    }
+    held = {part: [short[part][at] for at in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
+    known = {_key(row) for rows in held.values() for row in rows}
+    kept = held | {"training": [row for row in short["training"] if _key(row) not in known]}
     return SentencePairs(
         name=name,
         length=length,
         pairs=code,
         sentences=kept,
         left_out={part: len(every[part]) - len(short[part]) for part in PARTS},
+        repeated=len(short["training"]) - len(kept["training"]),
         split_by=split_by,
         files=files,
     )
+
+
+def _key(row: SentencePair) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(side.tolist()) for side in row)
 
 
 def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
