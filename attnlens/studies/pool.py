@@ -88,7 +88,7 @@ def _uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def _begin(make: MakeTasks, folder: Path) -> None:
