@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from attnlens.ksvd import Convention
 
-    Tokens = Float[Tensor, "batch heads tokens head_dim"]
-
 
 class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
@@ -61,8 +59,8 @@ class PrimalHeads(nn.Module):
 
     def forward(
         self,
-        query: Tokens,
-        key: Tokens,
+        query: Float[Tensor, "batch heads tokens head_dim"],
+        key: Float[Tensor, "batch heads tokens head_dim"],
         *,
         causal: bool = False,
         kept: Bool[Tensor, "#batch #heads tokens"] | None = None,
@@ -170,7 +168,7 @@ class PrimalAttention(nn.Module):
             found = found.masked_fill(~mask[..., None], 0.0)
         return self.out(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Tokens:
+    def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch heads tokens head_dim"]:
         return x.reshape(*x.shape[:-1], self.count, -1).transpose(1, 2)
 
 

@@ -78,7 +78,7 @@ def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
         Column("", "tokens/s\n(× SDPA)", tuple(_speed(cell) for cell in cells)),
     ]
     if any(cell.features for cell in cells):
-        columns.append(Column("", "features", tuple(cell.features or NO_VALUE for cell in cells)))
+        columns.append(Column("", "feature\ndimension", tuple(cell.features or NO_VALUE for cell in cells)))
     if all(cell.published is None and not cell.published_diverged for cell in cells):
         del columns[1]
     return Table(names, tuple(columns))

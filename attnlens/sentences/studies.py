@@ -48,7 +48,7 @@ def standing(report: Report) -> tuple[str, bool]:
     if not failed:
         return f"{said}; all converged.", True
     as_told = all(cell.published_diverged for cell in failed)
-    return f"{said}; did not converge: {listed([cell.name for cell in failed])}.", as_told
+    return f"{said}; did not converge: {listed((cell.name for cell in failed), between='; ')}.", as_told
 
 
 def title(report: Report) -> str:
