@@ -285,7 +285,7 @@ def _as_output_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written: {error.strerror}.", "Choose a path in a folder that you can write."
+            f"{path} can't be written: {error.strerror}.", "Choose a path in a folder with room that you can write."
         ) from None
     except ValueError as error:  # a NUL, or characters that no file name can hold
         raise OutputError(f"{str(path)!r} can't be written: {error}.", "Choose another path.") from None
