@@ -21,10 +21,13 @@ from attnlens.attsvm.solvers.interior_point import Found
 from attnlens.records import Call, QueryKey, Site
 
 NAMES = {name.split(".")[0] for name in ROOMS}
+UNWATCHED = ("__init__", "scores", "primal_heads")
+"""Of attention: FlexAttention counts parameters, which checks hide; and a warning names the line of its caller."""
 MODULES = [
     module
     for name, module in sorted(sys.modules.items())
-    if name.startswith("attnlens.") and name.split(".")[1] in NAMES and name != "attnlens.attention.scores"
+    if name.startswith("attnlens.") and name.split(".")[1] in NAMES
+    if name not in {f"attnlens.attention.{file}" for file in UNWATCHED}
 ]
 SITE = Site(path="attn", ordinal=0, layer=0, part="encoder")
 NONE = torch.tensor([0, 0])
@@ -57,10 +60,6 @@ def test_a_wrong_shape_raises_in_every_room(room):
 def test_unwatched_calls_are_a_users_own():
     with unwatched(), pytest.raises(RuntimeError):
         WRONG["ksvd"]()
-
-
-UNWATCHED = ("__init__", "scores", "primal_heads")
-"""Of attention: FlexAttention counts parameters, which checks hide; and a warning names the line of its caller."""
 
 
 def test_every_file_of_the_rooms_is_watched_but_two():
