@@ -94,8 +94,9 @@ def _heads(cells: list[StudyCell]) -> Table:
 
 
 def _moved(cell: StudyCell, name: str) -> str:
-    found = [value for value in cell.heads[name].median if value is not None] if name in cell.heads else []
-    return f"{short(found[0])} → {short(found[min(cell.tested_look, len(found) - 1)])}" if found else NO_VALUE
+    looks = cell.heads[name].median if name in cell.heads else []
+    ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
+    return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
 
 
 def _sizes(cell: StudyCell) -> str:

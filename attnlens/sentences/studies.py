@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from attnlens.records import Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
@@ -76,7 +77,7 @@ def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     """Which cell is best by each measure, and which are not told apart from it."""
     cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
-        best = min(cells, key=lambda cell: _cost(cell, measure))  # used before it changes
+        best = min(cells, key=partial(_cost, measure=measure))
         beaten = [pair for pair in decided(study, task, measure) if best.name in (pair.first, pair.second)]
         behind = {pair.second if pair.first == best.name else pair.first for pair in beaten}
         level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
