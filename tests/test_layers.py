@@ -21,6 +21,7 @@ LAYERS = {
     "choices": 0,
     "wording": 0,
     "files": 0,
+    "unit_files": 0,
     "records": 0,
     "linalg": 0,
     "statistics": 0,
@@ -30,6 +31,7 @@ LAYERS = {
     "architectures": 1,
     "atlas": 1,
     "arguments": 1,
+    "engines": 1,
     "rules": 1,
     "requests": 2,
     "analyzers": 2,
@@ -59,12 +61,20 @@ LAYERS = {
 }
 WITHOUT_TORCH = (
     *("errors", "files", "records", "registry", "atlas", "analyzers", "kernels", "rules", "requests", "cli"),
-    "pytest_plugin",
+    *("engines", "pytest_plugin"),
 )
 PLUGGED_IN = {"registry": {"analyzers"}, "records": {"export"}}
 """Rooms above that a room finds by name when they are first asked for: what it can't know, or must not load."""
 HEAVY = {"torch", "transformers", "matplotlib"}
-KNOWERS = {"transformers": {3, 4}, "matplotlib": {5}, "rich.table": {5}, "jinja2": {5}, "typer": {6}}
+KNOWERS = {
+    "transformers": {3, 4},
+    "matplotlib": {5},
+    "rich.table": {5},
+    "jinja2": {5},
+    "typer": {6},
+    "ray": {1},
+    "submitit": {1},
+}
 OWNERS = {"matplotlib": {"plots"}, "rich.table": {"render"}, "jinja2": {"render"}}
 """Rooms of those levels that a library belongs to; others name it for its types alone."""
 KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
@@ -349,7 +359,7 @@ def test_every_file_says_in_its_first_line_what_it_does(path):
 def test_third_party_imports_are_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
-    extras = [line for extra in ("study", "papers") for line in project["optional-dependencies"][extra]]
+    extras = [line for extra in ("study", "papers", "slurm", "ray") for line in project["optional-dependencies"][extra]]
     study = {re.match(r"[\w-]+", line)[0] for line in extras}
     names = {name.split(".")[0] for path in FILES for name in imported(path.read_text())}
     declared |= {"PIL"} if "pillow" in declared else set()

@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import forkserver
 import pytest
 import torch
 from program import environment_with, python
@@ -240,11 +241,13 @@ def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk
     assert "exponential, asymmetric" in done.stdout
     assert (shrunk / "pictures" / "overview.png").stat().st_size > 10_000
     assert len(list((shrunk / "cells" / "kernels").glob("*/*/step-*"))) == 3 * 4
-    words = [sys.executable, "run.py", *WORDS, "--work", "killed", "--json", "killed.json", "--save", "again"]
-    with subprocess.Popen(words, env=environment_with(), cwd=shrunk, stdout=subprocess.DEVNULL) as process:
+    words = ["run.py", *WORDS, "--work", "killed", "--json", "killed.json", "--save", "again"]
+    command = [forkserver.commands() / "python", *words]
+    with subprocess.Popen(command, env=environment_with(), cwd=shrunk, stdout=subprocess.PIPE) as process:
         while process.poll() is None and len(list((shrunk / "killed").glob("*.json"))) < 4:
             threading.Event().wait(0.02)
         os.kill(process.pid, signal.SIGKILL)
+        process.communicate()  # until nobody can write any more
     assert not (shrunk / "killed.json").exists()
     assert program(shrunk, *WORDS, *words[-6:]).returncode == 0
     assert told(shrunk / "killed.json") == told(shrunk / "whole.json")

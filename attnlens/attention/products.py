@@ -33,10 +33,15 @@ def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads querie
     # torch's fast kernels want one head_dim for all three, on a GPU a multiple of 8; zeros change no product
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if query.is_cuda else 0
-    query, key, padded = (pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    query, key, padded = (_of_width(x, width) for x in (query, key, value))
     causal = mask is None and call.causal
     found = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
     return found[..., : value.shape[-1]]
+
+
+def _of_width(x: Tensor, width: int) -> Tensor:
+    """The vectors with zeros up to that width; themselves where they have it, since `pad` copies even those."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _mask(call: Call) -> Shaped[Tensor, "#batch #heads queries keys"] | None:

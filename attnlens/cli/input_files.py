@@ -53,9 +53,9 @@ class Inputs:
         return found
 
     @classmethod
-    def of_report(cls, path: str) -> Inputs:
-        """That of a command which reads one report."""
-        return cls({identity(Path(path)): "the report"})
+    def of_report(cls, *paths: str) -> Inputs:
+        """Those of a command which reads reports."""
+        return cls({identity(Path(path)): "the report" for path in paths})
 
     def holding(self, output: Path) -> str:
         """What `output` is an input as, in words; empty where it is none, as a file that is not there."""

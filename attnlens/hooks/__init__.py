@@ -24,6 +24,7 @@ from attnlens.hooks.interface import (
     watch,
 )
 from attnlens.hooks.survey import (
+    UNTRACED,
     Reached,
     as_sequences,
     at_real_tokens,
@@ -39,6 +40,7 @@ from attnlens.kernels import OWN
 __all__ = [
     "IDENTITY_TOLERANCE",
     "OWN",
+    "UNTRACED",
     "CallCounter",
     "Reached",
     "Replacement",

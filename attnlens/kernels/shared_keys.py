@@ -57,8 +57,9 @@ def shared_keys(
     turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
     if turn is not None:
         key = turn.turned(key, placed(call)[1], back=True)
-    distinct, which = torch.unique(members, dim=0, return_inverse=True)
-    leaders = [int((which == number).nonzero()[0]) for number in range(len(distinct))]
+    rows = members.tolist()
+    distinct = [row for number, row in enumerate(rows) if row not in rows[:number]]
+    leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
     stacked = key[:, distinct]
     latent = torch.einsum("bugnd,ugdw->bunw", stacked, key_map[leaders].to(key))[:, which]
     if turn is None or offset is None:

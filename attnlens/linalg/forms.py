@@ -51,7 +51,20 @@ class Form:
     @cached_property
     def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
-        return over_heads(_inner, self.query_key.paired_key.double(), self.query_key.query.double())
+        query = self.query_key.query.double()
+        if self.group is None:
+            return over_heads(_inner, self.query_key.paired_key.double(), query)
+        *lead, heads, rows, size = query.shape
+        beside = query.mT.reshape(*lead, heads // self.group, self.group * size, rows).mT
+        crossed = over_heads(_inner, self.query_key.key.double(), beside)
+        return crossed.reshape(*crossed.shape[:-1], self.group, size).movedim(-2, -3).flatten(-4, -3)
+
+    @property
+    def group(self) -> int | None:
+        """How many query heads in a row share each key head; None where it is not so (some heads of a site)."""
+        key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
+        group = len(key_of) // kv_heads
+        return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
 
     @property
     def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:

@@ -34,8 +34,7 @@ def averaged(
     total, difference = against + along, against - along
     upper = torch.cat((total.real, -total.imag), -1)
     mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
-    back = order.argsort()[: rotation.size]
-    return mean[..., back[:, None], back]
+    return _taken(mean, order.argsort()[: rotation.size])
 
 
 def traces(
@@ -75,5 +74,12 @@ def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
 def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
     """The quarters of a matrix in that order: entries of the first of one pair with the first of another, and so on."""
     missing = len(order) - matrix.shape[-1]
-    ordered = pad(matrix, (0, missing, 0, missing))[..., order[:, None], order]
+    ordered = _taken(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
+
+
+def _taken(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+    """Rows and columns of a matrix in this order; itself where that is their own (halves turned, as in Llama)."""
+    if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
+        return matrix
+    return matrix[..., order[:, None], order]

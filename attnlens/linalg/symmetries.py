@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey, Rotation
 
+PANELS = 4
+"""In how many panels a symmetric product is multiplied out: 5/8 of the whole."""
+ROWS = 512
+"""Rows of a factor that are multiplied at once: with their products they stay in the second-level cache."""
+
 
 def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     """(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
@@ -50,14 +55,15 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     # Query heads that share a key head share its factor, so their own factors may be summed first.
-    key_of = torch.tensor(query_key.key_of, device=query_key.key.device)
-    summed = torch.zeros_like(query_key.key, dtype=torch.float64).index_add(0, key_of, query_key.query.double())
+    summed = torch.zeros_like(query_key.key, dtype=torch.float64)
+    for head, key_head in enumerate(query_key.key_of):
+        summed[key_head] += query_key.query[head].double()
     query, key = _beside(summed), _beside(query_key.key)
     if query_key.rotation is None:
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
     rotation = query_key.rotation
-    query_gram, key_gram, cross = query.mT @ query, key.mT @ key, key.mT @ query
+    query_gram, key_gram, cross = _gram(query), _gram(key), key.mT @ query
     if not rotation.by_distance:
         return _of_grams(*(_blocks_averaged(rotation, gram) for gram in (query_gram, key_gram, cross)))
     return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
@@ -72,16 +78,29 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
         query_gram, key_gram = (averaged(form.rotation.transposed, mean) for mean in (form.query_mean, form.key_mean))
-    rows = _outstanding(over_heads(_row_norms, form.query_key.query, key_gram))
-    columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram))
+    query, key = form.query_key.query, form.query_key.key
+    rows = _outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
+    if form.group is None:
+        columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram).squeeze(-2))
+    else:
+        below = query_gram.reshape(*query_gram.shape[:-3], -1, form.group * query_gram.shape[-1], query_gram.shape[-1])
+        columns = _outstanding(over_heads(_row_norms, key, below).flatten(-3, -2))
     none = rows + columns == 0
     return torch.where(none, 0.0, (rows - columns) / torch.where(none, 1.0, rows + columns))
 
 
-def _row_norms(factor: Tensor, gram: Tensor) -> Tensor:
-    factor = factor.double()
+def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
+    """Row norms of a factor under several Gram matrices, one below the other; a part of the rows at a time."""
+    found = []
+    for one, gram in zip(factor, grams, strict=True):
+        rows = one.double().mT
+        parts = []
+        for part in rows.split(ROWS, 1):
+            products = (gram @ part).reshape(-1, *part.shape)
+            parts.append(products.mul_(part).sum(1))
+        found.append(torch.cat(parts, 1))
     # Rounding may leave a zero row's square below zero.
-    return ((factor @ gram) * factor).sum(-1).clamp(min=0).sqrt()
+    return torch.stack(found).clamp(min=0).sqrt()
 
 
 def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
@@ -115,7 +134,17 @@ def _blocks_averaged(rotation: Rotation, gram: Float[Tensor, "columns columns"])
 
 def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
     """The heads' factors side by side."""
-    return factor.double().transpose(0, 1).flatten(1)
+    return factor.double().mT.flatten(0, 1).mT  # a view of rows of weights, which lie one head after the other
+
+
+def _gram(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
+    """AᵀA, the half above the diagonal blocks multiplied out and mirrored."""
+    gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
+    for start in range(0, len(gram), size):
+        rows = slice(start, start + size)
+        gram[rows, start:] = factor[:, rows].mT @ factor[:, start:]
+        gram[start:, rows] = gram[rows, start:].mT
+    return gram
 
 
 def _block_traces(

@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
+
 from attnlens.errors import ModelError
 from attnlens.files import shortened
 
@@ -77,12 +79,44 @@ def read_once() -> Iterator[None]:
     library: Any = import_module("gguf")
     own = {name: getattr(library, name) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
-        for name, function in own.items():
-            setattr(library, name, cache(function))
-        yield
+        library.GGUFReader = cache(_plain(library.GGUFReader))
+        library.get_tensor_name_map = cache(library.get_tensor_name_map)
+        with _whole_texts():
+            yield
     finally:
         for name, function in own.items():
             setattr(library, name, function)
+
+
+def _plain(reader: Any) -> Any:
+    """A reader whose slices of the file are plain arrays: numpy's memmap takes ten times as long for each."""
+
+    class Plain(reader):  # type: ignore[misc]  # a class of a package that ships no types
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
+
+    return Plain
+
+
+@contextmanager
+def _whole_texts() -> Iterator[None]:
+    """Inside, transformers takes a text of the header as a whole; it would go through each of its bytes."""
+    module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    own = getattr(module, "_gguf_parse_value", None)
+    if own is None:  # another version of transformers
+        yield
+        return
+
+    def parsed(value: Any, kinds: Any) -> Any:
+        if isinstance(kinds, list) and kinds and kinds[-1] == TEXT:
+            return value.tobytes().decode()
+        return own(value, kinds)
+
+    module._gguf_parse_value = parsed
+    try:
+        yield
+    finally:
+        module._gguf_parse_value = own
 
 
 class _Reader:

@@ -40,6 +40,8 @@ class Location:
     """The commit of a hub model."""
     named: bool = False
     """Whether the weight file itself was named, so that a link in its place is the caller's own word."""
+    urls: tuple[tuple[str, str], ...] = ()
+    """Names and addresses of the weight files of a hub model that were not downloaded."""
 
     @property
     def weights(self) -> tuple[Path, ...]:
@@ -64,18 +66,20 @@ class Location:
         return {"gguf_file": self.file} if self.form == "gguf" else {}
 
 
-def find(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Location:
+def find(
+    name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool = False
+) -> Location:
     """The place of the model called `name`: `demo`, a path, or a hub id (`org/name@revision`), in this order.
 
-    Raises ModelError where there is no such model, or it has no weights that may be read; UsageError for a revision of
-    something that has none.
+    `leave_weights`: a hub model's weights are not downloaded where they are not here already. Raises ModelError where
+    there is no such model, or it has no weights that may be read; UsageError for a revision of something that has none.
     """
     demo = name.partition("@")[0] == "demo"
     path = DEMO if demo else with_home(name)
     if demo and name != "demo":
         raise UsageError("`demo` comes with attnlens and has no revisions.", "Say only `demo`.")
     if not is_there(path):
-        return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle)
+        return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
         raise UsageError(f"{name} is on this machine and has no revision {revision!r}.", "Leave the revision out.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
@@ -134,7 +138,7 @@ def _in_file(name: str, path: Path) -> Location:
     return Location(name, path.parent, "safetensors", path.name, named=True)
 
 
-def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool) -> Location:
+def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
     id_, _, after = name.partition("@")
     if not id_:
         raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
@@ -149,10 +153,32 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         if _is_adapter(names):
             return [ADAPTER_CONFIG]
         form, file = _weights_among(names, id_, allow_pickle)
-        return _files_of(names, form, file)
+        left = leave_weights and form == "safetensors"
+        every = _files_of(names, form, file)
+        return [name for name in every if name.endswith(SMALL_FILES)] if left else every
 
     folder = hub.cached("--offline forbids the network") if offline else hub.fetched(wanted)
+    if leave_weights and not offline and not _has_weights(folder):
+        return _left_in_hub(id_, folder)
     return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether weights were downloaded before: all that an index names, or a file."""
+    index = folder / SHARDED
+    names = shards_in(index, SUFFIXES["safetensors"]) if index.is_file() else []
+    found = [(folder / name).is_file() for name in names]
+    return all(found) if found else any(name.endswith((".safetensors", ".gguf", ".bin")) for name in names_in(folder))
+
+
+def _left_in_hub(id_: str, folder: Path) -> Location:
+    """A hub model whose safetensors files are read where they lie."""
+    from huggingface_hub import hf_hub_url
+
+    index = folder / SHARDED
+    file, names = (SHARDED, shards_in(index, SUFFIXES["safetensors"])) if index.is_file() else (SINGLE, [SINGLE])
+    urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in names)
+    return Location(id_, folder, "safetensors", file, folder.name, urls=urls)
 
 
 def looks_like_path(name: str) -> bool:

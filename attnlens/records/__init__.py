@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
     from attnlens.records.plans import FormTried, KeyRank, Plan, PlanStep, Rise, read_plan
     from attnlens.records.predictions import Prediction, Predictor, SweepOrder, Unswept
-    from attnlens.records.provenance import AdapterInfo, Conventions, File, ModelInfo, Settings, Text, Tool
+    from attnlens.records.provenance import (
+        AdapterInfo,
+        Conventions,
+        File,
+        FileInParts,
+        ModelInfo,
+        Settings,
+        ShardPart,
+        Text,
+        Tool,
+    )
     from attnlens.records.report import (
         Environment,
         Extreme,
@@ -62,7 +72,7 @@ _NAMES = {
     "measures": "Head HeadId Measure Null Record",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "predictions": "Prediction Predictor SweepOrder Unswept",
-    "provenance": "AdapterInfo Conventions File ModelInfo Settings Text Tool",
+    "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings ShardPart Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
     "studies": "StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn",
@@ -98,6 +108,7 @@ __all__ = [
     "Experiment",
     "Extreme",
     "File",
+    "FileInParts",
     "FormTried",
     "Head",
     "HeadChange",
@@ -129,6 +140,7 @@ __all__ = [
     "Selection",
     "Sentence",
     "Settings",
+    "ShardPart",
     "Shift",
     "Site",
     "SiteCheck",

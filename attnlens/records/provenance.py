@@ -29,6 +29,34 @@ class File(Record):
     """The SHA-256 of its content, in hex."""
 
 
+class FileInParts(Record):
+    """A weight file of which single tensors were read."""
+
+    name: str
+    """Its name, without the folder."""
+    bytes: Count
+    """Its size."""
+    header_sha256: str
+    """The SHA-256 of its header: names, types, shapes and places of its tensors."""
+    stamp: str = ""
+    """What tells that it was not changed since: its time of change, or the hub's name of its content."""
+
+
+class ShardPart(Record):
+    """What a report of one shard carries for `merge`."""
+
+    run: str
+    """The run's name: a hash of all that determines what its units find."""
+    index: Count
+    """Which shard, from 1."""
+    count: Count
+    """Of how many."""
+    frame: str
+    """What is known of the run beside its units, as JSON."""
+    units: dict[str, str]
+    """Each finished unit by name, as its file has it, in base64."""
+
+
 class Conventions(Record):
     """How the model's attention is put together, as far as it changes what the measures mean."""
 
@@ -81,6 +109,8 @@ class ModelInfo(Record):
     """How many parameters it has."""
     files: list[File] = []
     """The weight files read."""
+    files_in_parts: list[FileInParts] = []
+    """The weight files of which only the tensors that were needed were read."""
     unexpected: list[str] = []
     """Tensors in those files, or an adapter's, that the architecture has no place for; `--strict` counts them as a part
     not analysed."""

@@ -172,6 +172,8 @@ class QueryKey:
     def select(self, heads: Sequence[int]) -> QueryKey:
         """The same site with only the heads at these indices (key heads and values stay: `key_of` points at them)."""
         index = list(heads)
+        if index == list(range(len(self.heads))):
+            return self  # indexing by a list copies
         return replace(
             self,
             query=self.query[..., index, :, :],

@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that a mistake is answered at once.
 from attnlens.requests.fields import Option, alternatives, checked, options, value_of
 from attnlens.requests.run_options import (
     OUTPUT,
+    CheckpointsRequest,
     CompareRequest,
     Feeding,
     InspectRequest,
@@ -18,6 +19,7 @@ from attnlens.requests.values import Words, head, numbers, one_head, whole, word
 
 __all__ = [
     "OUTPUT",
+    "CheckpointsRequest",
     "CompareRequest",
     "Feeding",
     "InspectRequest",

@@ -15,6 +15,7 @@ from attnlens.requests import values
 from attnlens.requests.fields import Option
 from attnlens.requests.healing_options import HealingRequest
 from attnlens.requests.values import Numbers, Words
+from attnlens.requests.work_options import KeptRequest, WorkRequest
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 """Panels of the help, beside that without a name."""
@@ -90,15 +91,11 @@ class Feeding(Loading, total=False):
     ]
     image: Annotated[
         Words,
-        several_files(
-            "Image file for a model that sees; repeatable, one for each sequence. Default: noise.",
-        ),
+        several_files("Image file for a model that sees; repeatable, one for each sequence. Default: noise."),
     ]
     audio: Annotated[
         Words,
-        several_files(
-            "Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: noise.",
-        ),
+        several_files("Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: noise."),
     ]
     tokens: Annotated[
         int | None,
@@ -169,7 +166,11 @@ class SeriesRequest(ModelRequest, total=False):
     ]
 
 
-class InspectRequest(SeriesRequest, total=False):
+class CheckpointsRequest(SeriesRequest, KeptRequest, total=False):
+    """What a series of checkpoints can be asked for."""
+
+
+class InspectRequest(SeriesRequest, WorkRequest, total=False):
     """What `inspect` can be asked for."""
 
     show: Annotated[

@@ -3,9 +3,12 @@
 from attnlens.run.compare.pipeline import compare
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
-from attnlens.run.inspect.pipeline import inspect
+from attnlens.run.inspect.estimate import estimated
+from attnlens.run.inspect.pipeline import inspect, inspected
+from attnlens.run.merge import merge
 from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
+from attnlens.run.several import inspect_each, models_in
 from attnlens.run.study import study
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.replaced import replaced
@@ -26,8 +29,13 @@ __all__ = [
     "converge_head",
     "converge_synthetic",
     "doctor",
+    "estimated",
     "inspect",
+    "inspect_each",
+    "inspected",
     "load_swapped",
+    "merge",
+    "models_in",
     "recompute",
     "replaced",
     "sound",

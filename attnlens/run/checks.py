@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
@@ -69,7 +70,10 @@ def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> li
         found = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
     except ModelError:  # a model that wants more (Canine's strides)
         return reached
-    return found if [one.site for one in found] == [one.site for one in reached] else reached
+    if [(one.site.path, one.site.ordinal) for one in found] != [(one.site.path, one.site.ordinal) for one in reached]:
+        return reached
+    # one token does not show whether a site is causal
+    return [replace(one, site=many.site) for one, many in zip(found, reached, strict=True)]
 
 
 def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
@@ -210,20 +214,42 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
             raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
 
 
-def conventions(reached: Sequence[Reached], read: Sequence[weights.Factors]) -> Conventions:
+class SeenAttention(BaseModel):
+    """What a pass through a model showed of its attention."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sites: int
+    traced: int
+    """Sites whose modules compute their attention by hand."""
+    added: bool
+    """Whether something is added to the scores."""
+    relative: bool
+    """Whether it depends on contents and positions."""
+    causal: bool
+
+    @classmethod
+    def of(cls, reached: Sequence[Reached]) -> SeenAttention:
+        """Of these sites."""
+        return cls(
+            sites=len(reached),
+            traced=sum(found.site.traced for found in reached),
+            added=any(found.call.bias is not None for found in reached),
+            relative=any(found.call.relative for found in reached),
+            causal=any(found.site.part == "decoder" for found in reached),
+        )
+
+
+def conventions(seen: SeenAttention, read: Sequence[weights.Traits]) -> Conventions:
     """What a reader must know about the model's attention to understand the numbers."""
-    rotary = any(factors.rotation is not None for factors in read)
-    added = any(found.call.bias is not None for found in reached)
-    relative = any(found.call.relative for found in reached)
-    traced = sum(found.site.traced for found in reached)
-    notes = [TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced) + [ADDED_NOTE] * added
-    biased = any(bool(factors.maps.query_bias.any() or factors.maps.key_bias.any()) for factors in read)
-    causal = any(found.site.part == "decoder" for found in reached)
-    latent = any(factors.latent for factors in read)
-    untested = "absolute" if len(read) == len(reached) else "unknown"
+    rotary = any(traits.rotary for traits in read)
+    notes = [TRACED_NOTE.format(f"{seen.traced} of {seen.sites}")] * bool(seen.traced) + [ADDED_NOTE] * seen.added
+    latent = any(traits.latent for traits in read)
+    untested = "absolute" if len(read) == seen.sites else "unknown"
+    added = "content–position" if seen.relative else "bias" if seen.added else untested
     return Conventions(
-        position="rotary" if rotary else "content–position" if relative else "bias" if added else untested,
-        qk_norm=any(factors.qk_norm for factors in read),
-        bias="excluded" if biased else "none",
-        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * causal, *notes, *[LATENT_NOTE] * latent],
+        position="rotary" if rotary else added,
+        qk_norm=any(traits.qk_norm for traits in read),
+        bias="excluded" if any(traits.biased for traits in read) else "none",
+        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * seen.causal, *notes, *[LATENT_NOTE] * latent],
     )

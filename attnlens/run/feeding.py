@@ -42,7 +42,7 @@ def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
     return asked.model_copy(
         update={
             "device": str(loaded.model.device),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
             "tokens": texts.window_length(loaded.model, asked.tokens),
         }
     )

@@ -40,6 +40,7 @@ from attnlens.studies.tasks import (
     translation,
     wikitext,
 )
+from attnlens.unit_files import cached
 from attnlens.wording import listed
 
 
@@ -60,7 +61,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     asked = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
     scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
-    folder = Path(asked["work"]) if asked["work"] is not None else _cache()
+    folder = Path(asked["work"]) if asked["work"] is not None else cached("study")
     check_work(folder)
     if asked["save"] is not None:
         check_folder(Path(asked["save"]))
@@ -187,9 +188,3 @@ def _jobs(asked: dict[str, Any]) -> int:
     if "-" in map(str, asked["text"]):
         return 1
     return asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
-
-
-def _cache() -> Path:
-    """Where work is kept that no folder was named for."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "attnlens" / "study"

@@ -18,7 +18,7 @@ from attnlens.statistics.intervals import Interval, further, paired_difference, 
 from attnlens.statistics.means import median_error, standard_error
 from attnlens.statistics.nulls import gaussian_null, null_of_median, robust_z, z_scores
 from attnlens.statistics.ranks import rank_correlation
-from attnlens.statistics.streams import Stream
+from attnlens.statistics.streams import Stream, summed
 
 __all__ = [
     "Design",
@@ -36,5 +36,6 @@ __all__ = [
     "robust_z",
     "standard_error",
     "student_interval",
+    "summed",
     "z_scores",
 ]

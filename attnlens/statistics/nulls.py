@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+DRAWN_BYTES = 2**26
+"""Of random factors that are read at once; those of all draws together are larger than a layer of a large model."""
 MEDIAN_DRAWS = 2000
 """Draws of all heads behind the null of a median."""
 
@@ -58,24 +60,35 @@ def gaussian_null(
     is left out.
     """
     generator = torch.Generator().manual_seed(seed)
+    size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
+    at_once = max(1, min(draws, DRAWN_BYTES // size))
+    found: dict[str, list[Tensor]] = {}
+    for start in range(0, draws, at_once):
+        drawn = _drawn(like, min(at_once, draws - start), generator)
+        for analyzer in analyzers:
+            readings = analyzer.function(drawn)
+            for measure in analyzer.measures:
+                if measure.has_null and not measure.curve and measure.name in readings:
+                    found.setdefault(measure.name, []).append(readings[measure.name].double())
+    null = {}
+    for name, parts in found.items():
+        values = torch.cat(parts)
+        values = values[~values.isnan()]
+        if len(values) > 1:
+            null[name] = (float(values.mean()), float(values.std()))
+    return null
+
+
+def _drawn(like: QueryKey, count: int, generator: torch.Generator) -> QueryKey:
+    """So many random heads of unit norm in the place of those that it has."""
 
     def factor(shape: torch.Size) -> Tensor:
-        drawn = torch.randn(draws, *shape[-2:], generator=generator, dtype=torch.float64)
-        unit: Tensor = drawn / torch.linalg.matrix_norm(drawn, keepdim=True)
-        return unit.to(like.query.device)
+        drawn = torch.randn(count, *shape[-2:], generator=generator, dtype=torch.float64)
+        drawn /= torch.linalg.matrix_norm(drawn, keepdim=True)
+        return drawn.to(like.query.device)
 
-    heads = tuple(range(draws))
-    drawn = replace(like, query=factor(like.query.shape), key=factor(like.key.shape), heads=heads, key_of=heads)
-    null = {}
-    for analyzer in analyzers:
-        readings = analyzer.function(drawn)
-        for measure in analyzer.measures:
-            if measure.has_null and not measure.curve and measure.name in readings:
-                values = readings[measure.name].double()
-                values = values[~values.isnan()]
-                if len(values) > 1:
-                    null[measure.name] = (float(values.mean()), float(values.std()))
-    return null
+    heads = tuple(range(count))
+    return replace(like, query=factor(like.query.shape), key=factor(like.key.shape), heads=heads, key_of=heads)
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:

@@ -26,10 +26,10 @@ class Stream:
 
     def update(self, values: Float[Tensor, "samples ..."]) -> None:
         """Take in some samples at once."""
-        values = values.double()
-        there = ~values.isnan()
-        count = there.sum(0).double()
-        mean = torch.where(there, values, 0.0).sum(0) / count.clamp(min=1)
+        self.merge(*summed(values))
+
+    def merge(self, count: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> None:
+        """Take in samples of which so many numbers and their mean are known, entry by entry."""
         if not self._started:
             self.count, self._mean, self._started = count, mean, True
             return
@@ -41,6 +41,14 @@ class Stream:
     def mean(self) -> Tensor:
         """The mean of each entry; NaN where there was no value."""
         return torch.where(self.count > 0, self._mean, torch.nan)
+
+
+def summed(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """How many of the samples have a number, and their mean (0 where none has), entry by entry."""
+    values = values.double()
+    there = ~values.isnan()
+    count = there.sum(0).double()
+    return count, torch.where(there, values, 0.0).sum(0) / count.clamp(min=1)
 
 
 def _same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

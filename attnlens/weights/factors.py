@@ -27,10 +27,24 @@ class Maps:
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
         query, key = (
-            torch.einsum("btd,hdk->bhtk", part.double().flatten(1, -2), factor) + bias[:, : part[0, ..., 0].numel()]
+            _heads(part.double().flatten(1, -2), factor) + bias[:, : part[0, ..., 0].numel()]
             for part, factor, bias in ((x, self.query, self.query_bias), (y, self.key, self.key_bias))
         )
         return query, key
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a reader must know of a site's weights, without the weights."""
+
+    rotary: bool
+    """Whether queries and keys are turned with their position."""
+    qk_norm: bool
+    """Whether they are normalised per token."""
+    latent: bool
+    """Whether one part of the keys is normalised and the other is not."""
+    biased: bool
+    """Whether a bias is added to queries or keys, which the form leaves out."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,12 @@ class Factors:
     def latent(self) -> bool:
         """Whether one part of the keys is normalised and the other is not, so that each is a form of its own."""
         return len(self.groups) > 1
+
+    @property
+    def traits(self) -> Traits:
+        """What of them outlives their numbers."""
+        biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
+        return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
     @property
     def route(self) -> str:
@@ -117,6 +137,12 @@ class Factors:
         for group in self.groups:
             result[..., group] = unit(part[..., group]) * seen[..., group].double().norm(dim=-1, keepdim=True)
         return result
+
+
+def _heads(x: Tensor, factor: Tensor) -> Tensor:
+    """x W of each head, (batch, heads, tokens, head_dim)."""
+    found = nn.functional.linear(x, factor.mT.flatten(0, 1))  # rows of weights as they lie
+    return found.reshape(*x.shape[:-1], len(factor), -1).transpose(1, 2)
 
 
 def unit(rows: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from attnlens.errors import FAILURES, UnreadableError
 from attnlens.hooks import Reached, as_sequences, opened
 from attnlens.records import Call
+from attnlens.weights.few_tokens import FewTokens, Mixture
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -66,7 +68,9 @@ class Probe:
         def answer(call: Call) -> Tensor:
             raise _Asked(call)
 
-        with opened(self.model, answer, content=content):
+        # what goes through transformers' interface need not be traced
+        traced = None if self.reached.site.traced else ()
+        with opened(self.model, answer, modules=traced, content=content), FewTokens():
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs={**self.arguments, **given})
             except _Asked as asked:
@@ -138,11 +142,25 @@ class Probe:
     @cached_property
     def least(self) -> int:
         """The least number of sequences that it takes: one, or those of the captured call, whose masks carry them."""
+        return self.shapes[0][0] if self._of_one is None else 1
+
+    @cached_property
+    def odd(self) -> Call:
+        """What it asks for on ODD sequences."""
+        return self(*self.random(ODD, seed=0))
+
+    @cached_property
+    def alike(self) -> Call:
+        """What it asks for on the least number of sequences, the same token at every position."""
+        return self(*self.random(self.least, seed=ALIKE)) if self._of_one is None else self._of_one
+
+    @cached_property
+    def _of_one(self) -> Call | None:
+        """The same of one sequence, where it takes one."""
         try:
-            self(*self.random(1, seed=0))
+            return self(*self.random(1, seed=ALIKE))
         except UnreadableError:
-            return self.shapes[0][0]
-        return 1
+            return None
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
         """Seeded standard normal inputs, `alike` at every position or not; one and the same for self-attention."""
@@ -151,7 +169,17 @@ class Probe:
         for _, *tokens, size in self.shapes:
             axes = tokens if self.whole else [1]
             drawn = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
-            draws.append(drawn.expand(-1, *axes, -1).to(self.arguments[self.reached.input_name]))
+            draws.append(drawn.to(self.arguments[self.reached.input_name]).expand(-1, *axes, -1))
+        return draws[0], draws[-1]
+
+    def mixed(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
+        """The same unlike at every position, each token a mixture of MIXED random ones."""
+        generator = torch.Generator().manual_seed(seed)
+        like, draws = self.arguments[self.reached.input_name], []
+        for _, *tokens, size in self.shapes:
+            axes = self.batch or batch, *(tokens if self.whole else [1])
+            shares = torch.randn(*axes, MIXED, generator=generator) / MIXED**0.5
+            draws.append(Mixture(torch.randn(MIXED, size, generator=generator).to(like), shares.to(like)))
         return draws[0], draws[-1]
 
 
@@ -163,7 +191,7 @@ def alone(probe: Probe) -> Probe:
     captured = probe.shapes[0]
     for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
         try:
-            candidate(*candidate.random(ODD, seed=0))
+            _ = candidate.odd
         except UnreadableError as error:
             if candidate.batch is not None or len(captured) < 3:
                 raise error from None
@@ -172,6 +200,37 @@ def alone(probe: Probe) -> Probe:
     raise AssertionError(probe)
 
 
+Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
+"""(module, names) → a context in which the module's parameters and buffers of these names have values."""
+
+
+def nothing_to_read(_module: nn.Module, _names: Callable[[], Collection[str]]) -> AbstractContextManager[None]:
+    """The context of a model that is in memory."""
+    return nullcontext()
+
+
+def used_weights(model: PreTrainedModel, reached: Reached, layout: tuple[int, ...]) -> list[str]:
+    """The names of the module's parameters that its queries and keys depend on, and of its buffers.
+
+    Told by which of them have a gradient: values are not needed, and those of projections behind are never read.
+    """
+    leaves = {
+        name: part.detach().requires_grad_(part.is_floating_point()) for name, part in reached.module.named_parameters()
+    }
+    buffers = dict(reached.module.named_buffers())
+    probe = alone(Probe(model, reached, {**leaves, **buffers}, layout))
+    with torch.enable_grad():
+        call = probe(*probe.random(ODD, seed=0))
+        outputs = [part.sum() for part in (call.query, call.key) if part.requires_grad]
+    floating = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    slopes = torch.autograd.grad(outputs, [leaves[name] for name in floating], allow_unused=True) if outputs else ()
+    return [name for name, slope in zip(floating, slopes, strict=bool(outputs)) if slope is not None] + list(buffers)
+
+
+ALIKE = 4
+"""Seed of the tokens that are the same at every position."""
+MIXED = 16
+"""Of how many random tokens those at all positions are mixtures."""
 ODD = 7
 """How many sequences are tried at first: a power of two may fit by accident what was made for another number."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -12,11 +14,23 @@ from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.hooks import Reached
+from attnlens.models.deferred import is_announced
 from attnlens.records import Rotation
 from attnlens.weights.factors import Factors, Maps, unit
+from attnlens.weights.few_tokens import FewTokens
 from attnlens.weights.norms import Norms, WithoutLengths, linear, norms_inside
-from attnlens.weights.probe import TOLERANCE, Probe, alone, float64_weights, unreadable
-from attnlens.weights.rope import ANGLE, SINGLE, rotation_of, rounding_of
+from attnlens.weights.probe import (
+    TOLERANCE,
+    Present,
+    Probe,
+    alone,
+    float64_weights,
+    nothing_to_read,
+    unreadable,
+    used_weights,
+)
+from attnlens.weights.rope import ANGLE, SINGLE, Turns, rounding_of
+from attnlens.weights.rows import rows_of_weights
 
 Sides = tuple[Tensor, Tensor]
 """Queries and keys."""
@@ -26,32 +40,64 @@ CHUNK = 512
 """How many probe tokens go through a module at once."""
 
 
-def factors(model: PreTrainedModel, first: list[Reached], window: list[Reached]) -> Iterator[Factors | UnreadableError]:
+def factors(
+    model: PreTrainedModel,
+    first: Sequence[Reached],
+    window: Sequence[Reached],
+    *,
+    chosen: Sequence[int] | None = None,
+    turns: Turns | None = None,
+    present: Present = nothing_to_read,
+) -> Iterator[Factors | UnreadableError]:
     """The effective W_Q, W_K of every site in turn, or the error that says why a site has none.
 
     `first` are the sites as reached by a single token (position 0), `window` as reached by as many positions as
     distances are wanted. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms inside
     the module keep their gains and drop their positive per-token scalars; where they stand in the way of queries or
     keys (QK-norm) the directions are checked. All in float64, from a copy of one module at a time.
+
+    `chosen` are the places of the sites that are read, all if None; what is read of a site does not depend on which
+    others are: a rotation is fitted at the first site that has it, whether chosen or not, and kept in `turns`. Inside
+    `present` a module of a model that is not in memory has the weights of those names, which is all that is read of it.
     """
-    known: list[Rotation] = []
-    for one, many in zip(first, window, strict=True):
-        weights = float64_weights(one.module)
+    turns = Turns() if turns is None else turns
+    for place in range(len(window)) if chosen is None else chosen:
         try:
-            probe = alone(Probe(model, one, weights, many.layout))
-            all_of = Probe(model, many, weights, many.layout, whole=True)
-            yield _factors(probe, replace(all_of, batch=all_of.shapes[0][0] if probe.batch else None), known)
+            leader = turns.leader(window, place)
+            if leader != place and not turns.knows(window[leader]):
+                _lead(model, first[leader], window[leader], turns, present)
+            turns.read(window[leader])
+            yield _of_site(model, first[place], window[place], turns, present, leading=leader == place)
         except UnreadableError as error:
             yield error
 
 
-def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
+def _lead(model: PreTrainedModel, one: Reached, many: Reached, turns: Turns, present: Present) -> None:
+    """Read a site for its rotation alone."""
+    with suppress(UnreadableError):  # sites that it can't lead have their own
+        _of_site(model, one, many, turns, present, leading=True)
+
+
+def _of_site(
+    model: PreTrainedModel, one: Reached, many: Reached, turns: Turns, present: Present, *, leading: bool
+) -> Factors:
+    """The factors of one site, whose copies in float64 end with the call."""
+    with present(one.module, partial(used_weights, model, one, many.layout)):
+        weights = float64_weights(one.module)
+        probe = alone(Probe(model, one, weights, many.layout))
+        all_of = Probe(model, many, weights, many.layout, whole=True)
+        window = replace(all_of, batch=all_of.shapes[0][0] if probe.batch else None)
+        return _factors(probe, window, partial(turns.of, leading=leading))
+
+
+def _factors(probe: Probe, window: Probe, turned_as: Callable[[Probe, Norms], Rotation | None]) -> Factors:
     window.check_captured()
+    _refuse_shapes(probe)
     norms = norms_inside(probe.reached.module)
     # Where one token is not taken, position is looked at first, so that each token of a sequence can be a probe.
-    turned = rotation_of(window, {}, known) if probe.whole else None
+    turned = turned_as(window, {}) if probe.whole else None
     maps, groups = _checked_maps(probe, norms, turned)
-    rotation = rotation_of(window, norms if groups else {}, known)
+    rotation = turned_as(window, norms if groups else {})
     if rotation is None:
         with linear(norms):
             maps = _with_positions(maps, window)
@@ -60,13 +106,22 @@ def _factors(probe: Probe, window: Probe, known: list[Rotation]) -> Factors:
     return found
 
 
+def _refuse_shapes(probe: Probe) -> None:
+    """Raise UnreadableError where queries or keys of a module with its weights are still shapes without numbers."""
+    if is_announced(probe.odd.query) or is_announced(probe.odd.key):
+        raise unreadable("its queries or keys depend on what other modules compute, so that the model has to be loaded")
+
+
 def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[Maps, Groups]:
     """The maps, and the groups of coordinates that are normalised together; raises NotBilinearError where it is not so.
 
     Normalisations that are no modules are taken out where the others don't explain queries and keys.
     """
     with linear(norms):
-        maps = _maps(probe, turned)
+        rows = rows_of_weights(probe)
+        if rows is not None and not norms:
+            return rows, ()  # which random inputs have shown
+        maps = rows or _maps(probe, turned)
     sides = _first_tokens(probe, maps)
     reason = _mismatch(*sides)
     if reason is None:
@@ -191,13 +246,13 @@ def _mismatch(seen: Sides, expected: Sides, groups: Groups = ()) -> str | None:
 
 def _check_everywhere(found: Factors, window: Probe) -> None:
     """Raise UnreadableError where queries and keys of unlike tokens at all positions are not what the factors say."""
-    inputs = window.random(window.least, seed=3, alike=False)
-    with torch.no_grad():
+    mixtures = window.mixed(window.least, seed=3)
+    inputs = mixtures[0].tokens, mixtures[1].tokens
+    with torch.no_grad(), FewTokens(mixtures):
         call = window(*inputs)
+        rebuilt = found.rebuilt(*inputs, (call.query, call.key))
     border = TOLERANCE if found.rotation is None else max(ANGLE, 4 * rounding_of(window))
-    for name, seen, expected in zip(
-        ("queries", "keys"), (call.query, call.key), found.rebuilt(*inputs, (call.query, call.key)), strict=True
-    ):
+    for name, seen, expected in zip(("queries", "keys"), (call.query, call.key), rebuilt, strict=True):
         fine = expected.isfinite().all(-1).all(-1).all(0)
         error = (seen[:, fine].double() - expected[:, fine]).norm()
         if not error <= border * expected[:, fine].norm():

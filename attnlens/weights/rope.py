@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
-from attnlens.records import Rotation
+from attnlens.records import Call, Rotation
 from attnlens.weights.norms import Norms, linear, norms_inside, without_gains
 from attnlens.weights.probe import Probe, float64_weights, unreadable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int
-    from torch import Tensor
 
 ROWS = 16
 """Queries and keys from which pairs are told: a wrong partner explains a share of about 1/ROWS, the right one all."""
@@ -36,6 +35,61 @@ SINGLE = torch.finfo(torch.float32).eps
 DIRECTION = "position changes more than the direction of queries and keys"
 
 
+@dataclass
+class Turns:
+    """The rotations of a model's sites, each fitted at the first site of its class that is given those positions."""
+
+    _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
+
+    def leader(self, window: Sequence[Reached], place: int) -> int:
+        """The place of the first site that is turned as this one is, as far as can be told without its weights."""
+        own = _kind(window[place])
+        return next(other for other, reached in enumerate(window) if _kind(reached) == own)
+
+    def knows(self, reached: Reached) -> bool:
+        """Whether the leader of its kind was read."""
+        return _kind(reached) in self._fitted
+
+    def read(self, leader: Reached) -> None:
+        """Note that the leader of its kind is read, though it may have no rotation that fits."""
+        self._fitted.setdefault(_kind(leader), (_positions(leader), {}))
+
+    def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
+        """A site's rotation: its leader's where that holds here too (layers without may lie between others).
+
+        Norms stand for a fit of directions, which is kept apart from one of queries and keys as they are.
+        """
+        kind = _kind(probe.reached)
+        fits = self._fitted.get(kind, ([], {}))[1]
+        if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
+            return fits[bool(norms)]
+        found = rotation_of(probe, norms, [])
+        if leading:  # the positions are kept, so that no others take their addresses
+            self._fitted.setdefault(kind, (_positions(probe.reached), {}))[1][bool(norms)] = found
+        return found
+
+
+def _kind(reached: Reached) -> object:
+    """What sites that are turned alike have in common: class, part, and the very positions that they are given."""
+    return type(reached.module), reached.site.part, *map(id, _positions(reached))
+
+
+def _positions(reached: Reached) -> list[Tensor]:
+    """The cos and sin that the module is given, where it is given any: they are the same objects for all layers."""
+    given = reached.arguments.get("position_embeddings")
+    return [part for part in given if isinstance(part, Tensor)] if isinstance(given, tuple | list) else []
+
+
+def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
+    """Whether queries and keys of one and the same input turn so (layers without positions may lie between others)."""
+    parts = _sides(probe.alike)
+    if norms:
+        parts = [nn.functional.normalize(part, dim=-1) for part in parts]
+    if rotation is None:
+        return not any(_moved(part) for part in parts)
+    return not any(_missed(part, rotation, rounding_of(probe)) for part in parts)
+
+
 def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
     """R(i) with q_i = q_0 R(i) for one and the same input, or None where position makes no difference or is added.
 
@@ -49,7 +103,7 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
     few = probe.least
     many = few if few > 1 else -(-ROWS // heads)
-    used, others = (_parts(probe, probe.random(few, seed=seed)) for seed in (4, 6))
+    used, others = _sides(probe.alike), _parts(probe, probe.random(few, seed=6))
     if norms:  # lengths may depend on the position, as under a temperature of long contexts (Beam)
         used, others = ([nn.functional.normalize(part, dim=-1) for part in side] for side in (used, others))
     if not any(_moved(part) for part in used):
@@ -99,7 +153,10 @@ def rounding_of(probe: Probe) -> float:
 def _parts(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
     """Queries and keys of all inputs and heads; heads with NaN are left out."""
     with torch.no_grad():
-        call = probe(*inputs)
+        return _sides(probe(*inputs))
+
+
+def _sides(call: Call) -> list[Float[Tensor, "rows positions head_dim"]]:
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 

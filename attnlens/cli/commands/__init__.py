@@ -14,8 +14,10 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
+from attnlens.cli.commands.merge import merge
 from attnlens.cli.commands.reference import explain, list_
 from attnlens.cli.commands.report import report
+from attnlens.cli.commands.several import inspect_each
 from attnlens.cli.commands.study import study
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
@@ -76,10 +78,16 @@ def inspect(
     windows_csv: opt.WindowsCsv = None,
     all_heads: opt.AllHeads = False,
     strict: opt.Strict = False,
+    dry_run: opt.DryRun = False,
+    models: opt.ModelList = None,
+    reports: opt.Reports = None,
     **_shared: Any,
 ) -> None:
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
-    _inspect(model, context.params)
+    if models is not None or reports is not None:
+        inspect_each(model, context.params)
+    else:
+        _inspect(model, context.params)
 
 
 def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
@@ -94,14 +102,24 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
         from attnlens import run
 
     stopped = False
+    if given["dry_run"] and (given["shard"] or outputs.files("json", "csv", "markdown", "png", "html")):
+        raise UsageError(
+            "--dry-run writes nothing, and tells of the whole run.", "Leave out --shard and what is written."
+        )
+    if given["dry_run"]:
+        with working(outputs):
+            cost = run.estimated(name, settings)
+        typer.echo("\n".join(cost.lines()))
+        return
     with working(outputs) as tell:
         try:
-            report = run.inspect(name, progress=tell, **settings)
+            report, written = run.inspected(name, None, tell, settings)
         except run.Interrupted as stop:
             if not any(head.measures for head in stop.report.heads):
                 raise
             report, stopped = stop.report, True
     deliver(outputs, report, interrupted=stopped)
+    written()
     if given["strict"]:
         end_strictly(report)
 
@@ -110,6 +128,7 @@ app.command()(compare)
 app.command(name="swap-kernel")(swap_kernel)
 app.command()(converge)
 app.command()(study)
+app.command()(merge)
 app.command()(check)
 
 

@@ -16,7 +16,7 @@ from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import NO_MODEL, check_reading, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
-from attnlens.requests import SeriesRequest
+from attnlens.requests import CheckpointsRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
 
 FAILED = 1
@@ -28,7 +28,7 @@ LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
 SYNTHETIC = opt.parameters(SyntheticRequest)
 """What the synthetic experiments can be asked for."""
-SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
+SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads", "work", "resume"}
 KINDS: dict[str, set[str]] = {
     "the synthetic experiments": {*SYNTHETIC},
     "a head": {"models", "head", *requests.options(DescentRequest), "revision"} | TEXT | LOADING,
@@ -82,7 +82,7 @@ Head = Annotated[
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
-FOLLOWED = opt.parameters(SeriesRequest, without=("select",))
+FOLLOWED = opt.parameters(CheckpointsRequest, without=("select",))
 """What a series can be asked for."""
 
 
@@ -161,7 +161,7 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     models = [checked_model(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
         return checked_synthetic(opt.keywords(SyntheticRequest, given))
-    shared = opt.keywords(SeriesRequest, given)
+    shared = opt.keywords(CheckpointsRequest, given)
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")

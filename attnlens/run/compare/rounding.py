@@ -36,9 +36,14 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
     A weight of few different numbers (gains of 1, zeros) tells nothing, and counts as float32.
     """
-    if len(weight.flatten()[:MANY].unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
+    first = weight.flatten()[:MANY]
+    if len(first.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32
-    return next((kind for kind in TYPES if torch.equal(weight.to(kind).to(weight.dtype), weight)), torch.float64)
+    return next((kind for kind in TYPES if _holds(kind, first) and _holds(kind, weight)), torch.float64)
+
+
+def _holds(kind: torch.dtype, weight: Tensor) -> bool:
+    return torch.equal(weight.to(kind).to(weight.dtype), weight)
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from attnlens.hooks.padding import real_parts
 from attnlens.records import QueryKey
 
@@ -38,5 +40,7 @@ def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
 
 def finite_heads(query_key: QueryKey) -> list[int]:
     """Which heads have finite queries and keys in every sequence, by index."""
-    fine = query_key.query.isfinite().all(-1).all(-1) & query_key.paired_key.isfinite().all(-1).all(-1)
+    # a sum is finite where all its terms are, and needs no mask of their size
+    query, key = (part.sum((-1, -2), dtype=torch.float64).isfinite() for part in (query_key.query, query_key.key))
+    fine = query & key[..., list(query_key.key_of)]
     return fine.reshape(-1, len(query_key.heads)).all(0).nonzero().flatten().tolist()

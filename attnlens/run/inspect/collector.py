@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnlens.records import Coverage, Head, Measure, Null, QueryKey, Site, Skipped
+from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, Selection, Site, Skipped
 from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
-from attnlens.run.inspect.chunks import pieces
+from attnlens.run.inspect.sink import Sink
 from attnlens.statistics import Design, Stream, standard_error
+from attnlens.weights import Traits
 
 PAST_ONLY = "not identified: the model never compares a query with a later key"
 """Why causal heads lack what only a comparison of all pairs fixes."""
@@ -57,7 +58,7 @@ class Draft:
 
 
 @dataclass
-class Collector:
+class Collector(Sink):
     """What has been measured so far."""
 
     chosen_heads: Sequence[int] | None
@@ -76,11 +77,19 @@ class Collector:
     """What could not be measured."""
     layer_symmetry: dict[int, float | None] = field(default_factory=dict)
     """Symmetry of the heads' summed matrix by layer."""
+    traits: list[Traits] = field(default_factory=list)
+    """What a reader must know of the weights of each site that was read."""
+    shown: list[Selection] = field(default_factory=list)
+    """The problems that were posed, where they are to be shown."""
+    rows: list[AttentionRows] = field(default_factory=list)
+    """Rows of attention that are to be shown."""
+    losses: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+    """Of each batch the mean loss of each sequence, over how many tokens, and the size of the vocabulary."""
 
     def enter(self, site: Site, key_of: Sequence[int]) -> None:
         """Note a site that was asked for, with the key head of each of its query heads."""
         for head, kv_head in enumerate(key_of):
-            if self.chosen_heads is None or head in self.chosen_heads:
+            if self.asks(head):
                 self.drafts[site, head] = Draft(site, head, kv_head)
 
     def add_weights(
@@ -110,45 +119,38 @@ class Collector:
                         found = found.model_copy(update={"base": before})
                     draft.measures[info.name] = found
 
-    def read_tokens(
-        self,
-        site: Site,
-        query_key: QueryKey,
-        analyzers: Iterable[Analyzer],
-        numbers: Sequence[int],
-        total: int,
-        steps: int | None = None,
+    def add_values(
+        self, site: Site, name: str, rows: Sequence[int], heads: Sequence[int], total: int, values: Tensor
     ) -> None:
-        """Enter what analyzers read of a batch, whose rows belong to the sequences with these `numbers`."""
-        for rows, group in pieces(query_key):
-            parts = [numbers[row] for row in rows]
-            for analyzer in analyzers:
-                self.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
+        """Keep one number of each of these sequences and heads; those of one sequence's parts are averaged."""
+        place = site, name
+        empty = torch.zeros(self.design.count, total, dtype=torch.float64)
+        sums, counts = self.sums.setdefault(place, (empty, empty.clone()))
+        at = torch.tensor(rows)[:, None], torch.tensor(heads)
+        sums.index_put_(at, values.nan_to_num(posinf=torch.inf, neginf=-torch.inf), accumulate=True)
+        counts.index_put_(at, (~values.isnan()).double(), accumulate=True)
+        self.windows[place] = sums / counts
 
-    def add_tokens(
-        self,
-        site: Site,
-        rows: Sequence[int],
-        heads: Sequence[int],
-        total: int,
-        readings: Readings,
-        steps: int | None = None,
-    ) -> None:
-        """Keep readings of the sequences `rows` and `heads` computed: (sequences, heads) or (sequences, heads, steps).
+    def add_curve(self, site: Site, name: str, count: Tensor, mean: Tensor) -> None:
+        """Keep the running mean of a curve."""
+        self.curves.setdefault((site, name), Stream()).merge(count, mean)
 
-        Curves are averaged; cumulative ones of sequences of different lengths are continued to `steps`.
-        """
-        for name, reading in readings.items():
-            place = site, name
-            if reading.dim() == 3:
-                self.curves.setdefault(place, Stream()).update(_continued(reading, heads, total, steps))
-                continue
-            empty = torch.zeros(self.design.count, total, dtype=torch.float64)
-            sums, counts = self.sums.setdefault(place, (empty, empty.clone()))
-            at, values = (torch.tensor(rows)[:, None], torch.tensor(heads)), reading.double().cpu()
-            sums.index_put_(at, values.nan_to_num(posinf=torch.inf, neginf=-torch.inf), accumulate=True)
-            counts.index_put_(at, (~values.isnan()).double(), accumulate=True)
-            self.windows[place] = sums / counts
+    def add_layer(self, layer: int, symmetry: float | None) -> None:
+        """Keep the symmetry of a layer's summed matrix."""
+        self.layer_symmetry[layer] = symmetry
+
+    def add_shown(self, shown: Sequence[Selection], rows: Sequence[AttentionRows]) -> None:
+        """Keep what is to be shown."""
+        self.shown += shown
+        self.rows += rows
+
+    def add_traits(self, traits: Traits) -> None:
+        """Keep what a reader must know of a site's weights."""
+        self.traits.append(traits)
+
+    def add_losses(self, means: Tensor, counts: Tensor, vocabulary: int) -> None:
+        """Keep a model's losses on the sequences of a batch."""
+        self.losses.append((means, counts, vocabulary))
 
     def add_answers(self, site: Site, gathering: Gathering, answers: Mapping[int, Answer]) -> None:
         """Enter what a gatherer says of a site's heads; a head that it never saw has no value, with the reason."""
@@ -163,10 +165,11 @@ class Collector:
                 nothing = Measure(value=None, reason=skip.reason)
                 draft.measures.update({info.name: nothing for info in gathering.measures if not info.curve})
 
-    def close_tokens(self, analyzers: Iterable[Analyzer], finished: int) -> None:
-        """Turn what the finished sequences read into measures and curves."""
-        self.design = self.design.select(range(finished))
-        self.windows = {place: values[:finished] for place, values in self.windows.items()}
+    def close_tokens(self, analyzers: Iterable[Analyzer], finished: Sequence[int]) -> None:
+        """Turn what the `finished` sequences, by number, read into measures and curves."""
+        rows = list(finished)
+        self.design = self.design.select(rows)
+        self.windows = {place: values[rows] for place, values in self.windows.items()}
         infos = [info for analyzer in analyzers if analyzer.source == "tokens" for info in analyzer.measures]
         errors = {place: standard_error(values, self.design) for place, values in self.windows.items()}
         for (site, head), draft in self.drafts.items():
@@ -253,15 +256,6 @@ def _measure(
         return Measure(value=None, reason=PAST_ONLY if hidden else info.missing)
     label = info.labels[round(value)] if info.labels else None
     return Measure(value=value, label=label, se=se, se_reason=se_reason, n=n, null=null)
-
-
-def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
-    """A curve at the places of its heads, NaN for the others; one that has ended early stays where it is."""
-    if steps is not None and reading.shape[2] < steps:
-        reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
-    full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
-    full[:, list(heads)] = reading
-    return full
 
 
 def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> list[Null]:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 from attnlens import models, requests, texts
 from attnlens.arguments import public
-from attnlens.records import Report
+from attnlens.errors import TooLargeError, UsageError
+from attnlens.records import Report, Settings
 from attnlens.requests import InspectRequest, reading
 from attnlens.run import feeding
 from attnlens.run.in_memory import at_rest, held
+from attnlens.run.inspect.assembly import Frame
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.work import reader_of
 from attnlens.run.progress import Progress, silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TOO_LARGE = "The weights were read from their files, layer by layer, as the model does not fit into memory here."
 
 
 @public
@@ -38,9 +44,29 @@ def inspect(
     selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which carries what was finished.
     """
+    report, written = inspected(model, tokenizer, progress, more)
+    written()
+    return report
+
+
+def inspected(
+    model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
+) -> tuple[Report, Callable[[], None]]:
+    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    given = requests.checked(InspectRequest, more)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):
-        return inspection.run(contents, cut)
+        frame = inspection.framed(contents, cut)
+        reader = reader_of(given, frame, inspection.read_unit, model)
+        report = inspection.finished_from(frame, reader)
+    return report, partial(reader.clear, frame)
+
+
+def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Inspection, Frame]:
+    """The same run in another process, as far as to where its units are read."""
+    inspection, contents, cut = prepared(model, None, silent, given)
+    inspection.loaded.model.train(False)
+    return inspection, inspection.framed(contents, cut)
 
 
 def prepared(
@@ -57,10 +83,35 @@ def prepared(
     reading.refuse_unread(given, asked.source)
     named = texts.read_each(reading.files(given))
     start = time.perf_counter()
-    loaded = subject if isinstance(subject, models.Loaded) else models.load(subject, **loading)
+    loaded, notes = _loaded(subject, loading, asked, from_files=given["from_files"])
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, reading.files(given), asked.tokens)
+    asked = asked.model_copy(update={"notes": [*asked.notes, *notes]})
     settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
     contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
     inspection = Inspection(loaded, settings, chosen, *told, show=given["show"])
     return inspection, contents, feeding.cut_of(settings, given)
+
+
+def _loaded(
+    subject: Any, loading: models.Loading, asked: Settings, *, from_files: bool
+) -> tuple[models.Loaded, list[str]]:
+    """The model, and what a reader must know of how it was loaded: one too large for memory is left in its files.
+
+    Raises UsageError where its files are to be read for what a text shows.
+    """
+    if from_files and asked.source != "weights":
+        raise UsageError(
+            "A model that is read from its files can't run on a text.",
+            "Add --source weights, or leave --from-files out.",
+        )
+    if isinstance(subject, models.Loaded):
+        return subject, []
+    if from_files:
+        return models.load(subject, **loading, from_files=True), []
+    try:
+        return models.load(subject, **loading), []
+    except TooLargeError:
+        if asked.source != "weights" or "adapter" in loading:
+            raise
+        return models.load(subject, **loading, from_files=True), [TOO_LARGE]

@@ -15,11 +15,18 @@ from attnlens.run.inspect.collector import ONE_WINDOW, Collector
 from attnlens.run.inspect.extremes import extremes
 from attnlens.statistics import Design, median_error, null_of_median
 
+NEVER_RUN = (
+    "the model was never loaded, and so not run: each site's queries and keys were compared with those of its own "
+    "module, which had its weights alone"
+)
+"""Why there is no error of identity of a model that is read from its files."""
 Group = Sequence[int]
 """Heads by their place among the records."""
 
 
-def summarised(collector: Collector, names: Sequence[str], identity_error: float | None, seed: int) -> Summary:
+def summarised(
+    collector: Collector, names: Sequence[str], identity_error: float | None, seed: int, *, from_files: bool = False
+) -> Summary:
     """Medians over the model, each layer and each text (`names`, one a sequence), and the most extreme heads."""
     records = collector.heads()
     by_layer: dict[int, list[int]] = defaultdict(list)
@@ -43,7 +50,7 @@ def summarised(collector: Collector, names: Sequence[str], identity_error: float
         between_texts=_between(texts),
         extremes=extremes(records, measure_infos()),
         identity_error=identity_error,
-        reasons=_lone(collector.design) if windows else {},
+        reasons=(_lone(collector.design) if windows else {}) | ({"identity_error": NEVER_RUN} if from_files else {}),
     )
 
 
@@ -78,13 +85,13 @@ def by_measure(collector: Collector) -> dict[str, Tensor]:
     }
 
 
-def windows_of(collector: Collector, settings: Settings) -> Windows:
+def windows_of(collector: Collector, settings: Settings, finished: Sequence[int]) -> Windows:
     """What each window read of each head; noise has one window an input."""
     placed = [(text.name, number) for text in settings.texts for number in text.windows]
     if not placed and settings.noise is not None:
-        placed = [(settings.noise.name, number) for number in range(collector.design.count)]
+        placed = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
     heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in collector.heads()]
-    return Windows(placed[: collector.design.count], heads, by_measure(collector))
+    return Windows([placed[number] for number in finished if number < len(placed)], heads, by_measure(collector))
 
 
 def _errors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
@@ -18,6 +18,7 @@ from attnlens.requests import reading
 from attnlens.run import checks, feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.work import kept_units
 from attnlens.run.outcomes.differences import mean_loss
 from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.provenance import report_of
@@ -33,7 +34,7 @@ def converge_checkpoints(
     revisions: requests.Words = (),
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
-    **more: Unpack[requests.SeriesRequest],
+    **more: Unpack[requests.CheckpointsRequest],
 ) -> Report:
     """Every measure of every head against the training step, in one experiment with the heads' trajectories.
 
@@ -42,11 +43,12 @@ def converge_checkpoints(
     Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
     One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
     series to it.
-    `more` are the options of `requests.SeriesRequest`. Raises UsageError, ModelError (one is missing, or they are of
-    different shapes), TextError, and Interrupted, which carries the finished checkpoints.
+    `more` are the options of `requests.CheckpointsRequest`. What is finished is kept as `inspect` keeps it, and the
+    same call goes on from there. Raises UsageError, ModelError (one is missing, or they are of different shapes),
+    TextError, and Interrupted, which carries the finished checkpoints.
     """
     one = requests.one_head(head, more.get("layers"), more.get("heads"))
-    given = requests.checked(requests.SeriesRequest, {**more, **one})
+    given = requests.checked(requests.CheckpointsRequest, {**more, **one})
     loading = feeding.loading_of(more, None)
     wanted = given["analyzers"] or _usual(given["source"])
     chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
@@ -57,7 +59,8 @@ def converge_checkpoints(
     contents = texts.read_each(reading.files(given))
     if asked.source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
-    return Series(found, asked, chosen, contents, feeding.cut_of(asked, given), progress, loading).run()
+    cut = feeding.cut_of(asked, given)
+    return Series(found, asked, chosen, contents, cut, progress, loading, given).run()
 
 
 def _usual(source: str) -> list[str]:
@@ -90,7 +93,11 @@ class Series:
     cut: texts.Cut
     progress: Progress
     loading: models.Loading
+    kept: Mapping[str, Any]
+    """Where finished units are kept, among the options."""
     timings: dict[str, float] = field(default_factory=dict)
+    written: list[Callable[[], None]] = field(default_factory=list)
+    """What removes the finished units of each checkpoint, which nobody needs when all are done."""
 
     def run(self) -> Report:
         """Checkpoint by checkpoint; an interruption keeps those that are finished."""
@@ -105,6 +112,8 @@ class Series:
                 _refuse_other_heads(done[0], done[-1])
                 self.timings[checkpoint.name] = time.perf_counter() - start
             self.progress("checkpoints", total, total)
+            for clear in self.written:
+                clear()
         except KeyboardInterrupt:
             if not done:
                 raise KeyboardInterrupt from None
@@ -131,10 +140,13 @@ class Series:
         collector = Collector(self.asked.heads)
         inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
         try:
-            report = inspection.run(self.contents, self.cut)
+            frame = inspection.framed(self.contents, self.cut)
+            units = kept_units(self.kept, frame, inspection.read_unit)
+            report = inspection.finished_from(frame, units)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
+        self.written.append(partial(units.clear, frame))
         return CheckpointReading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
 
     def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:

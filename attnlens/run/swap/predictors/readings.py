@@ -59,7 +59,7 @@ def head_measures(
     wanted = registry.beside_sweeps()
     collector = Collector(settings.heads, design=design)
     inspection = Inspection(loaded, settings, wanted, collector, silent, {})
-    inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches.batches)
+    inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches)
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
     reasons: dict[str, str] = {}

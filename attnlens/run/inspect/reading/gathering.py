@@ -14,7 +14,7 @@ from attnlens.hooks import Reached
 from attnlens.records import Call, QueryKey, Selection, Site
 from attnlens.registry import Gatherer, Gathering, GatheringPlace
 from attnlens.run.inspect.chunks import finite_heads, sequences
-from attnlens.run.inspect.collector import Collector
+from attnlens.run.inspect.sink import Sink
 from attnlens.weights import Factors
 
 
@@ -37,7 +37,7 @@ class Gathered:
 
     gatherings: Sequence[Gathering]
     """Which analyzers."""
-    collector: Collector
+    collector: Sink
     """Where their answers go."""
     place: Callable[[Site, QueryKey | str], GatheringPlace]
     """The terms on which they work, by site and form."""
@@ -86,6 +86,6 @@ class Gathered:
             self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
         for row, one in sequences(query_key):
             # heads that are not asked for cost nothing
-            heads = [head for head in finite_heads(one) if (site, head) in self.collector.drafts]
+            heads = [head for head in finite_heads(one) if self.collector.asks(head)]
             for _, gatherer in self._gatherers[site] if heads else ():
                 gatherer.update(one.select(heads), numbers[row])

@@ -1,0 +1,39 @@
+"""The command `merge`, which joins the parts of a sharded inspection."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from attnlens.cli import parameters as opt
+from attnlens.cli.delivery import deliver
+from attnlens.cli.input_files import Inputs
+from attnlens.cli.outputs import Outputs
+from attnlens.cli.show import guarded, interruptible_at_once
+from attnlens.cli.work import working
+
+Places = Annotated[
+    list[str],
+    typer.Argument(metavar="DIR|REPORT...", help="Folders that `--work` named, and JSON reports of shards."),
+]
+
+
+@guarded
+@opt.also(opt.SHOWN)
+def merge(
+    context: typer.Context,
+    places: Places,
+    windows_csv: opt.WindowsCsv = None,
+    all_heads: opt.AllHeads = False,
+    **_shared: Any,
+) -> None:
+    """Join the parts of a sharded `inspect` into the report of one run."""
+    outputs = Outputs.of(context.params)
+    outputs.check(Inputs.of_report(*(place for place in places if place.endswith(".json"))))
+    with interruptible_at_once():
+        from attnlens import run
+
+    with working(outputs):
+        report = run.merge(*places)
+    deliver(outputs, report)

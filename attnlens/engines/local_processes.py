@@ -1,0 +1,106 @@
+"""Runs functions in processes of this machine; one that dies takes no call with it but its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context, parent_process
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+from attnlens.engines.workers import T, Ts, WaitingThreads
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""What libraries read when they are first imported."""
+Initializer = Callable[[], object]
+
+
+class LocalWorkers(WaitingThreads):
+    """`jobs` processes, each begun by its first call, and again after it died.
+
+    Each has `threads` threads, by the environment that it gives libraries before they are imported, and calls
+    `initializer` first. None hears of an interruption, and none outlives the process that began it.
+    """
+
+    def __init__(self, jobs: int, *, threads: int = 1, initializer: Initializer | None = None) -> None:
+        super().__init__(jobs)
+        self._begin = partial(_begin, threads, initializer)
+        # A pool of one process each: when a process dies, its pool breaks, with all calls that the pool was given.
+        self._idle: SimpleQueue[ProcessPoolExecutor | None] = SimpleQueue()
+        for _ in range(jobs):
+            self._idle.put(None)
+        self._pools: set[ProcessPoolExecutor] = set()
+        self._lock, self._stopped = Lock(), False
+
+    def _outcome(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        pool = self._idle.get()
+        try:
+            with self._lock:
+                if self._stopped:
+                    raise BrokenExecutor("The work was ended.")
+                pool = pool or self._pool()
+                with _uninterrupted():  # the process begins here
+                    future = pool.submit(function, *arguments)
+            return future.result()
+        except BrokenProcessPool as error:
+            self._pools.discard(pool)
+            pool = None
+            raise BrokenExecutor(_why(error)) from error
+        finally:
+            self._idle.put(pool)
+
+    def _pool(self) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(1, get_context("spawn"), self._begin)
+        self._pools.add(pool)
+        return pool
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for pool in list(self._pools):  # those that break leave it meanwhile
+                for process in list((pool._processes or {}).values()):
+                    process.terminate()  # what it had finished is in its files
+
+    def _close(self) -> None:
+        for pool in list(self._pools):
+            pool.shutdown()
+
+
+def _why(error: BrokenProcessPool) -> str:
+    if error.__cause__ is None:
+        return "Its process ended before it did: for want of memory, or killed."
+    raised = str(error.__cause__).strip().splitlines()[-2]  # below a trace, above the closing quotes
+    return f"What it raised can't be read here: {raised}"
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, SIGINT is blocked, which processes begun there inherit: the one that began them decides what it ends."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(threads: int, initializer: Initializer | None) -> None:
+    """What a process does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(dict.fromkeys(THREADS, str(threads)))
+    if initializer is not None:
+        initializer()
+
+
+def _end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)  # killed, it could end nobody itself

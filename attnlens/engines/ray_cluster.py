@@ -1,0 +1,106 @@
+"""Runs functions as tasks of a Ray cluster, or of one that is started on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
+from threading import Lock
+from typing import Any
+
+from attnlens.engines.workers import T, Ts, WaitingThreads, headline
+from attnlens.errors import UsageError
+
+HERE = "local"
+"""The address that starts a cluster of this machine alone."""
+RETRIES = 1
+"""Times that Ray itself runs a task again whose worker or node was lost."""
+SECONDS = 5
+"""Time to reach an address: Ray itself asks for two minutes, and ends the process then."""
+
+
+class RayWorkers(WaitingThreads):
+    """Tasks of a Ray cluster, at most `jobs` at a time, each with `threads` processors and `gpus` devices.
+
+    `address` is HOST:PORT of a cluster, `auto` for the one that runs on this machine, or None: RAY_ADDRESS, else one is
+    started with `jobs` workers, and ended after. Raises UsageError where Ray is not installed or no cluster answers.
+    """
+
+    def __init__(self, jobs: int, address: str | None = None, *, threads: int = 1, gpus: int = 0) -> None:
+        super().__init__(jobs)
+        self._ray: Any = _imported()
+        self._owned = not self._ray.is_initialized()
+        if self._owned:
+            _connect(self._ray, address or os.environ.get("RAY_ADDRESS") or HERE, jobs * threads)
+        self._remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=RETRIES)(_called)
+        self._tasks: set[Any] = set()
+        self._lock, self._stopped = Lock(), False
+
+    def _outcome(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        with self._lock:
+            if self._stopped:
+                raise BrokenExecutor("The work was ended.")
+            task = self._remote.remote(function, *arguments)
+            self._tasks.add(task)
+        try:
+            found: T = self._ray.get(task)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause or error from None
+        except self._ray.exceptions.RayError as error:
+            raise BrokenExecutor(f"Ray brought no result: {headline(error)}") from error
+        finally:
+            self._tasks.discard(task)
+        return found
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for task in list(self._tasks):
+                self._ray.cancel(task, force=True)
+
+    def _close(self) -> None:
+        if self._owned:
+            self._ray.shutdown()
+
+
+def _called(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    return function(*arguments)
+
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"') from None
+    return ray
+
+
+def _connect(ray: Any, address: str, processors: int) -> None:
+    """Raises UsageError where there is no cluster at the address, or none can be started."""
+    own = {"num_cpus": processors, "include_dashboard": False} if address == HERE else {}
+    if own:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody
+    try:
+        _reach(address)
+        ray.init(address=address, log_to_driver=False, **own)
+    except Exception as error:  # Ray raises Exception itself, and no narrower class, where its programs don't start
+        where = "can be started on this machine" if own else f"is at {address}"
+        raise UsageError(
+            f"No Ray cluster {where}: {headline(error)}",
+            "Start one with `ray start --head` and name its HOST:PORT, or name no address to run Ray on this machine.",
+        ) from error
+    _keep_from_stdout(ray._private.worker)
+
+
+def _keep_from_stdout(worker: Any) -> None:
+    """What Ray tells of lost workers goes to stderr, as a report may go to stdout; Ray itself has no such setting."""
+    if printed := getattr(worker, "print_to_stdstream", None):
+        worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
+
+
+def _reach(address: str) -> None:
+    """Raises OSError where nobody listens at HOST:PORT."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), SECONDS).close()

@@ -1,0 +1,139 @@
+"""Builds a model from its config and its tensors with transformers, whose errors become ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from attnlens.errors import AttnlensError, ModelError, is_memory
+from attnlens.files import sha256
+from attnlens.models.adapters.files import AdapterFiles
+from attnlens.models.classes import model_class, own_models, refuse_own_code
+from attnlens.models.configs import check_config, check_counts, take_choices
+from attnlens.models.folders import check_small, names_in, refuse_other_forms
+from attnlens.models.hub import first_line
+from attnlens.models.locate import CONFIG, Location
+from attnlens.models.stored import Stored, tensors_in
+from attnlens.records import File, FileInParts, ModelInfo
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+GENERATION = "generation_config.json"
+
+
+def checked_files(place: Location, trust_remote_code: bool, adapter: AdapterFiles | None) -> dict[str, Stored]:
+    """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
+    names = names_in(place.folder)
+    refuse_other_forms(place.folder, names, adapter_too=adapter is not None and adapter.lies_in(place.folder))
+    if place.form != "gguf":  # which holds its config and tokenizer itself
+        check_small(place.folder, names)
+    check_config(place)
+    if not trust_remote_code:
+        refuse_own_code(place.config, place.id)
+    _check_packages(place)
+    if place.urls:  # whose headers are read where the files lie
+        return {}
+    stored = tensors_in(place)
+    check_counts(place, len(stored))
+    return stored
+
+
+def info_of(
+    place: Location, model: PreTrainedModel, unused: tuple[str, ...], in_parts: list[FileInParts] | None = None
+) -> ModelInfo:
+    """What a report says of the model; `in_parts`: its files, where single tensors are read of them."""
+    return ModelInfo(
+        id=place.id,
+        revision=place.revision,
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        files=[] if in_parts else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
+        files_in_parts=in_parts or [],
+        unexpected=list(unused),
+    )
+
+
+def _check_packages(place: Location) -> None:
+    """Raise ModelError where a GGUF file is to be read and one of the two packages that this takes is missing."""
+    from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+
+    if place.gguf and not (is_gguf_available() and is_accelerate_available()):
+        raise ModelError(
+            f"{place.file} needs the packages gguf and accelerate, which are not both installed.",
+            'Run: pip install "attnlens[gguf]"',
+        )
+
+
+def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
+    """Its configuration. Raises ModelError where it can't be read."""
+    from transformers import AutoConfig
+
+    own_models(place.config.get("model_type"))
+    where = place.folder / (place.file if place.gguf else CONFIG)
+    with _foreign(f"{where} can't be read", "Is it a model that transformers knows?"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            place.folder, trust_remote_code=trust_remote_code, **place.gguf
+        )
+    take_choices(config)
+    return config
+
+
+def built(
+    place: Location,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    weights: Mapping[str, Any] | None,
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The model, and what transformers tells of its loading; from `weights`, where they had to be decoded."""
+    own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
+    if place.form == "safetensors" and weights is None:
+        config.transformers_weights = place.file
+    config_file = "" if place.gguf else f" with {CONFIG}"
+    problem = f"{place.folder / place.file}{config_file} can't be loaded"
+    with _foreign(problem, "Check that weights and config belong together."):
+        if weights is not None:
+            options |= {"state_dict": dict(weights), "generation_config": _generation(place)}
+        named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+        if weights is not None and hasattr(named, "_model_mapping"):  # an Auto class, which wants a folder
+            named = named._model_mapping[type(config)]
+        model, found = named.from_pretrained(
+            place.folder if weights is None else None,
+            config=config,
+            dtype=dtype,
+            use_safetensors=place.form == "safetensors",
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named, and refused
+            local_files_only=True,
+            **(place.gguf if weights is None else {}),
+            **options,
+        )
+    return model, found
+
+
+def _generation(place: Location) -> GenerationConfig | None:
+    """What transformers reads beside the weights where it finds them itself: it may name the decoder's first token."""
+    from transformers import GenerationConfig
+
+    there = (place.folder / GENERATION).is_file()
+    return GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
+
+
+@contextmanager
+def _foreign(problem: str, remedy: str) -> Iterator[None]:
+    """Inside, whatever transformers raises becomes a ModelError; no list of what it raises for such files is whole."""
+    try:
+        yield
+    except AttnlensError:
+        raise
+    except ImportError as error:
+        raise ModelError(f"{problem}: {first_line(error)}", "Install the package that it asks for.") from error
+    except Exception as error:
+        if is_memory(error):
+            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
+        raise ModelError(f"{problem}: {first_line(error)}", remedy) from error

@@ -1,0 +1,60 @@
+"""How much memory is free here, and whether a model fits into it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlens.errors import TooLargeError
+from attnlens.models.locate import Location
+from attnlens.models.stored import Stored, numbers_in
+
+if TYPE_CHECKING:
+    import torch
+
+MEMINFO = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
+GIB = 2**30
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: what the system has, and what its control group leaves; None: unknown."""
+    found = []
+    for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    most, taken = (_number(GROUP / name) for name in ("memory.max", "memory.current"))
+    if most is not None and taken is not None:
+        found.append(most - taken + _pages_of_files())
+    if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
+
+
+def _pages_of_files() -> int:
+    """Bytes of files that a control group counts as taken and gives back when they are wanted."""
+    try:
+        lines = (GROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return None
+
+
+def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
+    """Raise TooLargeError where the tensors, as that type, are larger than the memory that is free."""
+    needed, free = numbers_in(stored) * dtype.itemsize, free_memory()
+    if free is not None and needed > free:
+        raise TooLargeError(
+            f"{place.id} takes {needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}, and "
+            f"{free / GIB:.1f} GiB are free.",
+            "Read its weights from their files: --source weights --from-files.",
+        )

@@ -1,0 +1,108 @@
+"""How the work of a run is cut into units, where they are computed, and where what is finished is kept."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, TypedDict
+
+from attnlens.arguments import path, shown
+from attnlens.choices import Engine
+from attnlens.errors import UsageError
+from attnlens.requests.fields import Option
+
+WORK = "Work"
+"""The panel of these options."""
+MOST_JOBS = 4096
+FROM_ENVIRONMENT = "auto"
+SAY_SHARD = "Write it as I/N with 1 ≤ I ≤ N, as in 1/3."
+VARIABLES = (
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ("RANK", "WORLD_SIZE", None),
+)
+"""Which variables say which of how many processes this is, and from which number they are counted (None: from 0)."""
+
+
+def shard(name: str, given: Any) -> str:
+    """`I/N`; of `auto` the number and count that Slurm or torchrun gave this process. Raises UsageError for others."""
+    if given == FROM_ENVIRONMENT:
+        return _of_environment()
+    index, slash, count = given.partition("/") if isinstance(given, str) else ("", "", "")
+    known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
+    if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
+        raise UsageError(f"{name}={shown(given)} is no shard.", SAY_SHARD)
+    return f"{int(index)}/{int(count)}"
+
+
+def _of_environment() -> str:
+    for index, count, first in VARIABLES:
+        said = [os.environ.get(name, "") for name in (index, count, first or "")]
+        if said[0].isdecimal() and said[1].isdecimal():
+            number = int(said[0]) - (int(said[2]) if said[2].isdecimal() else 0) + 1
+            return shard("shard", f"{number}/{said[1]}")
+    raise UsageError(
+        "shard=auto finds neither SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT nor RANK and WORLD_SIZE.", SAY_SHARD
+    )
+
+
+class KeptRequest(TypedDict, total=False):
+    """Where a run keeps what is finished, and whether it goes on from it."""
+
+    work: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            "Keep finished units in this folder, or at an address that fsspec knows (`s3://…`), until the report is "
+            "written; the same command goes on from there.",
+            panel=WORK,
+            metavar="DIR",
+            typed=str | None,
+            check=path,
+            call_only="written",
+            shown="in the user's cache",
+        ),
+    ]
+    resume: Annotated[
+        bool, Option("Go on from units that are finished.", True, panel=WORK, flag="--resume/--no-resume")
+    ]
+
+
+class WorkRequest(KeptRequest, total=False):
+    """What a run whose units may be read elsewhere can be asked for, too."""
+
+    shard: Annotated[
+        str | None,
+        Option(
+            "Read only part I of N, counted from 1, as in `2/8`; `auto`: as Slurm's array or torchrun says. `attnlens "
+            "merge` joins the parts.",
+            panel=WORK,
+            metavar="I/N",
+            check=shard,
+        ),
+    ]
+    engine: Annotated[
+        Engine,
+        Option(
+            "Where units are read: in processes here (`local`), by jobs of Slurm (`slurm`), on a Ray cluster (`ray`).",
+            "local",
+            panel=WORK,
+            metavar="NAME",
+        ),
+    ]
+    jobs: Annotated[
+        int,
+        Option(
+            "How many units are read at once; each process loads the model.", 1, panel=WORK, least=1, most=MOST_JOBS
+        ),
+    ]
+    address: Annotated[
+        str | None,
+        Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
+    ]
+    from_files: Annotated[
+        bool,
+        Option(
+            "With --source weights: read the weights of queries and keys from their files, layer by layer, without "
+            "loading the model; done anyway where it does not fit into memory.",
+            False,
+            panel=WORK,
+        ),
+    ]

@@ -1,0 +1,47 @@
+"""Hashes what determines the readings of an inspection beside its weights and settings, so that none is stale."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import attnlens
+from attnlens import texts
+from attnlens.models import Loaded
+from attnlens.registry import Analyzer, Gathering
+
+
+def versions() -> dict[str, str]:
+    """Of the programs whose arithmetic the readings are."""
+    return {"attnlens": attnlens.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def content_of(loaded: Loaded, fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]) -> str:
+    """A SHA-256 of the model's config and own code, of its adapter, of all that is fed, and of the analyzers' code."""
+    config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
+    found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
+        found.update(file.read_bytes())
+    if loaded.info.adapter is not None:
+        found.update(loaded.info.adapter.model_dump_json().encode())
+    for batch in fed.batches if fed is not None else ():
+        for name, part in sorted(batch.inputs.items()):
+            found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for one in analyzers:
+        found.update(_code(one.function if isinstance(one, Analyzer) else one.begin))
+    return found.hexdigest()
+
+
+def _code(function: Any) -> bytes:
+    """The file that an analyzer stands in: another package may change its own without a new version of this one."""
+    own = inspect.unwrap(function)
+    source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
+    return Path(source).read_bytes() if source is not None and Path(source).is_file() else b""

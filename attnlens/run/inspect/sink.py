@@ -1,0 +1,180 @@
+"""What readings are handed to: a collector, or the record of one unit of work, which a collector takes in later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import FAILURES, OutputError
+from attnlens.registry import Analyzer, Answer, Gathering, Readings
+from attnlens.run.inspect.chunks import pieces
+from attnlens.statistics import summed
+
+if TYPE_CHECKING:
+    from attnlens.records import AttentionRows, Null, QueryKey, Selection, Site
+    from attnlens.weights import Traits
+
+Handed = tuple[str, tuple[Any, ...]]
+"""The name of a method of `Sink`, and what it is called with."""
+
+
+class Sink:
+    """Takes in what is read of weights and texts, and what was skipped."""
+
+    chosen_heads: Sequence[int] | None
+    """Heads asked for; None means all."""
+
+    def asks(self, head: int) -> bool:
+        """Whether a head was asked for."""
+        return self.chosen_heads is None or head in self.chosen_heads
+
+    def read_tokens(
+        self,
+        site: Site,
+        query_key: QueryKey,
+        analyzers: Iterable[Analyzer],
+        numbers: Sequence[int],
+        total: int,
+        steps: int | None = None,
+    ) -> None:
+        """Take in what analyzers read of a batch, whose rows belong to the sequences with these `numbers`."""
+        for rows, group in pieces(query_key):
+            parts = [numbers[row] for row in rows]
+            for analyzer in analyzers:
+                self.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
+
+    def add_tokens(
+        self,
+        site: Site,
+        rows: Sequence[int],
+        heads: Sequence[int],
+        total: int,
+        readings: Readings,
+        steps: int | None = None,
+    ) -> None:
+        """Take in readings of the sequences `rows` and `heads` computed: (sequences, heads), or with steps behind.
+
+        Curves are averaged; cumulative ones of sequences of different lengths are continued to `steps`.
+        """
+        for name, reading in readings.items():
+            if reading.dim() == 3:
+                self.add_curve(site, name, *summed(_continued(reading, heads, total, steps)))
+            else:
+                self.add_values(site, name, list(rows), list(heads), total, reading.double().cpu())
+
+    def add_values(
+        self, site: Site, name: str, rows: Sequence[int], heads: Sequence[int], total: int, values: Tensor
+    ) -> None:
+        """Take in one number of each of these sequences and heads, (sequences, heads), of `total` heads."""
+        raise NotImplementedError
+
+    def add_curve(self, site: Site, name: str, count: Tensor, mean: Tensor) -> None:
+        """Take in the mean of a curve over `count` sequences, (heads, steps) each."""
+        raise NotImplementedError
+
+    def add_weights(
+        self,
+        site: Site,
+        heads: Sequence[int],
+        analyzer: Analyzer,
+        readings: Readings,
+        nulls: Mapping[str, list[Null]],
+        base: Readings | None = None,
+    ) -> None:
+        """Take in readings of shape (heads,) or (heads, steps); `nulls` by measure; `base`: those without adapter."""
+        raise NotImplementedError
+
+    def add_layer(self, layer: int, symmetry: float | None) -> None:
+        """Take in the symmetry of a layer's summed matrix."""
+        raise NotImplementedError
+
+    def add_answers(self, site: Site, gathering: Gathering, answers: Mapping[int, Answer]) -> None:
+        """Take in what a gatherer says of a site's heads."""
+        raise NotImplementedError
+
+    def add_shown(self, shown: Sequence[Selection], rows: Sequence[AttentionRows]) -> None:
+        """Take in what is to be shown: posed problems, rows of attention."""
+        raise NotImplementedError
+
+    def add_traits(self, traits: Traits) -> None:
+        """Take in what a reader must know of a site's weights."""
+        raise NotImplementedError
+
+    def add_losses(self, means: Tensor, counts: Tensor, vocabulary: int) -> None:
+        """Take in a model's mean loss on each sequence of a batch, over so many tokens each."""
+        raise NotImplementedError
+
+    def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
+        """Take in what is not measured, and why."""
+        raise NotImplementedError
+
+
+def _noted(method: str) -> Callable[..., None]:
+    """A method that notes down its own name and what it is called with."""
+
+    def note(record: UnitRecord, *given: Any) -> None:
+        record.calls.append((method, given))
+
+    return note
+
+
+class UnitRecord(Sink):
+    """Notes down what one unit of work hands over."""
+
+    def __init__(self, chosen_heads: Sequence[int] | None) -> None:
+        self.chosen_heads = chosen_heads
+        self.calls: list[Handed] = []
+
+    add_values = _noted("add_values")
+    add_curve = _noted("add_curve")
+    add_weights = _noted("add_weights")
+    add_layer = _noted("add_layer")
+    add_answers = _noted("add_answers")
+    add_shown = _noted("add_shown")
+    add_traits = _noted("add_traits")
+    add_losses = _noted("add_losses")
+
+    def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
+        """Note down what is not measured."""
+        self.calls.append(("skip", (site, reason, list(heads), measure)))
+
+
+class Unpacked(list[Handed]):
+    """What a unit of work noted down, as it stands in a file that somebody may have changed."""
+
+    def __init__(self, calls: Iterable[Handed], where: str) -> None:
+        super().__init__(calls)
+        self.where = where
+
+
+def refused(where: str) -> OutputError:
+    """The error for a file that is no unit of work."""
+    return OutputError(
+        f"{where} is cut off, or no unit of work of this version.", "Remove the file, and run the command again."
+    )
+
+
+def replay(calls: Iterable[Handed], into: Sink) -> None:
+    """Hand over what a unit of work noted down, in its order. Raises OutputError for a file of numbers that don't fit.
+
+    What this process noted down itself fits, or is at fault.
+    """
+    try:
+        for method, given in calls:
+            getattr(into, method)(*given)
+    except FAILURES as error:
+        if isinstance(calls, Unpacked):
+            raise refused(calls.where) from error
+        raise
+
+
+def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
+    """A curve at the places of its heads, NaN for the others; one that has ended early stays where it is."""
+    if steps is not None and reading.shape[2] < steps:
+        reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
+    full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
+    full[:, list(heads)] = reading
+    return full

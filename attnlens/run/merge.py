@@ -1,0 +1,141 @@
+"""Joins the parts of a sharded inspection: the report has the bytes of one run's."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from attnlens.arguments import public
+from attnlens.errors import UsageError
+from attnlens.records import Report, ShardPart, read_report
+from attnlens.run.inspect.assembly import Frame, assembled
+from attnlens.run.inspect.packing import unpacked
+from attnlens.run.inspect.sink import Handed
+from attnlens.run.inspect.units import WorkUnit
+from attnlens.run.inspect.work import SUFFIX, first_difference
+from attnlens.unit_files import RUN, Store, UnitFiles, store_of
+
+SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
+
+
+@dataclass
+class FoundUnits:
+    """What was found of one run, wherever it lay."""
+
+    frame: Frame | None = None
+    where: str = ""
+    """The place that first named the run."""
+    units: dict[str, tuple[bytes, str]] = field(default_factory=dict)
+    """The finished units by name, and which file each is from."""
+    shards: dict[int, int] = field(default_factory=dict)
+    """The shards whose reports were given, by number, and of how many."""
+
+    def add(self, frame: Frame, where: str) -> None:
+        """Take in one more place of the same run. Raises UsageError where it is of another, naming the field."""
+        if self.frame is None:
+            self.frame, self.where = frame, where
+        elif self.frame.key != frame.key:
+            found = first_difference(self.frame, frame) or "a field of theirs"
+            raise UsageError(f"{self.where} and {where} are of different runs: {found}.", SAY_SHARDS)
+
+
+@public
+def merge(*places: str) -> Report:
+    """The report of a run whose units were read by several shards: the bytes of one run, timings apart.
+
+    `places` are folders (or addresses of fsspec) that `work` named, and JSON reports of shards, in any order; one may
+    be given twice. Raises UsageError where they are of different models, settings or versions, naming the field, and
+    where a unit is missing, naming it; OutputError where a unit's file is cut off.
+    """
+    if not places:
+        raise UsageError("No shard is named.", SAY_SHARDS)
+    parts = FoundUnits()
+    for place in places:
+        if place.endswith(".json"):
+            _of_report(place, parts)
+        else:
+            _of_folder(place, parts)
+    if parts.frame is None:
+        raise UsageError(f"{places[0]} holds no run's finished units.", SAY_SHARDS)
+    return _joined(parts.frame, parts)
+
+
+def _joined(frame: Frame, parts: FoundUnits) -> Report:
+    missing = [unit.name for unit in frame.units if unit.name not in parts.units]
+    if missing:
+        raise UsageError(_told(frame, parts, missing), "Run the shards that read them once more, then merge again.")
+    found: Mapping[WorkUnit, Sequence[Handed]] = {unit: unpacked(*parts.units[unit.name]) for unit in frame.units}
+    return assembled(frame, found, {})[0]
+
+
+def _told(frame: Frame, parts: FoundUnits, missing: Sequence[str]) -> str:
+    """Which units are missing, and of which shards where that is known."""
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    count = next(iter(parts.shards.values()), 0)
+    lacking = (
+        sorted({place % count + 1 for place, unit in enumerate(frame.units) if unit.name in missing}) if count else []
+    )
+    of = f", of shard {', '.join(f'{number}/{count}' for number in lacking)}" if lacking else ""
+    return f"{len(missing)} of {len(frame.units)} units are missing: {missing[0]}{more}{of}."
+
+
+def _of_report(path: str, parts: FoundUnits) -> None:
+    part = read_report(path).part
+    if part is None:
+        raise UsageError(f"{path} is no report of a shard.", SAY_SHARDS)
+    frame = _frame(part.frame.encode(), path)
+    if part.run != frame.key:
+        raise UsageError(f"{path} is damaged: its run is not the one that it is named by.", "Run its shard once more.")
+    parts.add(frame, path)
+    parts.units |= _contents(part, path)
+    parts.shards[part.index] = part.count
+
+
+def _contents(part: ShardPart, path: str) -> dict[str, tuple[bytes, str]]:
+    try:
+        return {
+            name: (base64.b64decode(content, validate=True), f"{path} ({name})") for name, content in part.units.items()
+        }
+    except (binascii.Error, ValueError):
+        raise UsageError(f"{path} holds a unit that is no base64.", "Run its shard once more.") from None
+
+
+def _of_folder(root: str, parts: FoundUnits) -> None:
+    place = store_of(root)
+    names = place.names()
+    if not names:
+        raise UsageError(f"{root} is no folder with finished units.", SAY_SHARDS)
+    runs = [place] if RUN in names else [place.inside(name) for name in names]
+    for run in runs:
+        content = run.read(RUN)
+        if content is not None:
+            frame = _frame(content, root)
+            parts.add(frame, root)
+            parts.units |= _files(run, frame)
+
+
+def _files(run: Store, frame: Frame) -> dict[str, tuple[bytes, str]]:
+    """The finished units that lie in a run's folder."""
+    files = UnitFiles(run, frame.key, SUFFIX)
+    there = set(run.names())
+    contents = {unit.name: run.read(files.name(unit.name)) for unit in frame.units if files.name(unit.name) in there}
+    return {
+        name: (content, f"{files.name(name)} ({name})") for name, content in contents.items() if content is not None
+    }
+
+
+def _frame(content: bytes, where: str) -> Frame:
+    try:
+        frame = Frame.model_validate_json(content)
+    except ValidationError as error:
+        named = ".".join(map(str, error.errors()[0]["loc"])) or "what is in it"
+        raise UsageError(
+            f"{where} was written by another version, or damaged: {named} does not fit.", "Run its shards once more."
+        ) from None
+    if not frame.sound:
+        raise UsageError(f"{where} is damaged: its sites or batches do not fit.", "Run its shards once more.")
+    return frame

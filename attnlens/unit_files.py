@@ -1,0 +1,237 @@
+"""Keeps what is finished of a run: each unit of work is one file, named by all that determines it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+from attnlens.errors import OutputError
+from attnlens.files import make_folder, write_atomically
+
+RUN = "run.json"
+"""The file in a run's folder that says what the run is, and which units it has."""
+CLEARED = 8
+"""How often a folder is made again that others clear while a file is written there."""
+OTHER_WORK = "Name another folder with --work."
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """A name for what these facts determine: their SHA-256, shortened to 32 hex digits."""
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def work_root(work: str | os.PathLike[str] | None) -> str:
+    """The place in which work is kept: the one that was named, or a folder in the user's cache."""
+    return str(cached("work")) if work is None else os.fspath(work)
+
+
+def cached(name: str) -> Path:
+    """The folder of that name in the user's cache, which may not be there yet."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "attnlens" / name
+
+
+class Store(Protocol):
+    """Where files are written whole and read whole."""
+
+    def make(self) -> None:
+        """Make it where it is not there. Raises OutputError where it can't be made."""
+
+    def names(self) -> list[str]:
+        """The names of what lies there, folders and files; none where it is not there."""
+
+    def inside(self, name: str) -> Store:
+        """A place in it."""
+
+    def read(self, name: str) -> bytes | None:
+        """A file; None where there is none. Raises OutputError where it can't be read."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file at once: others see it whole, or not. Raises OutputError where it can't be written."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, and the place itself where it is then empty."""
+
+
+def store_of(root: str) -> Store:
+    """A folder, or what fsspec knows under an address such as `s3://bucket/folder`.
+
+    Raises OutputError where the package that speaks to such an address is not installed.
+    """
+    return Remote(root) if "://" in root else Folder(Path(root))
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of this machine, or one that several share."""
+
+    path: Path
+
+    def make(self) -> None:
+        """Make it where it is not there."""
+        make_folder(self.path)
+
+    def names(self) -> list[str]:
+        """The names of what lies there."""
+        try:
+            return sorted(entry.name for entry in self.path.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise OutputError(f"{self.path} can't be read: {error.strerror}.", OTHER_WORK) from None
+
+    def inside(self, name: str) -> Folder:
+        """A folder in it."""
+        return Folder(self.path / name)
+
+    def read(self, name: str) -> bytes | None:
+        """A file, whole."""
+        try:
+            found = self.path / name
+            if found.exists() and not found.is_file():
+                raise OutputError(f"{found} is no file.", OTHER_WORK)
+            return found.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise OutputError(f"{self.path / name} can't be read: {error.strerror}.", OTHER_WORK) from None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file under another name, and rename it; a folder that another run has cleared is made again."""
+        for left in reversed(range(CLEARED)):
+            self.make()
+            try:
+                write_atomically(self.path / name, content)
+            except OutputError:
+                if self.path.exists() or not left:
+                    raise
+            else:
+                return
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; what another process removed is gone already."""
+        for name in names:
+            with suppress(OSError):  # another process removed it, or it is not ours
+                (self.path / name).unlink()
+        try:
+            self.path.rmdir()
+        except OSError:  # other files lie there, or it was removed
+            return
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A place behind an address, through the package of fsspec that speaks to it; its stores replace objects whole."""
+
+    url: str
+
+    def make(self) -> None:
+        """Make it where it is not there."""
+        self._asked("makedirs", "", exist_ok=True)
+
+    def names(self) -> list[str]:
+        """The names of what lies there."""
+        system, path = self._opened()
+        try:
+            return sorted(found.rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def inside(self, name: str) -> Remote:
+        """A place in it."""
+        return Remote(f"{self.url.rstrip('/')}/{name}")
+
+    def read(self, name: str) -> bytes | None:
+        """A file, whole."""
+        try:
+            return bytes(self._asked("cat_file", name))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, which such stores do at once."""
+        self._asked("pipe_file", name, value=content)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; what another process removed is gone already."""
+        for name in names:
+            try:
+                self._asked("rm_file", name)
+            except FileNotFoundError:
+                continue
+
+    def _asked(self, method: str, name: str, **more: Any) -> Any:
+        system, path = self._opened()
+        try:
+            return getattr(system, method)(f"{path.rstrip('/')}/{name}".rstrip("/"), **more)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def _opened(self) -> tuple[Any, str]:
+        import fsspec
+
+        try:
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            raise OutputError(f"{self.url} can't be opened: {error}.", "Install the package that it names.") from None
+        except ValueError as error:
+            raise OutputError(f"{self.url} can't be opened: {error}.", OTHER_WORK) from None
+        return found
+
+    def _refusal(self, error: OSError) -> OutputError:
+        return OutputError(f"{self.url} can't be used: {error.strerror or error}.", OTHER_WORK)
+
+
+@dataclass(frozen=True)
+class UnitFiles:
+    """The files of one run. Whoever computes a unit writes its file, and the same unit has the same bytes.
+
+    Any number of processes and machines may work there; none of them needs to know of the others.
+    """
+
+    root: Store
+    """The place that was asked for."""
+    run: str
+    """What names the run."""
+    suffix: str
+    """How the names of the units' files end."""
+    description: str = RUN
+    """The file that says what the run is."""
+
+    @property
+    def store(self) -> Store:
+        """Where the run's files lie."""
+        return self.root.inside(self.run)
+
+    def name(self, unit: str) -> str:
+        """The name of a unit's file."""
+        return key_of({"run": self.run, "unit": unit}) + self.suffix
+
+    def describe(self, content: bytes) -> None:
+        """Write what the run is, where no other process did. Raises OutputError where it can't be written."""
+        self.store.make()
+        if self.store.read(self.description) is None:
+            self.store.write(self.description, content)
+
+    def read(self, unit: str) -> bytes | None:
+        """What a unit found; None where it is not finished. Raises OutputError where its file can't be read."""
+        return self.store.read(self.name(unit))
+
+    def write(self, unit: str, content: bytes) -> None:
+        """Keep what a unit found. Raises OutputError where it can't be written."""
+        self.store.write(self.name(unit), content)
+
+    def clear(self, units: Iterable[str]) -> None:
+        """Remove the files of a run whose report is written."""
+        self.store.remove([*map(self.name, units), self.description])
+        self.root.remove([])
