@@ -26,7 +26,6 @@ def ray_cluster() -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", paths())
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the user's folder
-        patch.setenv("RAY_health_check_failure_threshold", "100")  # a busy machine is late, and not lost
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})

@@ -32,6 +32,7 @@ from safetensors.torch import save
 
 import attnlens
 from attnlens import requests, run
+from attnlens.engines import ray_cluster
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.run.inspect import work
@@ -722,6 +723,10 @@ def descendants(of: int) -> set[int]:
     return found - {of}
 
 
+TASK = f"ray::{ray_cluster._called.__name__}".encode()
+"""How Ray names a process that is at work on a unit."""
+
+
 def tasks() -> list[int]:
     """The processes of this test's cluster that are at work on a unit."""
     found = []
@@ -730,7 +735,7 @@ def tasks() -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if words.startswith(b"ray::") and not words.startswith(b"ray::IDLE"):
+        if words.startswith(TASK):  # Ray's agents are called ray::… too, and a node ends with its agent
             found.append(pid)
     return found
 
