@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import families
 import pytest
@@ -10,6 +11,7 @@ import torch
 from attnlens import hooks
 from attnlens.attention import attend
 from attnlens.errors import ModelError
+from attnlens.hooks import identity
 from attnlens.kernels import parsed
 
 TOKENS = 12
@@ -203,10 +205,39 @@ def test_a_module_without_a_softmax_is_told_from_one_that_is_not_run():
     }
 
 
-def test_a_model_that_can_not_run_in_float64_is_measured_in_its_own_type():
-    model = families.build("bert")
+@pytest.mark.parametrize("name", REACHED)
+def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
+    model = families.build(name).bfloat16()
+    inputs = hooks.as_dtype(families.inputs(name, model), torch.bfloat16)
+    rounding = hooks.difference(model, inputs, hooks.opened(model, identity.recompute))
+    assert rounding > 1e-3 or name == "gemma2", "whose eager attention is ours, step by step"
+    largest = identity.largest_at_a_site(model, inputs, partial(identity.widened, model))
+    assert largest < 2e-7, "the modules' own softmax may be in float32"
+    own = identity.recompute
+    monkeypatch.setattr(identity, "recompute", lambda call: own(replace(call, scale=1.01 * call.scale)))
+    assert 1e-3 < identity.largest_at_a_site(model, inputs, partial(identity.widened, model)) < 0.1, "a misreading"
+    assert {part.dtype for part in model.parameters()} == {torch.bfloat16}, "given back"
+
+
+def test_one_attention_module_at_a_time_is_widened():
+    model = families.build("llama").bfloat16()
+    most = max(sum(part.numel() for part in layer.self_attn.parameters()) for layer in model.model.layers)
+    wide = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda *_: wide.append(sum(p.numel() for p in model.parameters() if p.dtype == torch.float64))
+        )
+    assert hooks.identity_error(model, families.inputs("llama", model)) < 1e-7
+    assert set(wide) == {0, most}
+
+
+def test_a_model_that_does_not_repeat_itself_or_can_not_run_in_float64_is_measured_in_its_own_type():
+    model = families.build("bert").bfloat16()
     inputs = families.inputs("bert", model)
-    model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output.float())
+    assert hooks.identity_error(model, inputs) < 1e-7, "a control"
+    single = model.bert.encoder.layer[0].attention.self.query.register_forward_hook(lambda *found: found[-1].bfloat16())
+    assert hooks.identity_error(model, inputs) > 1e-5
+    single.remove()
     passes = itertools.count(1)
     model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
     assert hooks.identity_error(model, inputs) > 1e-5

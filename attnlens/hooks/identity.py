@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +15,108 @@ from transformers import PreTrainedModel
 from attnlens.attention import attend
 from attnlens.errors import is_memory
 from attnlens.hooks.interface import opened
-from attnlens.hooks.survey import forward, real_outputs
+from attnlens.hooks.survey import Reached, by_name, forward, real_outputs, survey
 from attnlens.kernels import OWN
+from attnlens.records import Call
 
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
+Precise = Callable[[Reached], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
+"""A site → a context in which its module, and the model that this is part of, compute in float64."""
 
-def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
+
+def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
     """‖own − recomputed‖ / ‖own‖ over the model's outputs, own being what the untouched model computes.
 
-    Rounding alone can exceed the tolerance in a deep or saturated model; such a model is measured again on a copy in
-    float64, so that what remains is a real difference; but one that can't run in float64.
+    Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
+    by site: each module computes in float64 on what the model itself gives it, so that what remains is a real
+    difference, and no second model is needed. The first error stands where a module can't run in float64, and where
+    the model does not repeat itself. `precise` says where these modules are; None: the model's own are widened, one
+    after the other.
     """
-    error = _identity_error(model, inputs)
-    if error > IDENTITY_TOLERANCE and model.dtype != torch.float64:
-        precise = nn.Module.double(copy.deepcopy(model))
-        allow_float64(precise)
+    error = difference(model, inputs, opened(model, recompute))
+    rounds = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
+    if rounds and repeat_error(model, inputs) <= IDENTITY_TOLERANCE:
         try:
-            return _identity_error(precise, as_dtype(inputs, torch.float64))
+            return largest_at_a_site(model, inputs, precise or partial(widened, model))
         except RuntimeError as failure:
             if is_memory(failure):
                 raise
-            return error  # it turns some of its numbers into float32 itself
+            return error  # a module turns some of its numbers into float32 itself
     return error
+
+
+def recompute(call: Call) -> Tensor:
+    """The model's own attention, from its queries and keys: (batch, queries, heads, value_dim)."""
+    return attend(call, OWN, "eager")
+
+
+def largest_at_a_site(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
+    """The largest error of a site's module on its own inputs, in one pass of the untouched model."""
+    waiting: dict[nn.Module, list[Reached]] = defaultdict(list)
+    for found in survey(model, inputs):
+        waiting[found.module].append(found)
+    errors: list[Tensor] = []
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        if waiting[module]:  # not where it is run here
+            found, waiting[module] = waiting[module][0], waiting[module][1:]
+            rest, waiting[module] = waiting[module], []
+            errors.append(_site_error(found, by_name(module, args, kwargs), inputs, precise))
+            waiting[module] = rest
+
+    hooks = [module.register_forward_hook(check, with_kwargs=True) for module in list(waiting)]
+    try:
+        with torch.no_grad():
+            forward(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(torch.stack(errors).max())
+
+
+def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
+    """‖own − recomputed‖ / ‖own‖ of one module in float64.
+
+    What it attends over is what the model `given` it; masks and positions are those that it has under each attention.
+    """
+    sequences = _as_float64({name: given[name] for name in (found.input_name, found.other) if name is not None})
+    with precise(found) as (model, module):
+        own = module(**_as_float64(given))
+        traced = [module] if found.site.traced else []
+        with opened(model, recompute, modules=traced, content=list(sequences.values())):
+            again = module(**_as_float64(found.arguments) | sequences)
+    first, second = (real_outputs(one if isinstance(one, tuple) else (one,), inputs)[0] for one in (own, again))
+    return _relative(first.double(), second.double())
+
+
+@contextmanager
+def widened(model: PreTrainedModel, found: Reached) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Inside, the site's module computes in float64; its own numbers come back at the end."""
+    module = found.module
+    kept = [(part, part.data) for part in (*module.parameters(), *module.buffers()) if part.is_floating_point()]
+    upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
+    try:
+        for part, data in kept:
+            part.data = data.double()
+        for one in upcasting:
+            one.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
+        yield model, module
+    finally:
+        for part, data in kept:
+            part.data = data
+        for one in upcasting:
+            one.reorder_and_upcast_attn = True  # type: ignore[assignment]
+
+
+def _as_float64(given: Any) -> Any:
+    """The tensors of numbers in arguments as float64."""
+    if isinstance(given, Tensor):
+        return given.double() if given.is_floating_point() else given
+    if isinstance(given, tuple | list):
+        return type(given)(_as_float64(one) for one in given)
+    return {name: _as_float64(one) for name, one in given.items()} if isinstance(given, Mapping) else given
 
 
 def allow_float64(model: PreTrainedModel) -> None:
@@ -59,10 +139,6 @@ def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 def repeat_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
     """The same of the untouched model's outputs in two passes: 0 but for a model that is random itself."""
     return difference(model, inputs, nullcontext())
-
-
-def _identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
-    return difference(model, inputs, opened(model, lambda call: attend(call, OWN, "eager")))
 
 
 def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[object]) -> float:

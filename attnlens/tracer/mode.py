@@ -162,7 +162,7 @@ class _Tracer(TorchFunctionMode):
             return call, of_sum
 
         own = partial(function, *args, **kwargs)
-        return self._site(shared, read, own, found.arranged if found is not None else _same)
+        return self._site(shared, read, own, weights.dtype, found.arranged if found is not None else _same)
 
     def _fused(self, args: Any, kwargs: Any) -> Tensor:
         """Attention by torch's own function, called by the module itself."""
@@ -174,21 +174,23 @@ class _Tracer(TorchFunctionMode):
                 self.shown(module, _fused_weights(lead, given))
             return call, lead
 
-        return self._site(self.running, read, partial(F.scaled_dot_product_attention, **given), _same)
+        own = partial(F.scaled_dot_product_attention, **given)
+        return self._site(self.running, read, own, given["value"].dtype, _same)
 
     def _site(
         self,
         owners: list[tuple[nn.Module, Tokens]],
         read: Callable[[nn.Module, Tokens], tuple[Call, Lead]],
         own: Callable[[], Tensor],
+        dtype: torch.dtype,
         arranged: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """The result of one site, whose `own` is the model's; the innermost of its modules owns it."""
+        """The result of one site, of that type, whose `own` is the model's; the innermost of its modules owns it."""
         owner = owners[-1][0] if owners else None
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             result = own()
         else:
-            result = self._answered(*owners[-1], read, own, arranged)
+            result = self._answered(*owners[-1], read, own, arranged).to(dtype)
         self.known.inputs[result] = True
         return result
 
