@@ -4,6 +4,7 @@ from attnlens.hooks.blocks import blocks, recorded, resumed
 from attnlens.hooks.eager import handed_out
 from attnlens.hooks.identity import (
     IDENTITY_TOLERANCE,
+    Precise,
     allow_float64,
     as_dtype,
     difference,
@@ -42,6 +43,7 @@ __all__ = [
     "OWN",
     "UNTRACED",
     "CallCounter",
+    "Precise",
     "Reached",
     "Replacement",
     "Swaps",

@@ -81,13 +81,15 @@ def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, T
 
     What it attends over is what the model `given` it; masks and positions are those that it has under each attention.
     """
-    sequences = _as_float64({name: given[name] for name in (found.input_name, found.other) if name is not None})
+    names = [name for name in (found.input_name, found.other) if name is not None]
     with precise(found) as (model, module):
-        own = module(**_as_float64(given))
+        taken, others, mask = (_in_float64(part, module) for part in (given, found.arguments, inputs))
+        own = module(**taken)
+        sequences = {name: taken[name] for name in names}
         traced = [module] if found.site.traced else []
         with opened(model, recompute, modules=traced, content=list(sequences.values())):
-            again = module(**_as_float64(found.arguments) | sequences)
-    first, second = (real_outputs(one if isinstance(one, tuple) else (one,), inputs)[0] for one in (own, again))
+            again = module(**others | sequences)
+    first, second = (real_outputs(one if isinstance(one, tuple) else (one,), mask)[0] for one in (own, again))
     return _relative(first.double(), second.double())
 
 
@@ -110,13 +112,14 @@ def widened(model: PreTrainedModel, found: Reached) -> Iterator[tuple[PreTrained
             one.reorder_and_upcast_attn = True  # type: ignore[assignment]
 
 
-def _as_float64(given: Any) -> Any:
-    """The tensors of numbers in arguments as float64."""
+def _in_float64(given: Any, module: nn.Module) -> Any:
+    """The arguments of a module on its own device, numbers as float64."""
     if isinstance(given, Tensor):
-        return given.double() if given.is_floating_point() else given
+        there = given.to(next(module.parameters()).device)
+        return there.double() if there.is_floating_point() else there
     if isinstance(given, tuple | list):
-        return type(given)(_as_float64(one) for one in given)
-    return {name: _as_float64(one) for name, one in given.items()} if isinstance(given, Mapping) else given
+        return type(given)(_in_float64(one, module) for one in given)
+    return {name: _in_float64(one, module) for name, one in given.items()} if isinstance(given, Mapping) else given
 
 
 def allow_float64(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from attnlens.hooks.implementations import configs_of, is_attention, out_of_reac
 from attnlens.hooks.interface import opened
 from attnlens.hooks.towers import towers
 from attnlens.kernels import OWN
+from attnlens.models.placement import device_of_inputs
 from attnlens.records import Call, Site
 from attnlens.tracer import Refused
 
@@ -184,8 +185,9 @@ def _same_draws(model: PreTrainedModel) -> Iterator[None]:
     if model.training:
         yield
         return
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        if model.device.type == "cpu":
+    device = device_of_inputs(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if device.type == "cpu":
             torch.default_generator.manual_seed(0)
         else:  # this seeds all devices, and writes the stack down for those that nothing ran on yet
             torch.manual_seed(0)

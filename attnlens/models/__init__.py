@@ -20,12 +20,20 @@ from attnlens.models.gguf import read_once
 from attnlens.models.hub import first_line
 from attnlens.models.integrity import check_loaded, nonfinite_tensors
 from attnlens.models.locate import Location, find
-from attnlens.models.placement import device_of, dtype_of
+from attnlens.models.placement import (
+    device_of,
+    device_of_inputs,
+    dtype_of,
+    places_of,
+    refuse_beside_map,
+    remove_with,
+    spread_over_devices,
+)
 from attnlens.models.quantised import decoded, method_of, table
 from attnlens.models.quiet import no_kernels, no_peft, quiet
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import ModelInfo
-from attnlens.requests import Loading, checked
+from attnlens.requests import Loading, SpreadRequest, checked
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +42,17 @@ if TYPE_CHECKING:
     from attnlens.models.adapters.merging import Adapted
     from attnlens.models.deferred import DeferredWeights
 
-__all__ = ["SWAPPED", "Kind", "Loaded", "Loading", "first_line", "load", "nonfinite_tensors"]
+__all__ = [
+    "SWAPPED",
+    "Kind",
+    "Loaded",
+    "Loading",
+    "device_of_inputs",
+    "first_line",
+    "load",
+    "nonfinite_tensors",
+    "places_of",
+]
 
 UNREAD = "the model's weights are read from their files, so that it can't run"
 """Why such a model has no tokenizer."""
@@ -66,6 +84,8 @@ class Loaded:
     """Where the checkpoint lies; None for a model in memory."""
     deferred: DeferredWeights | None = None
     """Where its weights are read from, module by module, where it has shapes alone; None where it is in memory."""
+    shapes: Loaded | None = None
+    """The same model as shapes, from whose files weights are read where this one is spread over devices."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,7 +99,8 @@ class Loaded:
     @property
     def nonfinite(self) -> list[str]:
         """The parameters with NaN or Inf in them, in the model's order; of deferred ones among those read so far."""
-        return nonfinite_tensors(self.model) if self.deferred is None else self.deferred.nonfinite
+        source = self if self.shapes is None else self.shapes
+        return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
 
 
 @arguments.public
@@ -95,6 +116,8 @@ def load(
     swapped: bool = False,
     adapter: str | os.PathLike[str] | None = None,
     from_files: bool = False,
+    device_map: str | None = None,
+    max_cpu_memory: str | None = None,
 ) -> Loaded:
     """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
@@ -106,21 +129,27 @@ def load(
     `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
     `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
     `from_files` builds the model from shapes alone and leaves its weights where they are, from where they are read
-    module by module: such a model can't run, and `inspect` reads its weights.* measures.
+    module by module: such a model can't run, and `inspect` reads its weights.* measures. `device_map="auto"` spreads it
+    over all GPUs, the CPU's memory (`max_cpu_memory` of it, as in "8GB") and the disk, in the checkpoint's own type.
 
     Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, the adapter is none or of another base, or there
     is no such device; TooLargeError where it does not fit into the memory that is free.
     """
+    spread = {"device_map": device_map, "max_cpu_memory": max_cpu_memory}
     switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     checked(Loading, {"device": device, "dtype": dtype, "revision": revision, "adapter": adapter, **switches})
+    checked(SpreadRequest, {name: value for name, value in spread.items() if value is not None})
+    refuse_beside_map(spread, {"device": device != "auto", "from_files": from_files, "adapter": adapter is not None})
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     if not swapped:
         _refuse_swapped(place)
     if from_files:
         return _unread(place, dtype, trust_remote_code, adapter)
+    if device_map is not None:
+        return _spread(place, dtype, max_cpu_memory, trust_remote_code)
     files = None if adapter is None else find_adapter(_written(adapter), offline=offline, allow_pickle=allow_pickle)
     return _loaded(place, files, dtype, place_on, trust_remote_code)
 
@@ -155,6 +184,33 @@ def _loaded(
     if adapted is not None:
         info = info.model_copy(update={"adapter": adapted.info, "unexpected": [*unused, *adapted.unplaced]})
     return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, adapted, Path(place.folder))
+
+
+def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
+    """The model over all devices, and as shapes. Raises ModelError for files that can't be read in parts."""
+    import torch
+
+    if place.form != "safetensors" or method_of(place) is not None:
+        raise ModelError(
+            f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others.",
+            "Convert the model, or leave --device-map out.",
+        )
+    shapes = _unread(place, dtype, trust_remote_code, None)
+    stored = checked_files(place, trust_remote_code, None)
+    with quiet(), no_kernels(), no_peft():
+        config = config_of(place, trust_remote_code)
+        spread = spread_over_devices(max_cpu_memory)
+        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+        with bounded(place, stored):
+            model, found = built(place, config, kind, trust_remote_code, None, spread)
+        remove_with(model, spread["offload_folder"])
+        check_loaded(place, model, stored, found)
+        tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+    model.requires_grad_(False)
+    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
+    info = info_of(place, model, unused)
+    folder = Path(place.folder)
+    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, folder=folder, shapes=shapes)
 
 
 def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import AttnlensError, ModelError, is_memory
@@ -87,8 +88,12 @@ def built(
     dtype: torch.dtype | str,
     trust_remote_code: bool,
     weights: Mapping[str, Any] | None,
+    spread: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model, and what transformers tells of its loading; from `weights`, where they had to be decoded."""
+    """The model, and what transformers tells of its loading; from `weights`, where they had to be decoded.
+
+    `spread` are the options of transformers that say over which devices.
+    """
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
     if place.form == "safetensors" and weights is None:
@@ -111,6 +116,7 @@ def built(
             ignore_mismatched_sizes=True,  # so that they are named, and refused
             local_files_only=True,
             **(place.gguf if weights is None else {}),
+            **spread,
             **options,
         )
     return model, found

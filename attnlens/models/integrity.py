@@ -58,11 +58,14 @@ def check_loaded(
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters with NaN or Inf in them, in the model's order."""
+    """Names of the parameters with NaN or Inf in them, in the model's order; those on disk are read one by one."""
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and not bool(parameter.isfinite().all())
+        if parameter.is_floating_point()
+        and not bool((load_offloaded_parameter(model, name) if parameter.is_meta else parameter).isfinite().all())
     ]
 
 

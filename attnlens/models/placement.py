@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from attnlens.errors import ModelError
+from attnlens.errors import ModelError, UsageError
+from attnlens.models.deferred.memory import free_memory
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+CPU_SHARE = 0.75
+"""Of the free memory what the weights of a spread model may take: passes and measures need the rest."""
 NO_SUCH = "Choose --device auto or --device cpu."
 
 
@@ -44,3 +51,51 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
     if device.type == "cpu":
         return torch.float64 if config.dtype == torch.float64 else torch.float32
     return "auto"
+
+
+def refuse_beside_map(spread: Mapping[str, str | None], others: Mapping[str, bool]) -> None:
+    """Raise UsageError for what makes no sense beside --device-map, and for a bound on memory without it."""
+    if spread["device_map"] is None:
+        if spread["max_cpu_memory"] is not None:
+            raise UsageError("max_cpu_memory bounds what --device-map takes.", "Add --device-map auto.")
+        return
+    for name in (name for name, given in others.items() if given):
+        raise UsageError(f"{name} makes no sense beside device_map.", "Leave one of them out.")
+
+
+def device_of_inputs(model: PreTrainedModel) -> torch.device:
+    """The device on which the model takes its inputs: that of its first weight which lies on any.
+
+    Of a model that is spread over devices, weights that wait in other places are on the meta device.
+    """
+    import torch
+
+    return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
+
+
+def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
+    """The options under which transformers spreads a model over GPUs, memory and disk: device_map="auto".
+
+    Raises UsageError where accelerate is missing.
+    """
+    try:
+        from accelerate.utils import convert_file_size_to_int, get_max_memory
+    except ImportError:
+        raise UsageError(
+            "--device-map needs accelerate, which is not installed.", 'Run: pip install "attnlens[big]"'
+        ) from None
+    most = get_max_memory()
+    free = free_memory() or most["cpu"]
+    most["cpu"] = int(CPU_SHARE * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
+    return {"device_map": "auto", "max_memory": most, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
+
+
+def remove_with(model: PreTrainedModel, folder: str) -> None:
+    """Remove the folder with weights that transformers converted when nobody uses the model any longer."""
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+
+
+def places_of(model: PreTrainedModel) -> str:
+    """Where the model computes, as a report says it: its device, or the devices over which it is spread."""
+    spread = getattr(model, "hf_device_map", None)
+    return str(device_of_inputs(model)) if spread is None else ", ".join(sorted(set(map(str, spread.values()))))

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from logging import CRITICAL
+from logging import CRITICAL, getLogger
 from typing import Any
 
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, transformers logs nothing that is not critical; what was set before is set again at the end.
+    """Inside, transformers and accelerate log nothing that is not critical; what was set is set again at the end.
 
     Its errors repeat what a config says, control characters and all; what matters of them is raised.
     Some models log when they are run and not when they are loaded: Mamba tells at its first forward pass which of its
@@ -24,6 +24,9 @@ def unlogged() -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity(CRITICAL)
+        spreading = getLogger("accelerate")
+        undo.callback(spreading.setLevel, spreading.level)
+        spreading.setLevel(CRITICAL)
         yield
 
 

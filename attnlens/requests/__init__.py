@@ -16,6 +16,7 @@ from attnlens.requests.run_options import (
     SwapRequest,
 )
 from attnlens.requests.values import Words, head, numbers, one_head, whole, words
+from attnlens.requests.work_options import SpreadRequest
 
 __all__ = [
     "OUTPUT",
@@ -27,6 +28,7 @@ __all__ = [
     "ModelRequest",
     "Option",
     "SeriesRequest",
+    "SpreadRequest",
     "SwapRequest",
     "Words",
     "alternatives",

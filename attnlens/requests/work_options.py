@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, TypedDict
+import re
+from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import path, shown
 from attnlens.choices import Engine
@@ -15,6 +16,7 @@ WORK = "Work"
 MOST_JOBS = 4096
 FROM_ENVIRONMENT = "auto"
 SAY_SHARD = "Write it as I/N with 1 ≤ I ≤ N, as in 1/3."
+SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
 VARIABLES = (
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
     ("RANK", "WORLD_SIZE", None),
@@ -44,6 +46,13 @@ def _of_environment() -> str:
     )
 
 
+def memory_size(name: str, given: Any) -> str:
+    """A size with its unit. Raises UsageError for others."""
+    if not (isinstance(given, str) and SIZE.fullmatch(given)):
+        raise UsageError(f"{name}={shown(given)} is no size of memory.", "Write a whole number and KB, MB, GB, KiB, MiB or GiB: 8GB.")
+    return given
+
+
 class KeptRequest(TypedDict, total=False):
     """Where a run keeps what is finished, and whether it goes on from it."""
 
@@ -65,7 +74,41 @@ class KeptRequest(TypedDict, total=False):
     ]
 
 
-class WorkRequest(KeptRequest, total=False):
+class SpreadRequest(TypedDict, total=False):
+    """How a model is loaded that is larger than the memory at hand."""
+
+    from_files: Annotated[
+        bool,
+        Option(
+            "With --source weights: read the weights of queries and keys from their files, layer by layer, without "
+            "loading the model; done anyway where it does not fit into memory.",
+            False,
+            panel=WORK,
+        ),
+    ]
+    device_map: Annotated[
+        Literal["auto"] | None,
+        Option(
+            "`auto`: spread the model over all GPUs, the CPU's memory and the disk (accelerate), in its own type; "
+            "weights are measured from their files.",
+            panel=WORK,
+            metavar="auto",
+        ),
+    ]
+    max_cpu_memory: Annotated[
+        str | None,
+        Option(
+            "With --device-map: what the weights may take of the CPU's memory, as in `8GB`; the rest is read from disk "
+            "in every pass.",
+            panel=WORK,
+            metavar="SIZE",
+            check=memory_size,
+            shown="3/4 of what is free",
+        ),
+    ]
+
+
+class WorkRequest(KeptRequest, SpreadRequest, total=False):
     """What a run whose units may be read elsewhere can be asked for, too."""
 
     shard: Annotated[
@@ -96,13 +139,4 @@ class WorkRequest(KeptRequest, total=False):
     address: Annotated[
         str | None,
         Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
-    ]
-    from_files: Annotated[
-        bool,
-        Option(
-            "With --source weights: read the weights of queries and keys from their files, layer by layer, without "
-            "loading the model; done anyway where it does not fit into memory.",
-            False,
-            panel=WORK,
-        ),
     ]

@@ -113,8 +113,10 @@ def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
     Raises ModelError where the model can't run on these inputs.
     """
+    weights = None if loaded.shapes is None else loaded.shapes.deferred
+    precise: hooks.Precise | None = None if weights is None else lambda found: weights.whole(found.site.path)
     with _refusing(loaded, inputs):
-        return hooks.identity_error(loaded.model, inputs)
+        return hooks.identity_error(loaded.model, inputs, precise)
 
 
 def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:

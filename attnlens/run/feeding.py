@@ -9,7 +9,7 @@ from attnlens import models, texts
 from attnlens.errors import ModelError, UsageError
 from attnlens.hooks import Reached
 from attnlens.records import Settings, Text
-from attnlens.requests import Loading
+from attnlens.requests import Loading, SpreadRequest
 from attnlens.statistics import Design
 from attnlens.statistics.design import FEWEST_TEXTS
 
@@ -24,7 +24,12 @@ def loading_of(given: Mapping[str, Any], model: object) -> Loading:
     loaded one without weights.
     """
     found = {name: value for name, value in given.items() if name in Loading.__annotations__}
-    if isinstance(model, models.Loaded) and any(weight.is_meta for weight in model.model.parameters()):
+    found |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
+    if (
+        isinstance(model, models.Loaded)
+        and model.shapes is None
+        and any(weight.is_meta for weight in model.model.parameters())
+    ):
         raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
     if isinstance(model, models.Loaded) and found:
         raise UsageError(
@@ -41,7 +46,7 @@ def of_model(asked: Settings, loaded: models.Loaded) -> Settings:
     """
     return asked.model_copy(
         update={
-            "device": str(loaded.model.device),
+            "device": models.places_of(loaded.model),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "tokens": texts.window_length(loaded.model, asked.tokens),
         }

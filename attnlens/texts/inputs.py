@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
 from attnlens.models.classes import text_config
+from attnlens.models.placement import device_of_inputs
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -51,7 +52,7 @@ def text_inputs(
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
     taken = set(signature(model.forward).parameters)
     taken -= {"inputs"} if "input_ids" in taken else set()
-    return {name: tensor.to(model.device) for name, tensor in inputs.items() if name in taken}
+    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in taken}
 
 
 def reads_ids(model: PreTrainedModel) -> bool:

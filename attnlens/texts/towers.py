@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from attnlens.errors import FAILURES, ModelError, TextError, is_memory
 from attnlens.models.hub import first_line
+from attnlens.models.placement import device_of_inputs
 from attnlens.records import Text
 from attnlens.texts.inputs import not_made, reads_ids, wanted
 from attnlens.texts.noise import OF, SAID, is_packed, made, makable, said, values_of
@@ -208,7 +209,7 @@ def _refusal(model: PreTrainedModel, only: Towers) -> str | None:
         ids = torch.tensor([[*only.ids, *plain_ids(model, PROBE)]])
         inputs: Mapping[str, Tensor] = Beside(model, only, 0).take(1, ids.shape[1]) | types_of(model, only.before, ids)
         with torch.no_grad():
-            model(input_ids=ids.to(model.device), **placed(model, inputs))
+            model(input_ids=ids.to(device_of_inputs(model)), **placed(model, inputs))
     except FAILURES as error:
         if is_memory(error):
             raise
@@ -241,7 +242,7 @@ def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[st
 def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the model's device, numbers in its type."""
     dtypes = {name: model.dtype if value.is_floating_point() else value.dtype for name, value in inputs.items()}
-    return {name: value.to(model.device, dtypes[name]) for name, value in inputs.items()}
+    return {name: value.to(device_of_inputs(model), dtypes[name]) for name, value in inputs.items()}
 
 
 def _nested(model: Any) -> Iterator[Any]:

@@ -117,7 +117,10 @@ class _Tracer(TorchFunctionMode):
 
     def _product(self, function: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
         """A product, which is the beginning of scores unless one side is a weight of the model."""
-        constant = any(part.untyped_storage().data_ptr() in self.constants for part in pair)
+        # a weight that waits on disk lies elsewhere in every pass, and is a parameter still
+        constant = any(
+            isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
+        )
         if constant and function is torch.einsum:  # it may mix heads
             return self.known.call(function, args, kwargs)  # type: ignore[no-any-return]  # a product is a tensor
         result: Tensor = function(*args, **kwargs)

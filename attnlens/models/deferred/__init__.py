@@ -72,6 +72,14 @@ class DeferredWeights:
                 owner._parameters.update(parameters)
                 owner._buffers.update(buffers)
 
+    @contextmanager
+    def whole(self, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+        """Inside, the module of that path has all its weights, in float64; with it comes the model around it."""
+        module = self.model.get_submodule(path)
+        names = [name for part in (module.named_parameters(), module.named_buffers()) for name, _ in part]
+        with self.present(module, lambda: names):
+            yield self.model, module
+
     def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
         """The tensors of the files that these parameters of the module are made of."""
         path = self._paths[module]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnlens import hooks
+from attnlens import hooks, models
 from attnlens.arguments import public, shown
 from attnlens.errors import UsageError
 from attnlens.records import QueryKey
@@ -61,4 +61,4 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
             )
         if value.is_meta:
             raise UsageError(f"batch[{name!r}] is on the meta device, where it has no values.", "Give it with values.")
-    return {name: value.to(model.device) for name, value in batch.items()}
+    return {name: value.to(models.device_of_inputs(model)) for name, value in batch.items()}

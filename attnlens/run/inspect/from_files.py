@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -25,11 +26,25 @@ def of_shapes(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reach
         first = error.problem if isinstance(error, ModelError) else models.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
-            "Leave out --from-files: this architecture has to be loaded.",
+            "Leave out --from-files or --device-map: this architecture has to be loaded.",
         ) from error
     if any(one.site.traced for one in found):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
-            "Leave out --from-files: this architecture has to be loaded.",
+            "Leave out --from-files or --device-map: this architecture has to be loaded.",
         )
     return found
+
+
+def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: models.Loaded) -> list[Reached]:
+    """The sites of a model of shapes as those that were `reached` in the same model where it runs.
+
+    Raises ModelError where they are not the same.
+    """
+    known = {(one.site.path, one.site.ordinal): one for one in shapes}
+    wanted = [(one.site.path, one.site.ordinal) for one in reached]
+    if list(known) != wanted:
+        raise ModelError(
+            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device-map."
+        )
+    return [replace(known[place], site=one.site) for place, one in zip(wanted, reached, strict=True)]

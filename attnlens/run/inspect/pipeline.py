@@ -83,7 +83,7 @@ def prepared(
     reading.refuse_unread(given, asked.source)
     named = texts.read_each(reading.files(given))
     start = time.perf_counter()
-    loaded, notes = _loaded(subject, loading, asked, from_files=given["from_files"])
+    loaded, notes = _loaded(subject, loading, asked)
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     asked = asked.model_copy(update={"notes": [*asked.notes, *notes]})
@@ -93,22 +93,18 @@ def prepared(
     return inspection, contents, feeding.cut_of(settings, given)
 
 
-def _loaded(
-    subject: Any, loading: models.Loading, asked: Settings, *, from_files: bool
-) -> tuple[models.Loaded, list[str]]:
+def _loaded(subject: Any, loading: models.Loading, asked: Settings) -> tuple[models.Loaded, list[str]]:
     """The model, and what a reader must know of how it was loaded: one too large for memory is left in its files.
 
     Raises UsageError where its files are to be read for what a text shows.
     """
-    if from_files and asked.source != "weights":
+    if "from_files" in loading and asked.source != "weights":
         raise UsageError(
             "A model that is read from its files can't run on a text.",
             "Add --source weights, or leave --from-files out.",
         )
     if isinstance(subject, models.Loaded):
         return subject, []
-    if from_files:
-        return models.load(subject, **loading, from_files=True), []
     try:
         return models.load(subject, **loading), []
     except TooLargeError:

@@ -21,7 +21,7 @@ from attnlens.run.fingerprint import content_of, versions
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.assembly import Frame, assembled
 from attnlens.run.inspect.collector import Collector
-from attnlens.run.inspect.from_files import BY_HAND, of_shapes
+from attnlens.run.inspect.from_files import BY_HAND, like, of_shapes
 from attnlens.run.inspect.reading.attended import refuse_many_rows
 from attnlens.run.inspect.reading.reader import Reader
 from attnlens.run.inspect.sink import Sink, UnitRecord
@@ -177,11 +177,24 @@ class Inspection:
         self.reached, seed = reached, self.settings.seed
         for found in reached:
             self.collector.enter(found.site, [h // found.call.group for h in range(found.call.query.shape[1])])
-        first = checks.text_alone(self.loaded, checks.of_one_token(self.loaded, list(every), seed), 1, seed)
-        window = checks.text_alone(self.loaded, every, self.settings.tokens or 2, seed)
+        source, there = self._source, list(every)
+        if self.loaded.shapes is not None:
+            there = like(every, of_shapes(source, self._sample(source)), source)
+        first = checks.text_alone(source, checks.of_one_token(source, there, seed), 1, seed)
+        window = checks.text_alone(source, there, self.settings.tokens or 2, seed)
         self.reader = Reader(
-            self.loaded, self.settings, self.analyzers, self.show, every, first, window, self.progress, self.factors
+            *(self.loaded, source, self.settings, self.analyzers, self.show, every, first, window, self.progress),
+            self.factors,
         )
+
+    @property
+    def _source(self) -> models.Loaded:
+        """The model whose weights are read: as shapes, where it is spread over devices."""
+        return self.loaded.shapes or self.loaded
+
+    def _sample(self, loaded: models.Loaded) -> dict[str, Tensor]:
+        """Random ids as long as a window."""
+        return texts.placeholder(loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
 
     def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
         """What is fed as batches; none for weights alone, nor for both sources where a text has no tokenizer."""
@@ -203,11 +216,11 @@ class Inspection:
 
     def _survey(self, batches: Sequence[texts.Batch]) -> None:
         """Find the sites, prove that watching changes nothing, and choose the layers."""
-        sample = texts.placeholder(self.loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
+        sample = self._sample(self.loaded)
         deferred = self.loaded.deferred is not None
         window_sites = of_shapes(self.loaded, sample) if deferred else checks.sites(self.loaded, sample)
         self._prove_identity(texts.first(batches[0].inputs, 2) if batches else sample)
-        refuse_initialised(self.loaded, sample, attention)
+        refuse_initialised(self._source, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)

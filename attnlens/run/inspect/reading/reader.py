@@ -36,6 +36,8 @@ class Reader:
     """Reads a model that was surveyed."""
 
     loaded: models.Loaded
+    source: models.Loaded
+    """The same model, from which weights are read."""
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     show: str | None
@@ -125,7 +127,7 @@ class Reader:
 
     def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
         chosen = [place for place, found in enumerate(self.every) if found.site in sites]
-        return with_base(self.loaded, self.first, self.window, chosen, self._turns)
+        return with_base(self.source, self.first, self.window, chosen, self._turns)
 
     def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
         share = selection_share(self.settings.select or "argmax")
