@@ -21,6 +21,7 @@ LAYERS = {
     "choices": 0,
     "wording": 0,
     "files": 0,
+    "addresses": 0,
     "unit_files": 0,
     "records": 0,
     "linalg": 0,

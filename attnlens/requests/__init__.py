@@ -15,7 +15,7 @@ from attnlens.requests.run_options import (
     SeriesRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Words, head, numbers, one_head, whole, words
+from attnlens.requests.values import Words, folder, head, numbers, one_head, whole, words
 
 __all__ = [
     "OUTPUT",
@@ -31,6 +31,7 @@ __all__ = [
     "Words",
     "alternatives",
     "checked",
+    "folder",
     "head",
     "numbers",
     "one_head",

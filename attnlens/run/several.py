@@ -101,7 +101,7 @@ def inspect_each(
     _refuse_one_name(models)
     if "-" in map(str, given["text"]):
         raise UsageError("A text from stdin can be read for one model alone.", "Write it to a file.")
-    folder = Path(reports)
+    folder = Path(requests.folder("reports", reports))
     make_folder(folder)
     files = _files(models, folder, more, given)
     files.describe("\n".join(models).encode())
