@@ -29,6 +29,12 @@ MODEL_FILES = (".gguf", ".safetensors")
 LARGEST = 2**63 - 1
 """The largest whole number that a call takes."""
 
+DATASETS = "datasets:"
+"""How the name of a text begins that is rows of a dataset, and no file."""
+SAY_DATASETS = (
+    f"Write it as in {DATASETS}OWNER/NAME,config=C,split=S,column=T, of which all but the name may be left out."
+)
+
 _ONE_AT_A_TIME = RLock()
 """Held while a model is loaded or used: attention is exchanged in the model itself, and torch's forward-mode
 differentiation knows one level in the whole process."""
@@ -152,6 +158,34 @@ def budget(words: str) -> Budget:
         limit = "is no limit" if share > 0 else "leaves nothing to spend"
         raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
     return Budget("ppl" if found.group(1) == "ppl" else "loss", share)
+
+
+class DatasetRows(NamedTuple):
+    """Rows of a dataset, read as a text."""
+
+    name: str
+    """On the hub, or a folder of data files."""
+    config: str | None = None
+    """Which of several that the dataset has."""
+    split: str | None = None
+    """None: `test`."""
+    column: str = "text"
+
+
+def dataset_rows(words: str) -> DatasetRows | None:
+    """`datasets:NAME[,config=C][,split=S][,column=T]`; None for the name of a file. Raises UsageError for others."""
+    if not words.startswith(DATASETS):
+        return None
+    name, *options = words.removeprefix(DATASETS).split(",")
+    given = dict(option.partition("=")[::2] for option in options)
+    if (
+        not name.strip()
+        or len(given) < len(options)
+        or "" in given.values()
+        or set(given) - set(DatasetRows._fields[1:])
+    ):
+        raise UsageError(f"The dataset {shown(words)} can't be read.", SAY_DATASETS)
+    return DatasetRows(name, **given)
 
 
 def several(what: str, given: Iterable[Any]) -> list[Any]:

@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from attnlens.addresses import StoreAddress, place_of
 from attnlens.errors import OutputError
 from attnlens.files import make_folder, write_atomically
 
@@ -60,11 +61,9 @@ class Store(Protocol):
 
 
 def store_of(root: str) -> Store:
-    """A folder, or what fsspec knows under an address such as `s3://bucket/folder`.
-
-    Raises OutputError where the package that speaks to such an address is not installed.
-    """
-    return Remote(root) if "://" in root else Folder(Path(root))
+    """A folder, or what fsspec knows under an address such as `s3://bucket/folder`."""
+    place = place_of(root)
+    return Folder(place) if isinstance(place, Path) else Remote(replace(place, remedy=OTHER_WORK))
 
 
 @dataclass(frozen=True)
@@ -127,69 +126,42 @@ class Folder:
 
 @dataclass(frozen=True)
 class Remote:
-    """A place behind an address, through the package of fsspec that speaks to it; its stores replace objects whole."""
+    """A place behind an address."""
 
-    url: str
+    address: StoreAddress
 
     def make(self) -> None:
         """Make it where it is not there."""
-        self._asked("makedirs", "", exist_ok=True)
+        self.address.make()
 
     def names(self) -> list[str]:
         """The names of what lies there."""
-        system, path = self._opened()
         try:
-            return sorted(found.rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False))
+            found = self.address.asked(lambda system, path: system.ls(path, detail=False))
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise self._refusal(error) from None
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
 
     def inside(self, name: str) -> Remote:
         """A place in it."""
-        return Remote(f"{self.url.rstrip('/')}/{name}")
+        return Remote(self.address / name)
 
     def read(self, name: str) -> bytes | None:
         """A file, whole."""
         try:
-            return bytes(self._asked("cat_file", name))
+            return bytes((self.address / name).asked(lambda system, path: system.cat_file(path)))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, which such stores do at once."""
-        self._asked("pipe_file", name, value=content)
+        (self.address / name).write(content)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; what another process removed is gone already."""
         for name in names:
-            try:
-                self._asked("rm_file", name)
-            except FileNotFoundError:
-                continue
-
-    def _asked(self, method: str, name: str, **more: Any) -> Any:
-        system, path = self._opened()
-        try:
-            return getattr(system, method)(f"{path.rstrip('/')}/{name}".rstrip("/"), **more)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise self._refusal(error) from None
-
-    def _opened(self) -> tuple[Any, str]:
-        import fsspec
-
-        try:
-            found: tuple[Any, str] = fsspec.core.url_to_fs(self.url)
-        except ImportError as error:
-            raise OutputError(f"{self.url} can't be opened: {error}.", "Install the package that it names.") from None
-        except ValueError as error:
-            raise OutputError(f"{self.url} can't be opened: {error}.", OTHER_WORK) from None
-        return found
-
-    def _refusal(self, error: OSError) -> OutputError:
-        return OutputError(f"{self.url} can't be used: {error.strerror or error}.", OTHER_WORK)
+            with suppress(FileNotFoundError):
+                (self.address / name).asked(lambda system, path: system.rm_file(path))
 
 
 @dataclass(frozen=True)

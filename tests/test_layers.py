@@ -21,6 +21,7 @@ LAYERS = {
     "choices": 0,
     "wording": 0,
     "files": 0,
+    "addresses": 0,
     "unit_files": 0,
     "records": 0,
     "linalg": 0,
@@ -359,7 +360,9 @@ def test_every_file_says_in_its_first_line_what_it_does(path):
 def test_third_party_imports_are_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
-    extras = [line for extra in ("study", "papers", "slurm", "ray") for line in project["optional-dependencies"][extra]]
+    extras = [
+        line for extra in ("study", "datasets", "slurm", "ray") for line in project["optional-dependencies"][extra]
+    ]
     study = {re.match(r"[\w-]+", line)[0] for line in extras}
     names = {name.split(".")[0] for path in FILES for name in imported(path.read_text())}
     declared |= {"PIL"} if "pillow" in declared else set()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens import requests
+from attnlens.addresses import BETWEEN
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.defaults import FILES
@@ -76,6 +77,8 @@ def baseline_of(given: Mapping[str, Any]) -> Baseline | None:
     from attnlens.records import read_baseline
 
     name = given["baseline"]
+    if name is not None and BETWEEN in name:
+        raise UsageError(f"--baseline names a file of this machine, and not {name}.", "Give the path of one.")
     if name is None or given["update_baseline"]:
         return None
     if identity(Path(name)) == identity(Path(given["subject"])):

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnlens.arguments import MODEL_FILES
+from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import OPEN_FILES, identity, refuse_other_kinds
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
 STDIN = "-"
+TEXTS = ("text", "calibration", "prompts")
+"""Options that may name rows of a dataset in the place of a file."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
@@ -40,7 +42,11 @@ class Inputs:
         several = {name: given.get(name) or () for name in ("text", "calibration", "series")}
         for option, named in (lone | several).items():
             for path in map(Path, named):
-                if str(path) != STDIN:
+                asked = dataset_rows(str(path)) if option in TEXTS else None
+                if asked is not None:
+                    folder = Path(os.path.realpath(os.path.expanduser(asked.name)))  # noqa: PTH111  # never raises
+                    found.folders[folder] = f"a file of the dataset which --{option} reads"
+                elif str(path) != STDIN:
                     found._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:
             found._add(_plan(given["ranks"]), "which --ranks reads")

@@ -103,7 +103,10 @@ WindowsCsv = Annotated[
         "--windows-csv", "Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV."
     ),
 ]
-Json = Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")]
+Json = Annotated[
+    str | None,
+    output("--json", "Write the report as JSON (`-`: to stdout). Every file may be an address of fsspec (`s3://…`)."),
+]
 Csv = Annotated[str | None, output("--csv", "Write one row a head as CSV.")]
 Png = Annotated[
     str | None,

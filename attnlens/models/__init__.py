@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
@@ -33,7 +34,7 @@ from attnlens.models.quantised import decoded, method_of, table
 from attnlens.models.quiet import no_kernels, no_peft, quiet
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import ModelInfo
-from attnlens.requests import Loading, SpreadRequest, checked
+from attnlens.requests import Loading, checked
 
 if TYPE_CHECKING:
     import torch
@@ -123,35 +124,39 @@ def load(
 
     A path object always means a file or folder, never the hub. `dtype="auto"` is the checkpoint's own type, but half
     precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
-    `device="auto"` is the first of cuda, mps, cpu that is there.
-    `offline` looks into the local cache and never at the network; without it, a hub that does not answer within two
-    seconds is left alone in the same way. Nothing asks a question on stdin. `swapped` reads the weights that
+    `device="auto"` is the first of cuda, mps, cpu that is there. `offline` looks into the local cache alone; without
+    it, a hub that does not answer within two seconds is left alone, too. `swapped` reads the weights that
     `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
     `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
-    `from_files` builds the model from shapes alone and leaves its weights where they are, from where they are read
-    module by module: such a model can't run, and `inspect` reads its weights.* measures. `device_map="auto"` spreads it
-    over all GPUs, the CPU's memory (`max_cpu_memory` of it, as in "8GB") and the disk, in the checkpoint's own type.
+    `from_files` builds the model from shapes alone, and weights are read module by module where they lie: it can't run,
+    and `inspect` reads its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory (at most
+    `max_cpu_memory`, as in "8GB") and disk, in the checkpoint's own type.
 
     Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
     is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
     its weights don't fit its config, it was saved with another kernel, the adapter is none or of another base, or there
     is no such device; TooLargeError where it does not fit into the memory that is free.
     """
-    spread = {"device_map": device_map, "max_cpu_memory": max_cpu_memory}
-    switches = {"offline": offline, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    checked(Loading, {"device": device, "dtype": dtype, "revision": revision, "adapter": adapter, **switches})
-    checked(SpreadRequest, {name: value for name, value in spread.items() if value is not None})
-    refuse_beside_map(spread, {"device": device != "auto", "from_files": from_files, "adapter": adapter is not None})
+    given = locals()
+    checked(Loading, {name: given[name] for name in Loading.__annotations__})
+    refuse_beside_map(given)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     if not swapped:
         _refuse_swapped(place)
-    if from_files:
-        return _unread(place, dtype, trust_remote_code, adapter)
-    if device_map is not None:
-        return _spread(place, dtype, max_cpu_memory, trust_remote_code)
-    files = None if adapter is None else find_adapter(_written(adapter), offline=offline, allow_pickle=allow_pickle)
-    return _loaded(place, files, dtype, place_on, trust_remote_code)
+    return _opened(place, place_on, given)
+
+
+def _opened(place: Location, device: torch.device, given: Mapping[str, Any]) -> Loaded:
+    """The model at that place, in memory, over devices or in its files, by the arguments of `load`."""
+    dtype, own_code, adapter = given["dtype"], given["trust_remote_code"], given["adapter"]
+    if given["from_files"]:
+        return _unread(place, dtype, own_code, adapter)
+    if given["device_map"] is not None:
+        return _spread(place, dtype, given["max_cpu_memory"], own_code)
+    switches = {name: given[name] for name in ("offline", "allow_pickle")}
+    files = None if adapter is None else find_adapter(_written(adapter), **switches)
+    return _loaded(place, files, dtype, device, own_code)
 
 
 def _loaded(

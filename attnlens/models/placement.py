@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.deferred.memory import free_memory
+from attnlens.requests import SpreadRequest, checked
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +54,18 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
     return "auto"
 
 
-def refuse_beside_map(spread: Mapping[str, str | None], others: Mapping[str, bool]) -> None:
-    """Raise UsageError for what makes no sense beside --device-map, and for a bound on memory without it."""
-    if spread["device_map"] is None:
-        if spread["max_cpu_memory"] is not None:
+def refuse_beside_map(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for what makes no sense in or beside --device-map, and for a bound on memory without it.
+
+    `given` are the arguments of `load`.
+    """
+    checked(SpreadRequest, {name: given[name] for name in SpreadRequest.__annotations__ if given[name] is not None})
+    if given["device_map"] is None:
+        if given["max_cpu_memory"] is not None:
             raise UsageError("max_cpu_memory bounds what --device-map takes.", "Add --device-map auto.")
         return
-    for name in (name for name, given in others.items() if given):
+    others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
+    for name in (name for name, asked in others.items() if asked):
         raise UsageError(f"{name} makes no sense beside device_map.", "Leave one of them out.")
 
 

@@ -19,9 +19,10 @@ from pydantic import (
     model_validator,
 )
 
+from attnlens.addresses import as_path
 from attnlens.choices import Part
 from attnlens.errors import UsageError
-from attnlens.files import as_path, read_bytes, written
+from attnlens.files import read_bytes, written
 
 
 def _nine_digits(number: float) -> float:

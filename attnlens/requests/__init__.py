@@ -15,7 +15,7 @@ from attnlens.requests.run_options import (
     SeriesRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Words, head, numbers, one_head, whole, words
+from attnlens.requests.values import Words, folder, head, numbers, one_head, whole, words
 from attnlens.requests.work_options import SpreadRequest
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Words",
     "alternatives",
     "checked",
+    "folder",
     "head",
     "numbers",
     "one_head",

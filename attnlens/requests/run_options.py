@@ -79,8 +79,8 @@ class Feeding(Loading, total=False):
     text: Annotated[
         Words,
         several_files(
-            f"Text file, or `-` for stdin; repeatable (ATTNLENS_TEXT joins several with `{os.pathsep}`). Default: "
-            "built-in texts of three kinds; for `demo` King James passages.",
+            "Text file, `-` for stdin, or `datasets:NAME[,config=C][,split=S][,column=T]`; repeatable (ATTNLENS_TEXT "
+            f"joins files with `{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James.",
         ),
     ]
     pairs: Annotated[

@@ -11,7 +11,7 @@ from attnlens.errors import UsageError
 from attnlens.registry import checked_name
 from attnlens.requests.fields import Option
 from attnlens.requests.run_options import INPUT, OUTPUT, Place, one_file, several_files
-from attnlens.requests.values import Words, words
+from attnlens.requests.values import Words, folder, words
 
 ALL = "all"
 MOST_JOBS = 256
@@ -94,7 +94,7 @@ class StudyRequest(TypedDict, total=False):
             panel=OUTPUT,
             metavar="DIR",
             typed=str | None,
-            check=path,
+            check=folder,
             call_only="written",
         ),
     ]
@@ -105,7 +105,7 @@ class StudyRequest(TypedDict, total=False):
             panel=OUTPUT,
             metavar="DIR",
             typed=str | None,
-            check=path,
+            check=folder,
             call_only="written",
             shown="in the user's cache",
         ),

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any, cast
 
 from attnlens import arguments, registry
+from attnlens.addresses import BETWEEN
 from attnlens.arguments import LARGEST, path, several, shown, word
 from attnlens.errors import UsageError
 
@@ -108,7 +109,10 @@ def folder(name: str, given: Any) -> Any:
     """The path of a folder, as a string; UsageError for anything else."""
     if isinstance(given, str) and (not given.strip() or "\0" in given):
         raise UsageError(f"--{name} names no folder.", f"Give a path after --{name}, or leave it out.")
-    return path(name, given)
+    found = path(name, given)
+    if BETWEEN in found:
+        raise UsageError(f"--{name} writes into a folder of this machine, and not to {found}.", "Give the path of one.")
+    return found
 
 
 def file(name: str, given: Any) -> Any:

@@ -49,7 +49,9 @@ def _of_environment() -> str:
 def memory_size(name: str, given: Any) -> str:
     """A size with its unit. Raises UsageError for others."""
     if not (isinstance(given, str) and SIZE.fullmatch(given)):
-        raise UsageError(f"{name}={shown(given)} is no size of memory.", "Write a whole number and KB, MB, GB, KiB, MiB or GiB: 8GB.")
+        raise UsageError(
+            f"{name}={shown(given)} is no size of memory.", "Write a number and its unit, from KB to GiB: 8GB."
+        )
     return given
 
 

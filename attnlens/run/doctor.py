@@ -51,7 +51,7 @@ def doctor(
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
     loading: models.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
     asked = reading.settings(given)
-    named = texts.read_each(files := reading.files(given))
+    named = texts.read_each(files := reading.files(given), offline=given["offline"])
     loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **loading)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from attnlens import requests
-from attnlens.arguments import public
+from attnlens import requests, texts
+from attnlens.arguments import dataset_rows, public
 from attnlens.engines import completed, engine
 from attnlens.errors import AttnlensError, UsageError
 from attnlens.files import make_folder, read_bytes, sha256, write_atomically
@@ -101,7 +101,7 @@ def inspect_each(
     _refuse_one_name(models)
     if "-" in map(str, given["text"]):
         raise UsageError("A text from stdin can be read for one model alone.", "Write it to a file.")
-    folder = Path(reports)
+    folder = Path(requests.folder("reports", reports))
     make_folder(folder)
     files = _files(models, folder, more, given)
     files.describe("\n".join(models).encode())
@@ -128,7 +128,9 @@ def _files(models: Sequence[str], folder: Path, more: Mapping[str, Any], given: 
     asked = {name: str(value) for name, value in more.items() if name not in (*OUTER, *KeptRequest.__annotations__)}
     read = [str(part) for name in READ for part in _listed(given[name])]
     facts = {"models": list(models), "to": str(folder.resolve()), "options": asked, "versions": versions()}
-    key = key_of(facts | {"read": {path: sha256(Path(path)) for path in read if Path(path).is_file()}})
+    hashes = {path: sha256(Path(path)) for path in read if Path(path).is_file()}
+    rows = {path: texts.read(path, offline=given["offline"]).text for path in read if dataset_rows(path)}
+    key = key_of(facts | {"read": hashes | rows})
     return UnitFiles(store_of(work_root(given["work"])), key, ".done", "models.txt")
 
 

@@ -1,4 +1,4 @@
-"""Where the texts come from: files, standard input, or the samples that ship with attnlens."""
+"""Where the texts come from: files, standard input, datasets, or the samples that ship with attnlens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnlens.arguments import dataset_rows
 from attnlens.errors import TextError
 from attnlens.files import read_bytes, read_stream, with_home
+from attnlens.texts import corpora
 
 DEMO = Path(__file__).parent.parent / "demo"
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -33,26 +35,33 @@ class Content:
     text: str
     """The text itself."""
     name: str
-    """File name, `stdin`, or what a built-in text is."""
+    """File name, `stdin`, the rows of a dataset as they are asked for, or what a built-in text is."""
     made: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What this text was cut into last: a run cuts its texts several times."""
 
 
-def read(path: str) -> Content:
-    """That file, or standard input (`-`), which may be empty; raises TextError where it is no text that can be read."""
+def read(path: str, *, offline: bool = False) -> Content:
+    """That file, standard input (`-`), which may be empty, or the rows of a dataset (`datasets:NAME`).
+
+    Raises TextError where it is no text that can be read; `offline`: where the hub would be asked.
+    """
+    if (asked := dataset_rows(path)) is not None:
+        name, text = corpora.text_of(asked, most=LONGEST, offline=offline)
+        return Content(text, name)
     return Content(_decoded(_bytes_of(path), path), _name(path))
 
 
-def read_each(paths: Sequence[str]) -> tuple[Content, ...]:
-    """The texts of those files (`-` is standard input) under names of their own; none where no file is named.
+def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
+    """The texts of those files, as `read` has them, under names of their own; none where no file is named.
 
     Raises TextError for a file that is missing, unreadable, binary or not in UTF-8, and where one holds nothing but
     white space, or the same as another: read twice, a text is no sample of two.
     """
-    names = [_name(path) for path in paths]
+    each = [read(path, offline=offline) for path in paths]
+    names = [content.name for content in each]
     found = tuple(
-        Content(_decoded(_bytes_of(path), path), name if names.count(name) == 1 else path)
-        for path, name in zip(paths, names, strict=True)
+        content if names.count(content.name) == 1 else replace(content, name=path)
+        for path, content in zip(paths, each, strict=True)
     )
     for content in found:
         if not content.text.strip():

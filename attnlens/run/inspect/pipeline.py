@@ -81,7 +81,7 @@ def prepared(
         reading.settings(given), given["analyzers"], given["select"], given["show"], adapted=adapted
     )
     reading.refuse_unread(given, asked.source)
-    named = texts.read_each(reading.files(given))
+    named = texts.read_each(reading.files(given), offline=given["offline"])
     start = time.perf_counter()
     loaded, notes = _loaded(subject, loading, asked)
     timings = {"load": time.perf_counter() - start}

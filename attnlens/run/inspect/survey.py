@@ -82,7 +82,7 @@ class Inspection:
     def framed(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Frame:
         """Cut the texts and survey the model: all that is known before the first unit is read."""
         batches = self._batches(contents, cut)
-        with timed(self.timings, "survey"), unspoken() if self.loaded.deferred is not None else nullcontext():
+        with timed(self.timings, "survey"), unspoken() if self._source.deferred is not None else nullcontext():
             self._survey(batches)
         kept = self.factors is not None
         return Frame.of(

@@ -59,7 +59,7 @@ def converge_head(
     given = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
     wanted = ExperimentSettings(trials=1, seed=asked.seed, **descent)
-    named = texts.read_each(reading.files(given))
+    named = texts.read_each(reading.files(given), offline=given["offline"])
     loaded = model if isinstance(model, models.Loaded) else models.load(model, **loading)
     feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)

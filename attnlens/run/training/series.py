@@ -56,7 +56,7 @@ def converge_checkpoints(
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     found = _found(names, requests.words("revisions", revisions), loading)
     refuse_different(found)
-    contents = texts.read_each(reading.files(given))
+    contents = texts.read_each(reading.files(given), offline=given["offline"])
     if asked.source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     cut = feeding.cut_of(asked, given)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from logging import CRITICAL
 from typing import Any
 
 from attnlens.errors import TextError, UsageError
 from attnlens.studies.tasks.language import NextTokens, next_tokens
 from attnlens.studies.tasks.splitting import PARTS
 from attnlens.studies.tasks.translation import SentencePairs, sentence_pairs
+from attnlens.texts.corpora import quiet
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 """Merity et al. 2017, as it was written: with its capitals and rare words, which byte pairs can spell."""
@@ -54,18 +54,13 @@ def _splits(instead: str, *name: str) -> Mapping[str, Any]:
             f"The papers' data are fetched by datasets, which is not installed, and no {instead} is given.",
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
-    from huggingface_hub.utils import logging
-
-    said_before = logging.get_verbosity()
-    logging.set_verbosity(CRITICAL)  # it tells of each try
     try:
-        found = datasets.load_dataset(*name)
+        with quiet():
+            found = datasets.load_dataset(*name)
         return {part: found[own] for part, own in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub can't be reached, or has it no more in this form
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(f"{name[0]} can't be had from the hub: {said}", f"Go online, or give {instead}.") from None
-    finally:
-        logging.set_verbosity(said_before)
 
 
 def _blocks(lines: Sequence[str]) -> list[str]:
