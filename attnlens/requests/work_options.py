@@ -81,7 +81,8 @@ class WorkRequest(KeptRequest, total=False):
     engine: Annotated[
         Engine,
         Option(
-            "Where units are read: in processes here (`local`), by jobs of Slurm (`slurm`), on a Ray cluster (`ray`).",
+            "Where units are read: in processes here (`local`), by jobs of Slurm (`slurm`; `SBATCH_TIMELIMIT` "
+            "and its like say what they ask for), on a Ray cluster (`ray`).",
             "local",
             panel=WORK,
             metavar="NAME",

@@ -5,7 +5,7 @@ from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.estimate import estimated
 from attnlens.run.inspect.pipeline import inspect, inspected
-from attnlens.run.merge import merge
+from attnlens.run.merge import merge, merged
 from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
 from attnlens.run.several import inspect_each, models_in
@@ -35,6 +35,7 @@ __all__ = [
     "inspected",
     "load_swapped",
     "merge",
+    "merged",
     "models_in",
     "recompute",
     "replaced",

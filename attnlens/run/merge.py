@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -33,6 +33,8 @@ class FoundUnits:
     """The finished units by name, and which file each is from."""
     shards: dict[int, int] = field(default_factory=dict)
     """The shards whose reports were given, by number, and of how many."""
+    folders: list[tuple[Store, list[str]]] = field(default_factory=list)
+    """The places in which finished units lie, and the names of all files of the run that may be there."""
 
     def add(self, frame: Frame, where: str) -> None:
         """Take in one more place of the same run. Raises UsageError where it is of another, naming the field."""
@@ -42,15 +44,26 @@ class FoundUnits:
             found = first_difference(self.frame, frame) or "a field of theirs"
             raise UsageError(f"{self.where} and {where} are of different runs: {found}.", SAY_SHARDS)
 
+    def clear(self) -> None:
+        """Remove the run's files from the folders: its report is written."""
+        for store, names in self.folders:
+            store.remove(names)
+
 
 @public
 def merge(*places: str) -> Report:
     """The report of a run whose units were read by several shards: the bytes of one run, timings apart.
 
     `places` are folders (or addresses of fsspec) that `work` named, and JSON reports of shards, in any order; one may
-    be given twice. Raises UsageError where they are of different models, settings or versions, naming the field, and
+    be given twice. All of them stay as they are; the command removes the units of folders once it has written the
+    report as JSON. Raises UsageError where they are of different models, settings or versions, naming the field, and
     where a unit is missing, naming it; OutputError where a unit's file is cut off.
     """
+    return merged(*places)[0]
+
+
+def merged(*places: str) -> tuple[Report, Callable[[], None]]:
+    """The report, and what is to be called when it is written: what the folders hold of it is not needed then."""
     if not places:
         raise UsageError("No shard is named.", SAY_SHARDS)
     parts = FoundUnits()
@@ -61,11 +74,16 @@ def merge(*places: str) -> Report:
             _of_folder(place, parts)
     if parts.frame is None:
         raise UsageError(f"{places[0]} holds no run's finished units.", SAY_SHARDS)
-    return _joined(parts.frame, parts)
+    return _joined(parts.frame, parts), parts.clear
 
 
 def _joined(frame: Frame, parts: FoundUnits) -> Report:
     missing = [unit.name for unit in frame.units if unit.name not in parts.units]
+    if missing and any(RUN not in store.names() for store, names in parts.folders if RUN in names):
+        raise UsageError(
+            f"The units in {parts.where} were removed while they were read, as another run or merge wrote its report.",
+            "Take that report.",
+        )
     if missing:
         raise UsageError(_told(frame, parts, missing), "Run the shards that read them once more, then merge again.")
     found: Mapping[WorkUnit, Sequence[Handed]] = {unit: unpacked(*parts.units[unit.name]) for unit in frame.units}
@@ -115,7 +133,10 @@ def _of_folder(root: str, parts: FoundUnits) -> None:
         if content is not None:
             frame = _frame(content, root)
             parts.add(frame, root)
+            files = UnitFiles(run, frame.key, SUFFIX)
+            parts.folders.append((run, [RUN, *(files.name(unit.name) for unit in frame.units)]))
             parts.units |= _files(run, frame)
+    parts.folders.append((place, []))  # which goes, too, where nothing else lies there
 
 
 def _files(run: Store, frame: Frame) -> dict[str, tuple[bytes, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
 from attnlens.choices import ATTENTION
-from attnlens.errors import ModelError, TextError, UnreadableError
+from attnlens.errors import AttnlensError, ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.models.deferred import unspoken
 from attnlens.records import Report, Settings, Site
@@ -104,20 +105,15 @@ class Inspection:
     def finished_from(self, frame: Frame, reader: UnitReader | None = None) -> Report:
         """Read the units of a run, and put the report together.
 
-        Raises Interrupted, which carries what was finished, and ModelError where no head has a value.
+        A unit that fails has a reason in its place. Raises Interrupted, which carries what was finished, ModelError
+        where no head has a value, and what the only units raised where none could be read.
         """
         reader = reader or UnitReader(self.read_unit)
         found: dict[WorkUnit, Calls] = {}
         missing = dict.fromkeys(set(frame.units) - set(reader.units(frame)), OTHERS)
         stopped = False
         try:
-            tell = stages(self.progress, reader.units(frame), frame.batches)
-            for unit, calls in reader.through(frame):
-                if isinstance(calls, str):
-                    missing[unit] = calls
-                else:
-                    found[unit] = calls
-                tell(unit)
+            self._read_units(frame, reader, found, missing)
         except UnitInterrupted as stop:
             stopped = True
             found |= {stop.unit: stop.calls} if stop.unit.stage == "gathered" else {}  # whose sites answer one by one
@@ -141,16 +137,36 @@ class Inspection:
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return report
 
+    def _read_units(
+        self, frame: Frame, reader: UnitReader, found: dict[WorkUnit, Calls], missing: dict[WorkUnit, str]
+    ) -> None:
+        """Enter what each unit found, or why it failed; an error of ours is of what all units share, and ends the run.
+
+        Any other is the unit's own, unless none could be read.
+        """
+        tell = stages(self.progress, reader.units(frame), frame.batches)
+        first: BaseException | None = None
+        for done in reader.through(frame):
+            if isinstance(done.error, AttnlensError):
+                raise done.error
+            if done.value is None:
+                reader.lacking, first = True, first or done.error
+                missing[done.unit] = str(done.reason)
+            else:
+                found[done.unit] = done.value
+            tell(done.unit)
+        if first is not None and not found:
+            raise first
+
     def read_unit(self, unit: WorkUnit) -> Calls:
         """Read one unit."""
-        recording = UnitRecord(self.settings.heads)
-        before = self.timings.get(unit.stage, 0.0)
+        recording, start = UnitRecord(self.settings.heads), time.perf_counter()
         try:
-            with timed(self.timings, unit.stage):
-                self._read(unit, recording)
+            self._read(unit, recording)
         except KeyboardInterrupt:
             raise UnitInterrupted(unit, recording.calls) from None
-        self.timings[unit.stage] += before
+        finally:
+            self.timings[unit.stage] = self.timings.get(unit.stage, 0.0) + time.perf_counter() - start
         return recording.calls
 
     def _read(self, unit: WorkUnit, sink: Sink) -> None:

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from attnlens import requests
-from attnlens.engines import completed, engine
+from attnlens.engines import Done, completed, engine, tried
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.records import ShardPart
 from attnlens.requests import InspectRequest
@@ -39,15 +39,21 @@ class UnitReader:
 
     read: Callable[[WorkUnit], Calls]
     """Reads one unit."""
+    lacking: bool = field(default=False, init=False)
+    """Whether a unit failed: what is finished stays then for the next try."""
 
     def units(self, frame: Frame) -> list[WorkUnit]:
         """The units that this run reads."""
         return frame.units
 
-    def through(self, frame: Frame) -> Iterator[tuple[WorkUnit, Calls | str]]:
-        """Each unit with what it found, or why it failed."""
+    def through(self, frame: Frame) -> Iterator[Done[WorkUnit, Calls]]:
+        """What came of each unit; one that fails is tried once more."""
         for unit in self.units(frame):
-            yield unit, self.read(unit)
+            yield tried(self.finished, unit)
+
+    def finished(self, unit: WorkUnit) -> Calls:
+        """What a unit found."""
+        return self.read(unit)
 
     def part(self, _frame: Frame) -> ShardPart | None:
         """What lets reports of shards be joined; None where all was read."""
@@ -69,15 +75,18 @@ class KeptUnits(UnitReader):
         """All, or every N-th from the I-th on."""
         return frame.units if self.shard is None else frame.units[self.shard[0] - 1 :: self.shard[1]]
 
-    def through(self, frame: Frame) -> Iterator[tuple[WorkUnit, Calls | str]]:
-        """Each unit, from its file where there is one."""
+    def through(self, frame: Frame) -> Iterator[Done[WorkUnit, Calls]]:
+        """What came of each unit."""
         self.files.describe(frame.model_dump_json().encode())
-        for unit in self.units(frame):
-            calls = self.known(unit)
-            if calls is None:
-                calls = self.read(unit)
-                self.keep(unit, calls)
-            yield unit, calls
+        yield from super().through(frame)
+
+    def finished(self, unit: WorkUnit) -> Calls:
+        """What a unit found: from its file where there is one, else read and written."""
+        calls = self.known(unit)
+        if calls is None:
+            calls = self.read(unit)
+            self.keep(unit, calls)
+        return calls
 
     def known(self, unit: WorkUnit) -> Calls | None:
         """What an earlier run found; None where it did not finish the unit, or is not to be gone on from."""
@@ -107,7 +116,7 @@ class KeptUnits(UnitReader):
 
     def clear(self, frame: Frame) -> None:
         """Remove what is kept, when the report is written; a shard's units stay until they are merged."""
-        if self.shard is None:
+        if self.shard is None and not self.lacking:
             self.files.clear([unit.name for unit in frame.units])
 
 
@@ -117,8 +126,8 @@ class EngineUnits(KeptUnits):
 
     job: Job = field(kw_only=True)
 
-    def through(self, frame: Frame) -> Iterator[tuple[WorkUnit, Calls | str]]:
-        """Each unit as it is done."""
+    def through(self, frame: Frame) -> Iterator[Done[WorkUnit, Calls]]:
+        """What came of each unit as it is done."""
         self.files.describe(frame.model_dump_json().encode())
         waiting = {}
         for unit in self.units(frame):
@@ -126,20 +135,23 @@ class EngineUnits(KeptUnits):
             if calls is None:
                 waiting[unit.name] = unit
             else:
-                yield unit, calls
+                yield Done(unit, calls, None)
         if not waiting:
             return
         with engine(self.job.given["engine"], **resources(self.job.given)) as workers:
             for done in completed(workers, partial(read_elsewhere, self.job), list(waiting)):
-                unit = waiting[done.unit]
-                if done.reason is not None:
-                    yield unit, done.reason
-                    continue
-                calls = self.kept(unit)
-                if calls is None and self.job.given["engine"] != "local":
-                    yield unit, UNSEEN
-                else:  # another run of the same work may have cleared it
-                    yield unit, self.read(unit) if calls is None else calls
+                yield self._told(waiting[done.unit], done)
+
+    def _told(self, unit: WorkUnit, done: Done[str, None]) -> Done[WorkUnit, Calls]:
+        """What came of a unit, of which its worker says that it is done."""
+        if done.reason is not None:
+            return Done(unit, None, done.reason, done.error)
+        calls = self.kept(unit)
+        if calls is not None:
+            return Done(unit, calls, None)
+        if self.job.given["engine"] != "local":
+            return Done(unit, None, UNSEEN)
+        return tried(self.read, unit)  # another run of the same work has cleared it
 
 
 def resources(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,8 +204,7 @@ def read_elsewhere(job: Job, name: str) -> None:
     files = UnitFiles(store_of(job.root), job.run, SUFFIX)
     kept = KeptUnits(inspection.read_unit, files, resume=job.given["resume"])
     unit = next(unit for unit in frame.units if unit.name == name)
-    if kept.known(unit) is None:
-        kept.keep(unit, inspection.read_unit(unit))
+    kept.finished(unit)
 
 
 def differing(frame: Frame, job: Job) -> str:
