@@ -65,7 +65,7 @@ class KeptRequest(TypedDict, total=False):
     ]
 
 
-class WorkRequest(KeptRequest, total=False):
+class SharedRequest(KeptRequest, total=False):
     """What a run whose units may be read elsewhere can be asked for, too."""
 
     shard: Annotated[
@@ -98,6 +98,11 @@ class WorkRequest(KeptRequest, total=False):
         str | None,
         Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
     ]
+
+
+class WorkRequest(SharedRequest, total=False):
+    """The same of one model, which need not be loaded."""
+
     from_files: Annotated[
         bool,
         Option(

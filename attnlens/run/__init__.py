@@ -15,7 +15,7 @@ from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.restored import Swapped, load_swapped
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.training.one_head import converge_head
-from attnlens.run.training.series import converge_checkpoints
+from attnlens.run.training.series import converge_checkpoints, followed
 from attnlens.run.training.synthetic import converge_synthetic
 from attnlens.run.verify import verify
 
@@ -30,6 +30,7 @@ __all__ = [
     "converge_synthetic",
     "doctor",
     "estimated",
+    "followed",
     "inspect",
     "inspect_each",
     "inspected",

@@ -13,13 +13,13 @@ from typing import Any, Unpack
 from attnlens import requests
 from attnlens.arguments import public
 from attnlens.engines import Done, completed, engine, tried
+from attnlens.engines.readers import resources
 from attnlens.errors import UsageError
 from attnlens.files import make_folder, read_bytes, sha256, write_atomically
 from attnlens.requests import InspectRequest
 from attnlens.requests.work_options import KeptRequest
 from attnlens.run.fingerprint import versions
 from attnlens.run.inspect.pipeline import inspect
-from attnlens.run.inspect.work import resources
 from attnlens.run.progress import Progress, silent
 from attnlens.unit_files import UnitFiles, key_of, store_of, work_root
 

@@ -28,7 +28,7 @@ def merge(
     all_heads: opt.AllHeads = False,
     **_shared: Any,
 ) -> None:
-    """Join the parts of a sharded `inspect` into one run's report; what is in folders goes once `--json` is written."""
+    """Join shards of `inspect` or `converge` into one run's report; units in folders go once `--json` is written."""
     outputs = Outputs.of(context.params)
     outputs.check(Inputs.of_report(*(place for place in places if place.endswith(".json"))))
     with interruptible_at_once():

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
 from attnlens.choices import ATTENTION
-from attnlens.errors import AttnlensError, ModelError, TextError, UnreadableError
+from attnlens.engines.readers import OTHERS, UnitReader, read_units
+from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.models.deferred import unspoken
 from attnlens.records import Report, Settings, Site
@@ -27,7 +28,7 @@ from attnlens.run.inspect.reading.attended import refuse_many_rows
 from attnlens.run.inspect.reading.reader import Reader
 from attnlens.run.inspect.sink import Sink, UnitRecord
 from attnlens.run.inspect.units import WorkUnit
-from attnlens.run.inspect.work import OTHERS, Calls, UnitReader
+from attnlens.run.inspect.work import Calls, InspectionReader
 from attnlens.run.progress import Interrupted, Progress, timed
 
 
@@ -102,7 +103,7 @@ class Inspection:
             weights=kept or bool(self.reader.of_source("weights")),
         )
 
-    def finished_from(self, frame: Frame, reader: UnitReader | None = None) -> Report:
+    def finished_from(self, frame: Frame, reader: InspectionReader | None = None) -> Report:
         """Read the units of a run, and put the report together.
 
         A unit that fails has a reason in its place. Raises Interrupted, which carries what was finished, ModelError
@@ -113,7 +114,8 @@ class Inspection:
         missing = dict.fromkeys(set(frame.units) - set(reader.units(frame)), OTHERS)
         stopped = False
         try:
-            self._read_units(frame, reader, found, missing)
+            tell = stages(self.progress, reader.units(frame), frame.batches)
+            read_units(reader, frame, found, missing, tell)
         except UnitInterrupted as stop:
             stopped = True
             found |= {stop.unit: stop.calls} if stop.unit.stage == "gathered" else {}  # whose sites answer one by one
@@ -136,27 +138,6 @@ class Inspection:
             reason = self.collector.skipped[0].reason
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return report
-
-    def _read_units(
-        self, frame: Frame, reader: UnitReader, found: dict[WorkUnit, Calls], missing: dict[WorkUnit, str]
-    ) -> None:
-        """Enter what each unit found, or why it failed; an error of ours is of what all units share, and ends the run.
-
-        Any other is the unit's own, unless none could be read.
-        """
-        tell = stages(self.progress, reader.units(frame), frame.batches)
-        first: BaseException | None = None
-        for done in reader.through(frame):
-            if isinstance(done.error, AttnlensError):
-                raise done.error
-            if done.value is None:
-                reader.lacking, first = True, first or done.error
-                missing[done.unit] = str(done.reason)
-            else:
-                found[done.unit] = done.value
-            tell(done.unit)
-        if first is not None and not found:
-            raise first
 
     def read_unit(self, unit: WorkUnit) -> Calls:
         """Read one unit."""
