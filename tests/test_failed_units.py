@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def patchy(tmp_path, monkeypatch) -> Path:
     (plugin / "patchy.py").write_text(PLUGIN)
     (plugin / "patchy-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: patchy\nVersion: 1\n")
     (plugin / "patchy-1.dist-info" / "entry_points.txt").write_text("[attnlens.analyzers]\npatchy = patchy\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PATCHY_PATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PATCHY_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("PATCHY", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -59,6 +60,11 @@ def asked(report: Path, *more: object) -> tuple[object, ...]:
     """The words of a run whose units fail."""
     words = "--source", "weights", "--analyzer", "patchy", "--analyzer", "symmetry", "--no-progress"
     return "inspect", "demo", *words, "--json", report, "--work", report.with_suffix(".work"), *more
+
+
+def patched(*words: object) -> CompletedProcess[str]:
+    """The program, in a process that finds the third party's analyzer."""
+    return program(*words, PYTHONPATH=os.environ["PATCHY_PATH"])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -73,38 +79,38 @@ def of(report: Report) -> str:
 
 
 def test_a_unit_that_fails_is_partial_with_its_reason_and_the_same_whoever_reads_it(patchy, tmp_path):
-    here = program(*asked(tmp_path / "here.json"))
+    here = patched(*asked(tmp_path / "here.json"))
     assert here.returncode == 0, here.stderr
     assert patchy.read_text() == "1\n1\n", "tried once more"
     assert "PARTIAL: 24 of 32 heads, because weights of layer 1: ZeroDivisionError: no such luck" in here.stdout
-    elsewhere = program(*asked(tmp_path / "elsewhere.json", "--jobs", "2"))
+    elsewhere = patched(*asked(tmp_path / "elsewhere.json", "--jobs", "2"))
     assert elsewhere.returncode == 0, elsewhere.stderr
     assert patchy.read_text() == "1\n" * 4
     assert timeless(read(tmp_path / "here.json")) == timeless(read(tmp_path / "elsewhere.json"))
     for name in ("here", "elsewhere"):
-        strict = program(*asked(tmp_path / f"{name}.json", "--strict", *["--jobs", "2"] * (name == "elsewhere")))
+        strict = patched(*asked(tmp_path / f"{name}.json", "--strict", *["--jobs", "2"] * (name == "elsewhere")))
         assert strict.returncode == 3, strict.stderr
 
 
 def test_what_is_finished_stays_where_a_unit_failed_and_the_same_command_mends_the_report(
     patchy, tmp_path, monkeypatch
 ):
-    assert program(*asked(tmp_path / "a.json")).returncode == 0
+    assert patched(*asked(tmp_path / "a.json")).returncode == 0
     units = list((tmp_path / "a.work").glob("*/*.unit"))
     assert len(units) == 3
     monkeypatch.setenv("PATCHY", "0,2,3")  # which are not read again
-    again = program(*asked(tmp_path / "a.json", "--strict"))
+    again = patched(*asked(tmp_path / "a.json", "--strict"))
     assert again.returncode == 0, again.stderr
     assert not (tmp_path / "a.work").exists()
     monkeypatch.setenv("PATCHY", "none")
-    assert program(*asked(tmp_path / "whole.json")).returncode == 0
+    assert patched(*asked(tmp_path / "whole.json")).returncode == 0
     assert timeless(read(tmp_path / "a.json")) == timeless(read(tmp_path / "whole.json"))
 
 
 @pytest.mark.parametrize("words", [(), ("--jobs", "2")], ids=["here", "elsewhere"])
 def test_an_error_of_what_all_units_share_ends_the_run_whoever_reads_it(words, patchy, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHY_KIND", "own")
-    found = program(*asked(tmp_path / "a.json", *words))
+    found = patched(*asked(tmp_path / "a.json", *words))
     ended(found, "The model is broken.", "Mend it.")
     assert patchy.read_text() == "1\n1\n"
     assert not (tmp_path / "a.json").exists()
@@ -113,12 +119,12 @@ def test_an_error_of_what_all_units_share_ends_the_run_whoever_reads_it(words, p
 
 def test_where_every_unit_fails_there_is_no_report(patchy, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHY", "0,1,2,3")
-    found = program(*asked(tmp_path / "a.json"))
+    found = patched(*asked(tmp_path / "a.json"))
     assert found.returncode == 70
     assert "ZeroDivisionError: no such luck" in found.stderr
     monkeypatch.setenv("PATCHY_KIND", "memory")
-    ended(program(*asked(tmp_path / "a.json")), "Not enough memory.", "--batch-size")
-    ended(program(*asked(tmp_path / "a.json", "--jobs", "2")), "No head could be analysed: weights of layer")
+    ended(patched(*asked(tmp_path / "a.json")), "Not enough memory.", "--batch-size")
+    ended(patched(*asked(tmp_path / "a.json", "--jobs", "2")), "No head could be analysed: weights of layer")
 
 
 def failing(monkeypatch, errors: dict[str, list[BaseException]]) -> None:

@@ -113,7 +113,9 @@ def _told(frame: AnyFrame, parts: FoundUnits, missing: Sequence[str]) -> str:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     count = next(iter(parts.shards.values()), 0)
     lacking = (
-        sorted({place % count + 1 for place, unit in enumerate(frame.units) if unit.name in missing}) if count else []
+        sorted({place % count + 1 for place, name in enumerate(unit.name for unit in frame.units) if name in missing})
+        if count
+        else []
     )
     of = f", of shard {', '.join(f'{number}/{count}' for number in lacking)}" if lacking else ""
     return f"{len(missing)} of {len(frame.units)} units are missing: {missing[0]}{more}{of}."
