@@ -204,6 +204,6 @@ class UnitFiles:
         self.store.write(self.name(unit), content)
 
     def clear(self, units: Iterable[str]) -> None:
-        """Remove the files of a run whose report is written."""
-        self.store.remove([*map(self.name, units), self.description])
+        """Remove the files of a run whose report is written; first the one by which others know it."""
+        self.store.remove([self.description, *map(self.name, units)])
         self.root.remove([])

@@ -28,6 +28,9 @@ def sbatch(script):
     number = time.time_ns() // 1_000_000  # never one of another test: submitit keeps the states of all that have ended
     copy = STATES / f"{number}.sh"
     copy.write_text(Path(script).read_text())
+    written = re.search(r"^#SBATCH --time=(\S+)", copy.read_text(), re.MULTILINE)
+    limit = os.environ.get("SBATCH_TIMELIMIT", written and written[1])  # as the real one takes them, in this order
+    (STATES / f"{number}.limit").write_text(str(limit))
     with (STATES / f"{number}.log").open("w") as log:
         words = [sys.executable, "-S", __file__, "array", str(copy)]
         subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)

@@ -275,6 +275,23 @@ def test_slurm_runs_units_as_one_array_and_queues_again_those_that_it_ends(minut
         assert workers.submit(units.square, 3).result() == 9
 
 
+@pytest.mark.parametrize("limit", [None, "4:00:00"], ids=["ours", "the user's"])
+def test_slurms_own_variables_say_how_long_a_job_may_take(limit, slurm, tmp_path, monkeypatch):
+    """They stand above a script's lines, and below options of sbatch, of which there are none: the fake takes none."""
+    if limit is not None:
+        monkeypatch.setenv("SBATCH_TIMELIMIT", limit)
+    with engine("slurm", jobs=1, folder=tmp_path / "jobs") as workers:
+        assert workers.submit(units.square, 3).result() == 9
+    [found] = slurm.glob("*.limit")
+    assert found.read_text() == (limit or "60")
+    [script] = slurm.glob("*.sh")
+    asked = {
+        line.split("=")[0].removeprefix("#SBATCH --") for line in script.read_text().splitlines() if "#SBATCH" in line
+    }
+    assert "time" in asked
+    assert not {"partition", "account", "qos", "mem", "mem-per-cpu"} & asked, "which are the user's to say"
+
+
 def test_a_job_of_slurm_that_is_lost_is_tried_again(slurm, tmp_path):
     with engine("slurm", jobs=2, folder=tmp_path / "jobs") as workers:
         found = by_unit(completed(workers, partial(units.killed_once, tmp_path), (1, 2)))

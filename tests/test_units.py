@@ -32,7 +32,7 @@ from safetensors.torch import save
 
 import attnlens
 from attnlens import requests, run
-from attnlens.engines import ray_cluster
+from attnlens.engines import ray_cluster, readers
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.run.inspect import work
@@ -252,7 +252,7 @@ def test_a_shards_report_says_what_it_lacks_and_has_no_other_values(shards):
     assert sum(len(report["part"]["units"]) for report in reports) == UNITS
     for report in reports:
         reasons = [skip["reason"] for skip in report["coverage"]["skipped"]]
-        assert any(reason.endswith(work.OTHERS) for reason in reasons)
+        assert any(reason.endswith(readers.OTHERS) for reason in reasons)
         assert report["settings"]["sequences"] == 4
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from traceback import clear_frames
 from typing import Generic, TypeVar
 
 from attnlens.engines.workers import Workers, headline
@@ -14,7 +15,9 @@ from attnlens.errors import FAILURES, AttnlensError
 Unit = TypeVar("Unit")
 Value = TypeVar("Value")
 NAMED = (AttnlensError, *FAILURES, OSError, ImportError, MemoryError, EOFError)
-"""What a unit raises becomes its reason where it is raised; what else is, as the engine brings it."""
+"""What a unit raises becomes its reason where it is raised; an engine brings back what else is in its own words."""
+ATTEMPTS = 2
+"""Times that a unit is tried."""
 LOSSES = 2
 """Times all workers can be lost, as often as a unit is tried, without a unit that ends."""
 
@@ -28,21 +31,33 @@ class Done(Generic[Unit, Value]):
     """What the function returned; None where it failed."""
     reason: str | None
     """One line: why it failed at the last attempt. None where it did not."""
+    error: BaseException | None = None
+    """What it raised; of other processes the errors of attnlens alone, as not every exception can be pickled."""
+
+
+def tried(function: Callable[[Unit], Value], unit: Unit, *, attempts: int = ATTEMPTS) -> Done[Unit, Value]:
+    """What comes of a unit in this process, where it is tried as often as an engine tries it."""
+    for _ in range(attempts - 1):
+        try:
+            return Done(unit, function(unit), None)
+        except NAMED:  # what it held of memory is free when it is tried again
+            continue
+    return _attempted(function, unit)
 
 
 def completed(
-    workers: Workers, function: Callable[[Unit], Value], units: Iterable[Unit], *, attempts: int = 2
+    workers: Workers, function: Callable[[Unit], Value], units: Iterable[Unit], *, attempts: int = ATTEMPTS
 ) -> Iterator[Done[Unit, Value]]:
     """Each unit as it is done; one whose function raised, or whose worker was lost, is tried `attempts` times in all.
 
     The function is to write files itself and return little. Raises AttnlensError where workers are lost again and again
     and no unit ends, and what the engine raises where it can't run any.
     """
-    finished: SimpleQueue[Future[tuple[Value | None, str | None]]] = SimpleQueue()
-    left: dict[Future[tuple[Value | None, str | None]], tuple[Unit, int]] = {}
+    finished: SimpleQueue[Future[Done[Unit, Value]]] = SimpleQueue()
+    left: dict[Future[Done[Unit, Value]], tuple[Unit, int]] = {}
 
     def submit(unit: Unit, attempt: int) -> None:
-        future = workers.submit(_attempted, function, unit)
+        future = workers.submit(_elsewhere, function, unit)
         left[future] = unit, attempt
         future.add_done_callback(finished.put)
 
@@ -53,37 +68,43 @@ def completed(
         while left:
             future = finished.get()
             unit, attempt = left.pop(future)
-            is_lost, value, reason = _outcome(future)
+            is_lost, done = _outcome(future, unit)
             lost, ended = (lost + 1, ended) if is_lost else (0, True)
             if lost > most:
-                raise _all_lost(reason)
-            if reason is not None and attempt < attempts:
+                raise _all_lost(done.reason)
+            if done.reason is not None and attempt < attempts:
                 submit(unit, attempt + 1)
             else:
-                yield Done(unit, value, reason)
+                yield done
     finally:
         for future in left:
             future.cancel()
     if not ended:
-        raise _all_lost(reason)
+        raise _all_lost(done.reason)
 
 
-def _attempted(function: Callable[[Unit], Value], unit: Unit) -> tuple[Value | None, str | None]:
-    """In a worker: value and reason, as exceptions can't all be pickled, and clusters bring them back as traces."""
+def _attempted(function: Callable[[Unit], Value], unit: Unit) -> Done[Unit, Value]:
     try:
-        return function(unit), None
+        return Done(unit, function(unit), None)
     except NAMED as error:
-        return None, _reason(error)
+        clear_frames(error.__traceback__)  # which would hold what the unit read as long as its error is kept
+        return Done(unit, None, _reason(error), error)
 
 
-def _outcome(future: Future[tuple[Value | None, str | None]]) -> tuple[bool, Value | None, str | None]:
-    """Whether the worker was lost, the value, and the reason. Raises what the engine itself says is wrong."""
+def _elsewhere(function: Callable[[Unit], Value], unit: Unit) -> Done[Unit, Value]:
+    """In a worker: what can be pickled, and is not brought back as a trace by a cluster."""
+    done = _attempted(function, unit)
+    return done if isinstance(done.error, AttnlensError) else replace(done, error=None)
+
+
+def _outcome(future: Future[Done[Unit, Value]], unit: Unit) -> tuple[bool, Done[Unit, Value]]:
+    """Whether the worker was lost, and what came of the unit. Raises what the engine itself says is wrong."""
     error = future.exception()
     if error is None:
-        return False, *future.result()
+        return False, future.result()
     if isinstance(error, AttnlensError):
         raise error
-    return isinstance(error, BrokenExecutor), None, _reason(error)
+    return isinstance(error, BrokenExecutor), Done(unit, None, _reason(error))
 
 
 def _reason(error: BaseException) -> str:

@@ -82,8 +82,8 @@ class _Running:
 class SlurmWorkers:
     """Jobs of Slurm, at most `jobs` of an array at a time, each with `threads` processors, `gpus` devices, `minutes`.
 
-    `folder` must be seen by all nodes. Partition, account and time are Slurm's own variables (SBATCH_PARTITION,
-    SBATCH_ACCOUNT, SBATCH_TIMELIMIT). Raises UsageError where submitit or Slurm's programs are missing.
+    `folder` must be seen by all nodes. Slurm's own variables (SBATCH_TIMELIMIT, SBATCH_PARTITION, SBATCH_ACCOUNT) stand
+    above what the jobs' script asks for. Raises UsageError where submitit or Slurm's programs are missing.
     """
 
     def __init__(

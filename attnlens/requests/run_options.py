@@ -15,7 +15,7 @@ from attnlens.requests import values
 from attnlens.requests.fields import Option
 from attnlens.requests.healing_options import HealingRequest
 from attnlens.requests.values import Numbers, Words
-from attnlens.requests.work_options import KeptRequest, WorkRequest
+from attnlens.requests.work_options import SharedRequest, WorkRequest
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 """Panels of the help, beside that without a name."""
@@ -166,7 +166,7 @@ class SeriesRequest(ModelRequest, total=False):
     ]
 
 
-class CheckpointsRequest(SeriesRequest, KeptRequest, total=False):
+class CheckpointsRequest(SeriesRequest, SharedRequest, total=False):
     """What a series of checkpoints can be asked for."""
 
 

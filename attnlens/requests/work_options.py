@@ -110,7 +110,7 @@ class SpreadRequest(TypedDict, total=False):
     ]
 
 
-class WorkRequest(KeptRequest, SpreadRequest, total=False):
+class SharedRequest(KeptRequest, total=False):
     """What a run whose units may be read elsewhere can be asked for, too."""
 
     shard: Annotated[
@@ -126,7 +126,8 @@ class WorkRequest(KeptRequest, SpreadRequest, total=False):
     engine: Annotated[
         Engine,
         Option(
-            "Where units are read: in processes here (`local`), by jobs of Slurm (`slurm`), on a Ray cluster (`ray`).",
+            "Where units are read: in processes here (`local`), by jobs of Slurm (`slurm`; `SBATCH_TIMELIMIT` "
+            "and its like say what they ask for), on a Ray cluster (`ray`).",
             "local",
             panel=WORK,
             metavar="NAME",
@@ -142,3 +143,7 @@ class WorkRequest(KeptRequest, SpreadRequest, total=False):
         str | None,
         Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
     ]
+
+
+class WorkRequest(SharedRequest, SpreadRequest, total=False):
+    """The same of one model, which need not be loaded as a whole."""

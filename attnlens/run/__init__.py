@@ -5,7 +5,7 @@ from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.estimate import estimated
 from attnlens.run.inspect.pipeline import inspect, inspected
-from attnlens.run.merge import merge
+from attnlens.run.merge import merge, merged
 from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
 from attnlens.run.several import inspect_each, models_in
@@ -15,7 +15,7 @@ from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.restored import Swapped, load_swapped
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.training.one_head import converge_head
-from attnlens.run.training.series import converge_checkpoints
+from attnlens.run.training.series import converge_checkpoints, followed
 from attnlens.run.training.synthetic import converge_synthetic
 from attnlens.run.verify import verify
 
@@ -30,11 +30,13 @@ __all__ = [
     "converge_synthetic",
     "doctor",
     "estimated",
+    "followed",
     "inspect",
     "inspect_each",
     "inspected",
     "load_swapped",
     "merge",
+    "merged",
     "models_in",
     "recompute",
     "replaced",

@@ -36,12 +36,12 @@ def content_of(loaded: Loaded, fed: texts.Batches | None, analyzers: Iterable[An
             found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
             found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     for one in analyzers:
-        found.update(_code(one.function if isinstance(one, Analyzer) else one.begin))
+        found.update(code_of(one))
     return found.hexdigest()
 
 
-def _code(function: Any) -> bytes:
+def code_of(one: Analyzer | Gathering) -> bytes:
     """The file that an analyzer stands in: another package may change its own without a new version of this one."""
-    own = inspect.unwrap(function)
+    own: Any = inspect.unwrap(one.function if isinstance(one, Analyzer) else one.begin)
     source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
     return Path(source).read_bytes() if source is not None and Path(source).is_file() else b""

@@ -1,10 +1,10 @@
-"""Joins the parts of a sharded inspection: the report has the bytes of one run's."""
+"""Joins the parts of a sharded inspection, or series of checkpoints: the report has the bytes of one run's."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -16,9 +16,12 @@ from attnlens.run.inspect.assembly import Frame, assembled
 from attnlens.run.inspect.packing import unpacked
 from attnlens.run.inspect.sink import Handed
 from attnlens.run.inspect.units import WorkUnit
-from attnlens.run.inspect.work import SUFFIX, first_difference
+from attnlens.run.inspect.work import SUFFIX, difference, first_difference
+from attnlens.run.training import kept
+from attnlens.run.training.kept import SeriesFrame, series_report
 from attnlens.unit_files import RUN, Store, UnitFiles, store_of
 
+AnyFrame = Frame | SeriesFrame
 SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
 
 
@@ -26,21 +29,28 @@ SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all sha
 class FoundUnits:
     """What was found of one run, wherever it lay."""
 
-    frame: Frame | None = None
+    frame: AnyFrame | None = None
     where: str = ""
     """The place that first named the run."""
     units: dict[str, tuple[bytes, str]] = field(default_factory=dict)
     """The finished units by name, and which file each is from."""
     shards: dict[int, int] = field(default_factory=dict)
     """The shards whose reports were given, by number, and of how many."""
+    folders: list[tuple[Store, list[str]]] = field(default_factory=list)
+    """The places in which finished units lie, and the names of all files of the run that may be there."""
 
-    def add(self, frame: Frame, where: str) -> None:
+    def add(self, frame: AnyFrame, where: str) -> None:
         """Take in one more place of the same run. Raises UsageError where it is of another, naming the field."""
         if self.frame is None:
             self.frame, self.where = frame, where
         elif self.frame.key != frame.key:
-            found = first_difference(self.frame, frame) or "a field of theirs"
+            found = _difference(self.frame, frame) or "a field of theirs"
             raise UsageError(f"{self.where} and {where} are of different runs: {found}.", SAY_SHARDS)
+
+    def clear(self) -> None:
+        """Remove the run's files from the folders: its report is written."""
+        for store, names in self.folders:
+            store.remove(names)
 
 
 @public
@@ -48,9 +58,15 @@ def merge(*places: str) -> Report:
     """The report of a run whose units were read by several shards: the bytes of one run, timings apart.
 
     `places` are folders (or addresses of fsspec) that `work` named, and JSON reports of shards, in any order; one may
-    be given twice. Raises UsageError where they are of different models, settings or versions, naming the field, and
+    be given twice. All of them stay as they are; the command removes the units of folders once it has written the
+    report as JSON. Raises UsageError where they are of different models, settings or versions, naming the field, and
     where a unit is missing, naming it; OutputError where a unit's file is cut off.
     """
+    return merged(*places)[0]
+
+
+def merged(*places: str) -> tuple[Report, Callable[[], None]]:
+    """The report, and what is to be called when it is written: what the folders hold of it is not needed then."""
     if not places:
         raise UsageError("No shard is named.", SAY_SHARDS)
     parts = FoundUnits()
@@ -61,23 +77,45 @@ def merge(*places: str) -> Report:
             _of_folder(place, parts)
     if parts.frame is None:
         raise UsageError(f"{places[0]} holds no run's finished units.", SAY_SHARDS)
-    return _joined(parts.frame, parts)
+    return _joined(parts.frame, parts), parts.clear
 
 
-def _joined(frame: Frame, parts: FoundUnits) -> Report:
+def _joined(frame: AnyFrame, parts: FoundUnits) -> Report:
     missing = [unit.name for unit in frame.units if unit.name not in parts.units]
+    if missing and any(RUN not in store.names() for store, names in parts.folders if RUN in names):
+        raise UsageError(
+            f"The units in {parts.where} were removed while they were read, as another run or merge wrote its report.",
+            "Take that report.",
+        )
     if missing:
         raise UsageError(_told(frame, parts, missing), "Run the shards that read them once more, then merge again.")
+    if isinstance(frame, SeriesFrame):
+        return series_report(frame, {unit: kept.unpacked(*parts.units[unit.name]) for unit in frame.units}, {})
     found: Mapping[WorkUnit, Sequence[Handed]] = {unit: unpacked(*parts.units[unit.name]) for unit in frame.units}
     return assembled(frame, found, {})[0]
 
 
-def _told(frame: Frame, parts: FoundUnits, missing: Sequence[str]) -> str:
+def _suffix(frame: AnyFrame) -> str:
+    return SUFFIX if isinstance(frame, Frame) else kept.SUFFIX
+
+
+def _difference(one: AnyFrame, other: AnyFrame) -> str | None:
+    """The first field in which two runs differ."""
+    if isinstance(one, Frame) and isinstance(other, Frame):
+        return first_difference(one, other)
+    if type(one) is not type(other):
+        return "one is of a model, the other of a series of checkpoints"
+    return difference(one.model_dump(), other.model_dump())
+
+
+def _told(frame: AnyFrame, parts: FoundUnits, missing: Sequence[str]) -> str:
     """Which units are missing, and of which shards where that is known."""
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     count = next(iter(parts.shards.values()), 0)
     lacking = (
-        sorted({place % count + 1 for place, unit in enumerate(frame.units) if unit.name in missing}) if count else []
+        sorted({place % count + 1 for place, name in enumerate(unit.name for unit in frame.units) if name in missing})
+        if count
+        else []
     )
     of = f", of shard {', '.join(f'{number}/{count}' for number in lacking)}" if lacking else ""
     return f"{len(missing)} of {len(frame.units)} units are missing: {missing[0]}{more}{of}."
@@ -115,12 +153,15 @@ def _of_folder(root: str, parts: FoundUnits) -> None:
         if content is not None:
             frame = _frame(content, root)
             parts.add(frame, root)
+            files = UnitFiles(run, frame.key, _suffix(frame))
+            parts.folders.append((run, [RUN, *(files.name(unit.name) for unit in frame.units)]))
             parts.units |= _files(run, frame)
+    parts.folders.append((place, []))  # which goes, too, where nothing else lies there
 
 
-def _files(run: Store, frame: Frame) -> dict[str, tuple[bytes, str]]:
+def _files(run: Store, frame: AnyFrame) -> dict[str, tuple[bytes, str]]:
     """The finished units that lie in a run's folder."""
-    files = UnitFiles(run, frame.key, SUFFIX)
+    files = UnitFiles(run, frame.key, _suffix(frame))
     there = set(run.names())
     contents = {unit.name: run.read(files.name(unit.name)) for unit in frame.units if files.name(unit.name) in there}
     return {
@@ -128,9 +169,9 @@ def _files(run: Store, frame: Frame) -> dict[str, tuple[bytes, str]]:
     }
 
 
-def _frame(content: bytes, where: str) -> Frame:
+def _frame(content: bytes, where: str) -> AnyFrame:
     try:
-        frame = Frame.model_validate_json(content)
+        frame: AnyFrame = _of_series(content) or Frame.model_validate_json(content)
     except ValidationError as error:
         named = ".".join(map(str, error.errors()[0]["loc"])) or "what is in it"
         raise UsageError(
@@ -139,3 +180,10 @@ def _frame(content: bytes, where: str) -> Frame:
     if not frame.sound:
         raise UsageError(f"{where} is damaged: its sites or batches do not fit.", "Run its shards once more.")
     return frame
+
+
+def _of_series(content: bytes) -> SeriesFrame | None:
+    try:
+        return SeriesFrame.model_validate_json(content)
+    except ValidationError:
+        return None

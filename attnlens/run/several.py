@@ -12,14 +12,14 @@ from typing import Any, Unpack
 
 from attnlens import requests, texts
 from attnlens.arguments import dataset_rows, public
-from attnlens.engines import completed, engine
-from attnlens.errors import AttnlensError, UsageError
+from attnlens.engines import Done, completed, engine, tried
+from attnlens.engines.readers import resources
+from attnlens.errors import UsageError
 from attnlens.files import make_folder, read_bytes, sha256, write_atomically
 from attnlens.requests import InspectRequest
 from attnlens.requests.work_options import KeptRequest
 from attnlens.run.fingerprint import versions
 from attnlens.run.inspect.pipeline import inspect
-from attnlens.run.inspect.work import resources
 from attnlens.run.progress import Progress, silent
 from attnlens.unit_files import UnitFiles, key_of, store_of, work_root
 
@@ -93,7 +93,7 @@ def inspect_each(
     """Inspect each of the models and write its report into the folder `reports`, as MODEL.json.
 
     `more` are the options of `inspect`; `shard`, `engine` and `jobs` share out the models. A model that fails costs no
-    other its report; one that another process could not read is tried once more. What is finished is not done again by
+    other its report; one that fails is tried once more. What is finished is not done again by
     the same call, unless its files have changed. Raises UsageError for words that make no sense, OutputError where the
     folder can't be written.
     """
@@ -141,15 +141,14 @@ def _listed(value: Any) -> Sequence[Any]:
 
 def _outcomes(survey: Survey, models: Sequence[str], given: Mapping[str, Any]) -> Iterator[ModelOutcome]:
     if given["engine"] == "local" and given["jobs"] == 1:
-        for model in models:
-            try:
-                yield survey.outcome(model)
-            except AttnlensError as error:
-                yield ModelOutcome(model, None, error.problem)
+        yield from (_told(tried(survey.outcome, model)) for model in models)
         return
     with engine(given["engine"], **resources(given)) as workers:
-        for done in completed(workers, partial(Survey.outcome, survey), models):
-            yield done.value or ModelOutcome(done.unit, None, done.reason or "it has no report")
+        yield from map(_told, completed(workers, partial(Survey.outcome, survey), models))
+
+
+def _told(done: Done[str, ModelOutcome]) -> ModelOutcome:
+    return done.value or ModelOutcome(done.unit, None, done.reason or "it has no report")
 
 
 def _stamp(model: str) -> str:

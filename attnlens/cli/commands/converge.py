@@ -18,6 +18,7 @@ from attnlens.cli.work import NO_MODEL, check_reading, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
+from attnlens.requests.work_options import SharedRequest
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""
@@ -28,19 +29,20 @@ LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
 SYNTHETIC = opt.parameters(SyntheticRequest)
 """What the synthetic experiments can be asked for."""
-SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads", "work", "resume"}
+SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
+WORK = {*requests.options(SharedRequest)}
 KINDS: dict[str, set[str]] = {
     "the synthetic experiments": {*SYNTHETIC},
     "a head": {"models", "head", *requests.options(DescentRequest), "revision"} | TEXT | LOADING,
-    "checkpoints": SERIES | TEXT | LOADING,
+    "checkpoints": SERIES | WORK | TEXT | LOADING,
 }
 """Which options each kind of run takes, beside those that all take."""
 JOBS = {
     "the synthetic experiments": "converge_synthetic",
     "a head": "converge_head",
-    "checkpoints": "converge_checkpoints",
+    "checkpoints": "followed",
 }
-"""The function of `attnlens` that each is."""
+"""The function of `attnlens.run` that each is."""
 
 Models = Annotated[
     list[str] | None,
@@ -108,7 +110,20 @@ def converge(
     with interruptible_at_once():
         from attnlens import run
 
-    _run(lambda tell: getattr(run, JOBS[kind])(progress=tell, **settings), outputs, strict=strict)
+    job, written = getattr(run, JOBS[kind]), []
+
+    def work(tell: Any) -> Any:
+        found = job(progress=tell, **settings)
+        if kind == "checkpoints":
+            found, clear = found
+            written.append(clear)
+        return found
+
+    report = _run(work, outputs)
+    for clear in written:
+        clear()
+    if strict:
+        end_strictly(report)
 
 
 @guarded
@@ -194,7 +209,7 @@ def _say_demo(kind: str, models: list[str], *, quiet: bool) -> None:
         say(NO_MODEL)
 
 
-def _run(work: Any, outputs: Outputs, *, strict: bool = False) -> Any:
+def _run(work: Any, outputs: Outputs) -> Any:
     """The report of one piece of work, delivered; what is finished of an interrupted one too."""
     from attnlens import run
 
@@ -205,6 +220,4 @@ def _run(work: Any, outputs: Outputs, *, strict: bool = False) -> Any:
         except run.Interrupted as stop:
             report, stopped = stop.report, True
     deliver(outputs, report, interrupted=stopped)
-    if strict:
-        end_strictly(report)
     return report

@@ -28,12 +28,14 @@ def merge(
     all_heads: opt.AllHeads = False,
     **_shared: Any,
 ) -> None:
-    """Join the parts of a sharded `inspect` into the report of one run."""
+    """Join shards of `inspect` or `converge` into one run's report; units in folders go once `--json` is written."""
     outputs = Outputs.of(context.params)
     outputs.check(Inputs.of_report(*(place for place in places if place.endswith(".json"))))
     with interruptible_at_once():
         from attnlens import run
 
     with working(outputs):
-        report = run.merge(*places)
+        report, written = run.merged(*places)
     deliver(outputs, report)
+    if outputs.json is not None:
+        written()

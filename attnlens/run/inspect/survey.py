@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
 from attnlens.choices import ATTENTION
+from attnlens.engines.readers import OTHERS, UnitReader, read_units
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.models.deferred import unspoken
@@ -26,7 +28,7 @@ from attnlens.run.inspect.reading.attended import refuse_many_rows
 from attnlens.run.inspect.reading.reader import Reader
 from attnlens.run.inspect.sink import Sink, UnitRecord
 from attnlens.run.inspect.units import WorkUnit
-from attnlens.run.inspect.work import OTHERS, Calls, UnitReader
+from attnlens.run.inspect.work import Calls, InspectionReader
 from attnlens.run.progress import Interrupted, Progress, timed
 
 
@@ -101,10 +103,11 @@ class Inspection:
             weights=kept or bool(self.reader.of_source("weights")),
         )
 
-    def finished_from(self, frame: Frame, reader: UnitReader | None = None) -> Report:
+    def finished_from(self, frame: Frame, reader: InspectionReader | None = None) -> Report:
         """Read the units of a run, and put the report together.
 
-        Raises Interrupted, which carries what was finished, and ModelError where no head has a value.
+        A unit that fails has a reason in its place. Raises Interrupted, which carries what was finished, ModelError
+        where no head has a value, and what the only units raised where none could be read.
         """
         reader = reader or UnitReader(self.read_unit)
         found: dict[WorkUnit, Calls] = {}
@@ -112,12 +115,7 @@ class Inspection:
         stopped = False
         try:
             tell = stages(self.progress, reader.units(frame), frame.batches)
-            for unit, calls in reader.through(frame):
-                if isinstance(calls, str):
-                    missing[unit] = calls
-                else:
-                    found[unit] = calls
-                tell(unit)
+            read_units(reader, frame, found, missing, tell)
         except UnitInterrupted as stop:
             stopped = True
             found |= {stop.unit: stop.calls} if stop.unit.stage == "gathered" else {}  # whose sites answer one by one
@@ -143,14 +141,13 @@ class Inspection:
 
     def read_unit(self, unit: WorkUnit) -> Calls:
         """Read one unit."""
-        recording = UnitRecord(self.settings.heads)
-        before = self.timings.get(unit.stage, 0.0)
+        recording, start = UnitRecord(self.settings.heads), time.perf_counter()
         try:
-            with timed(self.timings, unit.stage):
-                self._read(unit, recording)
+            self._read(unit, recording)
         except KeyboardInterrupt:
             raise UnitInterrupted(unit, recording.calls) from None
-        self.timings[unit.stage] += before
+        finally:
+            self.timings[unit.stage] = self.timings.get(unit.stage, 0.0) + time.perf_counter() - start
         return recording.calls
 
     def _read(self, unit: WorkUnit, sink: Sink) -> None:

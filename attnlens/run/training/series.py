@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
+from attnlens.engines.readers import OTHERS, UnitReader, can_keep, check_work, is_elsewhere, read_units
 from attnlens.errors import ModelError, UsageError
-from attnlens.records import Coverage, File, Head, Report, Settings, Skipped
+from attnlens.records import Report, Settings
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
+from attnlens.requests.work_options import SharedRequest
 from attnlens.run import checks, feeding
+from attnlens.run.fingerprint import versions
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.inspect.work import kept_units
 from attnlens.run.outcomes.differences import mean_loss
-from attnlens.run.progress import Interrupted, Progress, silent
-from attnlens.run.provenance import report_of
+from attnlens.run.progress import Interrupted, Progress, silent, telling
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
-from attnlens.run.training.trajectories import CheckpointReading, training
+from attnlens.run.training.kept import (
+    CheckpointUnit,
+    SeriesFrame,
+    content_hash,
+    digest_of,
+    kept_checkpoints,
+    series_report,
+)
+from attnlens.run.training.trajectories import CheckpointReading
 from attnlens.texts.targets import feed, task_of
+from attnlens.unit_files import work_root
+
+READ = ("text", "pairs", "image", "audio", "adapter")
+"""Options that name files whose content decides what is found."""
 
 
 @public
@@ -47,6 +61,32 @@ def converge_checkpoints(
     same call goes on from there. Raises UsageError, ModelError (one is missing, or they are of different shapes),
     TextError, and Interrupted, which carries the finished checkpoints.
     """
+    report, written = followed(checkpoints, revisions=revisions, head=head, progress=progress, **more)
+    written()
+    return report
+
+
+def followed(
+    checkpoints: requests.Words | None = None,
+    *,
+    revisions: requests.Words = (),
+    head: tuple[int, int] | str | None = None,
+    progress: Progress = silent,
+    **more: Unpack[requests.CheckpointsRequest],
+) -> tuple[Report, Callable[[], None]]:
+    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    series = prepared(checkpoints, revisions, head, progress, more)
+    return series.run(), series.clear
+
+
+def prepared(
+    checkpoints: requests.Words | None,
+    revisions: requests.Words,
+    head: tuple[int, int] | str | None,
+    progress: Progress,
+    more: Mapping[str, Any],
+) -> Series:
+    """The series that was asked for, with its checkpoints found and its texts read."""
     one = requests.one_head(head, more.get("layers"), more.get("heads"))
     given = requests.checked(requests.CheckpointsRequest, {**more, **one})
     loading = feeding.loading_of(more, None)
@@ -60,7 +100,8 @@ def converge_checkpoints(
     if asked.source != "weights" and not contents:
         contents = texts.sample(found[-1].model)
     cut = feeding.cut_of(asked, given)
-    return Series(found, asked, chosen, contents, cut, progress, loading, given).run()
+    words = (names, list(requests.words("revisions", revisions)), head, dict(more))
+    return Series(found, asked, chosen, contents, cut, progress, loading, given, words)
 
 
 def _usual(source: str) -> list[str]:
@@ -82,6 +123,10 @@ def _found(names: list[str] | None, revisions: list[str], loading: models.Loadin
     return revised(names[0], revisions, loading)
 
 
+Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
+"""Checkpoints, revisions, head and options, as another process is told them."""
+
+
 @dataclass
 class Series:
     """One run over the checkpoints."""
@@ -93,34 +138,79 @@ class Series:
     cut: texts.Cut
     progress: Progress
     loading: models.Loading
-    kept: Mapping[str, Any]
-    """Where finished units are kept, among the options."""
+    given: Mapping[str, Any]
+    """The options, checked."""
+    words: Words
     timings: dict[str, float] = field(default_factory=dict)
     written: list[Callable[[], None]] = field(default_factory=list)
-    """What removes the finished units of each checkpoint, which nobody needs when all are done."""
+    """What removes the finished units of each checkpoint, which nobody needs when its reading is kept."""
+
+    @cached_property
+    def frame(self) -> SeriesFrame:
+        """What is known before the first checkpoint is read."""
+        return self.framed([digest_of(one.place) for one in self.checkpoints])
+
+    def framed(self, digests: list[str]) -> SeriesFrame:
+        """The same, where the checkpoints' files have these hashes."""
+        left_out = {*requests.options(SharedRequest), *READ}
+        adapter = self.given["adapter"]
+        return SeriesFrame(
+            versions=versions(),
+            options={name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
+            content=content_hash(self.contents, self.cut, self.analyzers, adapter),
+            checkpoints=[one.name for one in self.checkpoints],
+            digests=digests,
+        )
+
+    @cached_property
+    def units(self) -> UnitReader[CheckpointUnit, CheckpointReading]:
+        """Reads the checkpoints here or elsewhere."""
+        kept = can_keep(self.given["work"])
+        check_work(self.given, kept=kept)
+        if not kept:
+            return UnitReader(self.read_unit)
+        if not is_elsewhere(self.given):
+            return kept_checkpoints(self, self.frame)
+        job = partial(read_elsewhere, self.words, self.frame.digests, self.frame.key)
+        return kept_checkpoints(self, self.frame, job)
 
     def run(self) -> Report:
         """Checkpoint by checkpoint; an interruption keeps those that are finished."""
-        done: list[CheckpointReading] = []
-        total = len(self.checkpoints)
-        try:
-            reader = self._reader()
-            for number, checkpoint in enumerate(self.checkpoints):
-                self.progress("checkpoints", number, total)
-                start = time.perf_counter()
-                done.append(self._read(checkpoint, reader))
-                _refuse_other_heads(done[0], done[-1])
-                self.timings[checkpoint.name] = time.perf_counter() - start
-            self.progress("checkpoints", total, total)
-            for clear in self.written:
-                clear()
-        except KeyboardInterrupt:
-            if not done:
-                raise KeyboardInterrupt from None
-            raise Interrupted(self._report(done)) from None
-        return self._report(done)
+        found: dict[CheckpointUnit, CheckpointReading] = {}
+        mine = self.units.units(self.frame)
+        if not mine:
+            raise UsageError(
+                f"The series has {len(self.checkpoints)} checkpoints, and shard {self.given['shard']} none of them.",
+                "Take no more shards than checkpoints.",
+            )
+        missing = dict.fromkeys(set(self.frame.units) - set(mine), OTHERS)
+        more = telling(self.progress, "checkpoints", len(mine))
 
-    def _reader(self) -> dict[str, Any]:
+        def tell(_unit: CheckpointUnit) -> None:
+            self.drop()
+            more(1)
+
+        try:
+            read_units(self.units, self.frame, found, missing, tell)
+        except KeyboardInterrupt:
+            if not found:
+                raise KeyboardInterrupt from None
+            raise Interrupted(series_report(self.frame, found, self.timings, missing)) from None
+        if any(reading.lacking for reading in found.values()):
+            self.units.lacking = True
+        return series_report(self.frame, found, self.timings, missing, self.units.part(self.frame))
+
+    def clear(self) -> None:
+        """Remove what is kept, when the report is written."""
+        self.units.clear(self.frame)
+
+    def drop(self) -> None:
+        """Remove the units of checkpoints whose readings are kept."""
+        while self.written:
+            self.written.pop()()
+
+    @cached_property
+    def tokenizer(self) -> dict[str, Any]:
         """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
         if not self.contents:
             return {}
@@ -134,6 +224,18 @@ class Series:
         options: models.Loading = {**self.loading, "revision": checkpoint.revision}
         return models.load(checkpoint.model, **options)
 
+    def read_unit(self, unit: CheckpointUnit) -> CheckpointReading:
+        """Read one checkpoint."""
+        checkpoint, start = self.checkpoints[unit.place], time.perf_counter()
+        found = self._read(checkpoint, self.tokenizer)
+        self.timings[checkpoint.name] = time.perf_counter() - start
+        return found
+
+    def _inner(self) -> dict[str, Any]:
+        """Where units of single checkpoints are kept: within what is kept of the series."""
+        kept = can_keep(self.given["work"])
+        return {**self.given} | ({"work": f"{work_root(self.given['work'])}/{self.frame.key}"} if kept else {})
+
     def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> CheckpointReading:
         loaded = replace(self._load(checkpoint), **reader)
         settings = feeding.of_model(self.asked, loaded)
@@ -141,13 +243,15 @@ class Series:
         inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
         try:
             frame = inspection.framed(self.contents, self.cut)
-            units = kept_units(self.kept, frame, inspection.read_unit)
+            units = kept_units(self._inner(), frame, inspection.read_unit)
             report = inspection.finished_from(frame, units)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
         self.written.append(partial(units.clear, frame))
-        return CheckpointReading(checkpoint, report, *((None, loss) if isinstance(loss, str) else (loss, None)))
+        found, why = (None, loss) if isinstance(loss, str) else (loss, None)
+        name, step = checkpoint.name, checkpoint.step
+        return CheckpointReading(name=name, step=step, report=report, loss=found, no_loss=why, lacking=units.lacking)
 
     def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
@@ -169,57 +273,27 @@ class Series:
         loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
-    def _report(self, done: list[CheckpointReading]) -> Report:
-        last = done[-1].report
-        files = [
-            File(name=f"{reading.checkpoint.name}/{file.name}", sha256=file.sha256)
-            for reading in done
-            for file in reading.report.model.files
-        ]
-        return report_of(
-            "converge",
-            model=last.model.model_copy(update={"files": files}),
-            settings=last.settings,
-            coverage=_coverage(done, self.checkpoints),
-            experiments=[training(done)],
-            timings=self.timings,
-        )
+
+_opened: dict[str, Series] = {}
+"""In another process: the series of which it reads checkpoints."""
 
 
-def _coverage(done: Sequence[CheckpointReading], asked: Sequence[Checkpoint]) -> Coverage:
-    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not reached."""
-    found = [reading.report.coverage for reading in done]
-    missing = [entry for reading in done for entry in _missing(reading, found)]
-    distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
-    late = [Skipped(site=one.name, reason="the run was interrupted") for one in asked[len(done) :]]
-    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
-    return Coverage(
-        sites=found[-1].sites,
-        heads=found[-1].heads,
-        analysed=min(coverage.analysed for coverage in found),
-        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
-        skipped=distinct + late,
-    )
+def read_elsewhere(words: Words, digests: list[str], run: str, name: str) -> None:
+    """In another process: read the checkpoint of that name, and write its file.
 
-
-def _missing(reading: CheckpointReading, every: Sequence[Coverage]) -> Iterator[Skipped]:
-    """What one checkpoint lacks; what others don't lack names it."""
-    for entry in reading.report.coverage.skipped:
-        everywhere = all(entry in coverage.skipped for coverage in every)
-        reason = entry.reason if everywhere else f"in {reading.checkpoint.name}, {entry.reason}"
-        yield entry.model_copy(update={"reason": reason})
-
-
-def _refuse_other_heads(first: CheckpointReading, other: CheckpointReading) -> None:
-    """Raise ModelError where two checkpoints don't have the same heads, which a config need not tell."""
-    own, its = (_heads(reading.report.heads) for reading in (first, other))
-    if own != its:
+    Raises ModelError where this process finds another checkpoint, text or program than the one that asked.
+    """
+    if run not in _opened:
+        _opened.clear()
+        _opened[run] = prepared(*words[:3], silent, words[3])
+    series = _opened[run]
+    frame = series.__dict__.setdefault("frame", series.framed(digests))
+    unit = next(unit for unit in frame.units if unit.name == name)
+    place = series.checkpoints[unit.place].place
+    if frame.key != run or digest_of(place) != digests[unit.place]:
         raise ModelError(
-            f"The checkpoints are of different shapes: {first.checkpoint.name} has {len(own)} heads, "
-            f"{other.checkpoint.name} has {len(its)}.",
-            "Give checkpoints of one model.",
+            f"A worker finds other files, texts or versions than the run that it works for: {place.folder}.",
+            "Give all of them the same.",
         )
-
-
-def _heads(heads: Sequence[Head]) -> set[tuple[int, int, str]]:
-    return {(head.layer, head.head, head.part) for head in heads}
+    kept_checkpoints(series, frame).finished(unit)
+    series.drop()

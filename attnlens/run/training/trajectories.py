@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import quantiles
 
+from pydantic import BaseModel, ConfigDict
+
 from attnlens.records import Curve, Experiment, Measure, Null, Report, Trajectory
-from attnlens.run.training.checkpoints import Checkpoint
 
 QUESTION = "How do the heads change while the model is trained?"
 
 
-@dataclass(frozen=True)
-class CheckpointReading:
+class CheckpointReading(BaseModel):
     """What was read of one checkpoint."""
 
-    checkpoint: Checkpoint
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """As a person would call the checkpoint."""
+    step: int | None
+    """The training step that its name tells, None where it tells none."""
     report: Report
     """As `inspect` gives it."""
     loss: float | None
     """Nats per predicted token on the same text."""
     no_loss: str | None = None
     """Why there is none."""
+    lacking: bool = False
+    """Whether a part of it could not be read this time."""
 
 
 def training(done: Sequence[CheckpointReading]) -> Experiment:
     """The readings as one experiment: trajectories head by head, and their medians and quartiles over heads."""
-    by_step = all(reading.checkpoint.step is not None for reading in done)
-    steps = [float(reading.checkpoint.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
+    by_step = all(reading.step is not None for reading in done)
+    steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
     heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
     every = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
@@ -45,7 +51,7 @@ def training(done: Sequence[CheckpointReading]) -> Experiment:
     return Experiment(
         name="training",
         question=QUESTION,
-        settings={"checkpoints": [reading.checkpoint.name for reading in done], "steps": [*steps]},
+        settings={"checkpoints": [reading.name for reading in done], "steps": [*steps]},
         final={"loss": None, **final},
         reasons={
             name: (done[-1].no_loss if name == "loss" else None) or "no head has a value at the last checkpoint"

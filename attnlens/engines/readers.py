@@ -1,0 +1,252 @@
+"""Reads units of work here or elsewhere, and keeps what is finished until the report is written."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from attnlens.engines.choice import engine
+from attnlens.engines.completion import Done, completed, tried
+from attnlens.errors import AttnlensError, OutputError, UsageError
+from attnlens.records import ShardPart
+from attnlens.unit_files import Folder, UnitFiles, work_root
+
+UNSEEN = "its file is not here: workers and this process need one folder for --work"
+"""Why a unit that a cluster read has no value."""
+OTHERS = "it is read by another shard"
+"""Why a shard's report lacks what it was not to read."""
+
+
+class AnyUnit(Protocol):
+    """A unit of work."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others of its run."""
+
+
+Unit = TypeVar("Unit", bound=AnyUnit)
+Unit_co = TypeVar("Unit_co", bound=AnyUnit, covariant=True)
+Value = TypeVar("Value")
+
+
+class Framed(Protocol[Unit_co]):
+    """What is known of a run before its units are read."""
+
+    @property
+    def units(self) -> Sequence[Unit_co]:
+        """All units, in the order in which the report takes them in."""
+
+    def model_dump_json(self) -> str:
+        """The same as text."""
+
+
+@dataclass
+class UnitReader(Generic[Unit, Value]):
+    """Reads units in this process, one after the other, and keeps nothing."""
+
+    read: Callable[[Unit], Value]
+    """Reads one unit."""
+    lacking: bool = field(default=False, init=False)
+    """Whether a unit failed: what is finished stays then for the next try."""
+
+    def units(self, frame: Framed[Unit]) -> Sequence[Unit]:
+        """The units that this run reads."""
+        return frame.units
+
+    def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
+        """What came of each unit; one that fails is tried once more."""
+        for unit in self.units(frame):
+            yield tried(self.finished, unit)
+
+    def finished(self, unit: Unit) -> Value:
+        """What a unit found."""
+        return self.read(unit)
+
+    def part(self, _frame: Framed[Unit]) -> ShardPart | None:
+        """What lets reports of shards be joined; None where all was read."""
+        return None
+
+    def clear(self, _frame: Framed[Unit]) -> None:
+        """Remove what is kept: nothing."""
+
+
+@dataclass
+class KeptUnits(UnitReader[Unit, Value]):
+    """The same with finished units in files, from which it goes on; of one shard, where one was asked for."""
+
+    files: UnitFiles
+    pack: Callable[[Value], bytes]
+    """What a unit's file holds of what it found."""
+    unpack: Callable[[bytes, str], Value]
+    """The other way, from the file of that name. Raises OutputError where it holds no such thing."""
+    shard: tuple[int, int] | None = None
+    resume: bool = True
+    whole: Callable[[Value], bool] = lambda _: True
+    """Whether what is kept of a unit is all that it could find; what is not is read again."""
+
+    def units(self, frame: Framed[Unit]) -> Sequence[Unit]:
+        """All, or every N-th from the I-th on."""
+        return frame.units if self.shard is None else frame.units[self.shard[0] - 1 :: self.shard[1]]
+
+    def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
+        """What came of each unit."""
+        self.files.describe(frame.model_dump_json().encode())
+        yield from super().through(frame)
+
+    def finished(self, unit: Unit) -> Value:
+        """What a unit found: from its file where there is one, else read and written."""
+        value = self.known(unit)
+        if value is None:
+            value = self.read(unit)
+            self.keep(unit, value)
+        return value
+
+    def known(self, unit: Unit) -> Value | None:
+        """What an earlier run found; None where it did not finish the unit, or is not to be gone on from."""
+        value = self.kept(unit) if self.resume else None
+        return value if value is not None and self.whole(value) else None
+
+    def kept(self, unit: Unit) -> Value | None:
+        """What the file of a unit holds; None where there is none."""
+        content = self.files.read(unit.name)
+        return None if content is None else self.unpack(content, self.files.name(unit.name))
+
+    def keep(self, unit: Unit, value: Value) -> None:
+        """Write what a unit found."""
+        self.files.write(unit.name, self.pack(value))
+
+    def part(self, frame: Framed[Unit]) -> ShardPart | None:
+        """The finished units of the shard, as their files have them."""
+        if self.shard is None:
+            return None
+        contents = {unit.name: self.files.read(unit.name) for unit in self.units(frame)}
+        return ShardPart(
+            run=self.files.run,
+            index=self.shard[0],
+            count=self.shard[1],
+            frame=frame.model_dump_json(),
+            units={name: base64.b64encode(content).decode() for name, content in contents.items() if content},
+        )
+
+    def clear(self, frame: Framed[Unit]) -> None:
+        """Remove what is kept, when the report is written; a shard's units stay until they are merged."""
+        if self.shard is None and not self.lacking:
+            self.files.clear([unit.name for unit in frame.units])
+
+
+@dataclass
+class EngineUnits(KeptUnits[Unit, Value]):
+    """The same with units read by other processes, which write their files; each reads as this one would."""
+
+    elsewhere: Callable[[str], None] = field(kw_only=True)
+    """In another process: reads the unit of that name, and writes its file."""
+    given: Mapping[str, Any] = field(kw_only=True)
+    """The options, checked."""
+
+    def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
+        """What came of each unit as it is done."""
+        self.files.describe(frame.model_dump_json().encode())
+        waiting = {}
+        for unit in self.units(frame):
+            value = self.known(unit)
+            if value is None:
+                waiting[unit.name] = unit
+            else:
+                yield Done(unit, value, None)
+        if not waiting:
+            return
+        with engine(self.given["engine"], **resources(self.given)) as workers:
+            for done in completed(workers, self.elsewhere, list(waiting)):
+                yield self._told(waiting[done.unit], done)
+
+    def _told(self, unit: Unit, done: Done[str, None]) -> Done[Unit, Value]:
+        """What came of a unit, of which its worker says that it is done."""
+        if done.reason is not None:
+            return Done(unit, None, done.reason, done.error)
+        value = self.kept(unit)
+        if value is not None:
+            return Done(unit, value, None)
+        if self.given["engine"] != "local":
+            return Done(unit, None, UNSEEN)
+        return tried(self.read, unit)  # another run of the same work has cleared it
+
+
+def read_units(
+    reader: UnitReader[Unit, Value],
+    frame: Framed[Unit],
+    found: dict[Unit, Value],
+    missing: dict[Unit, str],
+    tell: Callable[[Unit], None],
+) -> None:
+    """Enter what each unit found, or why it failed; an error of ours is of what all units share, and ends the run.
+
+    Any other is the unit's own, unless none could be read.
+    """
+    first: BaseException | None = None
+    for done in reader.through(frame):
+        if isinstance(done.error, AttnlensError):
+            raise done.error
+        if done.value is None:
+            reader.lacking, first = True, first or done.error
+            missing[done.unit] = str(done.reason)
+        else:
+            found[done.unit] = done.value
+        tell(done.unit)
+    if first is not None and not found:
+        raise first
+
+
+def resources(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine is told, by what was asked for: processes here share the cores."""
+    import torch  # late, as engines do without it
+
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // given["jobs"]) if given["engine"] == "local" else 1
+    root = work_root(given["work"])
+    if given["engine"] == "slurm" and "://" in root:
+        raise UsageError(
+            "Slurm's jobs write into a folder, and --work names an address.", "Name a folder they all see."
+        )
+    folder = Path(root) / "slurm" if given["engine"] == "slurm" else None
+    on_gpu = given["device"].startswith("cuda") or (given["device"] == "auto" and torch.cuda.is_available())
+    more = {"address": given["address"], "folder": folder, "threads": threads, "gpus": int(on_gpu)}
+    return {"jobs": given["jobs"], **more}
+
+
+def check_work(given: Mapping[str, Any], *, kept: bool) -> None:
+    """Raise UsageError where what is asked of the work makes no sense, OutputError where its parts can't be kept."""
+    if given["address"] is not None and given["engine"] != "ray":
+        raise UsageError("--address is that of a Ray cluster.", "Leave it out, or add --engine ray.")
+    if (given["shard"] is not None or is_elsewhere(given)) and not kept:
+        raise OutputError("The user's cache can't be written, where parts of a run are kept.", "Add --work DIR.")
+    if is_elsewhere(given) and "-" in map(str, given["text"]):
+        raise UsageError("A text from stdin can't be read by several processes.", "Write it to a file.")
+
+
+def is_elsewhere(given: Mapping[str, Any]) -> bool:
+    """Whether other processes read the units."""
+    return bool(given["engine"] != "local" or given["jobs"] > 1)
+
+
+def shard_of(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Which of how many shards is asked for."""
+    if given["shard"] is None:
+        return None
+    index, _, count = given["shard"].partition("/")
+    return int(index), int(count)
+
+
+def can_keep(work: str | os.PathLike[str] | None) -> bool:
+    """Whether units are kept: where that was asked for, or the user's cache can be written; no more is lost else."""
+    root = work_root(work)
+    try:
+        if work is None:
+            Folder(Path(root)).make()
+    except OutputError:
+        return False
+    return work is not None or os.access(root, os.W_OK)
