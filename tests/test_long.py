@@ -1,6 +1,7 @@
 """Tests that measures of long sequences, read in tiles, are those of the whole matrices, or have no value."""
 
 from collections import Counter
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
 
 @pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])
 def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
-    monkeypatch.setattr("attnlens.linalg.definite.FACTORED", factored)
+    monkeypatch.setattr(import_module("attnlens.linalg.definite"), "FACTORED", factored)
     factor = 0.3 * random(1, T, 6)
     mixed = query_key(factor, 0.3 * random(1, T, 6, seed=1), "tokens")
     assert long(linalg.definite_kernel, mixed).item() == 0

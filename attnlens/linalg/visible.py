@@ -156,8 +156,8 @@ def _above_rounding(
 
 
 def _above(
-    norm: Float[Tensor, "*batch heads"], scores: Float[Tensor, "*batch heads"], keys: int
-) -> Bool[Tensor, "*batch heads"]:
+    norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int
+) -> Bool[Tensor, "*batch"]:
     """The same of scores with this norm."""
     # Strict: scores of one value a row leave at most this norm.
     above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores
