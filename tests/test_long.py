@@ -13,9 +13,9 @@ from attnlens import linalg
 from attnlens.analyzers import ksvd, spectrum, symmetry
 from attnlens.linalg.long import IntervalMask, TiledMatrix, interval_mask, leading, least_rank, tiles
 
-T = 300
+T = 240
 ALL = torch.ones(T, T, dtype=torch.bool)
-DOCUMENTS = ALL.tril() & (torch.arange(T) < 120).eq((torch.arange(T) < 120)[:, None])
+DOCUMENTS = ALL.tril() & (torch.arange(T) < 100).eq((torch.arange(T) < 100)[:, None])
 MASKS = {
     "all": None,
     "causal": ALL.tril(),
@@ -40,11 +40,11 @@ def long(monkeypatch):
     return call
 
 
-def heads(name="causal", size=3.0, batch=(2,), n=T, **rest):
+def heads(name="causal", size=3.0, batch=(2,), **rest):
     """Two sequences of heads whose attention is far from even."""
     mask = MASKS[name]
     allowed = None if mask is None else mask.expand(*batch, 1, T, T)
-    query, key = size * random(*batch, 4, n, 6) + 0.4, random(*batch, 2, n, 6, seed=1) + 0.2
+    query, key = size * random(*batch, 2, T, 6) + 0.4, random(*batch, 1, T, 6, seed=1) + 0.2
     return query_key(query, key, "tokens", part="encoder" if mask is None else "decoder", allowed=allowed, **rest)
 
 
@@ -73,7 +73,7 @@ KERNEL = {f"tokens.share_{part}" for part in ("positive", "negative", "skew")}
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("rest", ["plain", "softcap", "sinks", "bias"])
 def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
-    given = {"softcap": 2.0} if rest == "softcap" else {"sinks": random(4)} if rest == "sinks" else {}
+    given = {"softcap": 2.0} if rest == "softcap" else {"sinks": random(2)} if rest == "sinks" else {}
     given |= {"bias": random(2, 1, T, T, seed=3)} if rest == "bias" else {}
     found = heads(name, **given)
     whole = symmetry.of_tokens(found) | spectrum.of_tokens(found)
@@ -83,7 +83,7 @@ def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
     assert all(ours[measure].isnan().all() and not whole[measure].isnan().any() for measure in lost)
     for measure in ours.keys() - lost - PROVEN:
         torch.testing.assert_close(ours[measure], whole[measure], rtol=0, atol=1e-9, equal_nan=True)
-    for measure in PROVEN:  # proven, or none: of 300 tokens the basis has 192 vectors
+    for measure in PROVEN:  # proven, or none: of 240 tokens the basis has 128 vectors
         there = ~ours[measure].isnan()
         assert torch.equal(ours[measure][there], whole[measure][there])
     assert not ours["tokens.share_key"].isnan().any()
@@ -139,7 +139,7 @@ def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
 
 
 def test_ksvd_of_a_long_head_keeps_what_its_factors_tell(long):
-    value = random(2, 2, T, 5, seed=4)
+    value = random(2, 1, T, 5, seed=4)
     whole, ours = ksvd.of_tokens(heads(value=value)), long(ksvd.of_tokens, heads(value=value))
     lost = {name for name, reading in ours.items() if reading.isnan().all()}
     curves = {
@@ -152,9 +152,9 @@ def test_ksvd_of_a_long_head_keeps_what_its_factors_tell(long):
 # --- ranks with proven bounds -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("power", [0.5, 0.7, 1.0, 3.0])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("shape", [(600, 600), (600, 450), (450, 600)], ids=str)
+@pytest.mark.parametrize("power", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(500, 500), (500, 400), (400, 500)], ids=str)
 def test_the_least_rank_is_that_of_all_singular_values_or_none(power, share, shape):
     matrix = fallen(power, *shape)
     expected = float(linalg.rank_at(torch.linalg.svdvals(matrix), share))
@@ -222,7 +222,7 @@ def test_no_matrix_of_all_pairs_is_formed(long):
             with Largest() as made:
                 function(found) if name == "whole" else long(function, found)
             largest[name] = made.numbers
-        assert largest["tiles"] < 0.7 * T * T, "a tile, or the basis of 192 vectors"
+        assert largest["tiles"] < 0.7 * T * T, "a tile, or the basis of 128 vectors"
         assert largest["whole"] >= T * T, "the control"
 
 
