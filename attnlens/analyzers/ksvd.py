@@ -17,7 +17,10 @@ SHARE = 0.9
 """Share of a kernel's squared size that its s leading components hold at least: rank90, head by head."""
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
-NO_ATTENTION = "no query may see a key"
+NO_ATTENTION = (
+    "no query may see a key, or there are more than 2,048² pairs, of which not all singular values are computed: read "
+    "fewer --tokens"
+)
 
 
 def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) -> MeasureInfo:

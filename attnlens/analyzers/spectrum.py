@@ -8,6 +8,10 @@ from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
 ZERO = "the matrix is zero"
+LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --tokens"
+"""What a long head lacks, and why; the number is that of attnlens.linalg.long."""
+WHOLE = LONG.format("not all singular values are computed")
+LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")
 WEIGHTS = (
     MeasureInfo(
         "weights.stable_rank",
@@ -111,7 +115,7 @@ TOKENS = (
         "exp(−Σ p log p), p = σ(P)/Σσ(P)",
         low=1,
         self_only=False,
-        missing=ZERO,
+        missing=f"{ZERO}, or has {WHOLE}",
         has_null=False,
         headline=True,
         ends="both",
@@ -125,7 +129,7 @@ TOKENS = (
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
         low=1,
         self_only=False,
-        missing=ZERO,
+        missing=f"{ZERO}, or has {LEADING}",
         has_null=False,
         use="Small beside the window's length, attention of low rank could stand in; it grows with --tokens.",
     ),
@@ -135,7 +139,7 @@ TOKENS = (
         "effective rank of P(I − 11ᵀ/n) = P − 11ᵀ/n",
         low=1,
         self_only=False,
-        missing=UNIFORM,
+        missing=f"{UNIFORM}, or it has {WHOLE}",
         has_null=False,
         use="Compare it with tokens.effective_rank, which one even direction can hold near 1.",
     ),
@@ -145,7 +149,7 @@ TOKENS = (
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of the visible logits less their row means, 0 where the mask hides",
         low=1,
         self_only=False,
-        missing="the logits depend on the query alone, which softmax ignores",
+        missing=f"the logits depend on the query alone, which softmax ignores, or have {LEADING}",
         has_null=False,
         use="Below head_dim, fewer dimensions of queries and keys would give nearly these scores.",
         sized_by="head_dim",
@@ -199,7 +203,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
         "tokens.entropy": linalg.entropy(query_key),
         "tokens.max_weight": linalg.max_weight(query_key),
         "tokens.effective_rank": linalg.effective_rank(values),
-        "tokens.rank90": linalg.rank_at(values, 0.9),
+        "tokens.rank90": linalg.attention_rank(query_key, 0.9),
         "tokens.centred_effective_rank": linalg.effective_rank(beyond),
         "tokens.logit_rank90": linalg.seen_rank(query_key, 0.9),
         "tokens.singular_values": linalg.cumulative(values),

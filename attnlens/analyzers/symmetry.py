@@ -96,6 +96,9 @@ WEIGHTS = (
     ),
 )
 
+LONG = "more than 2,048² pairs and {}: read fewer --tokens"
+"""What a long head lacks, and why; the number is that of attnlens.linalg.long."""
+GAPS = LONG.format("a mask with gaps, or no solution by conjugate gradients")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, which leaves it open"
 KERNEL, SCORES = "kernel_shares", "score_shares"
@@ -103,13 +106,15 @@ KERNEL, SCORES = "kernel_shares", "score_shares"
 
 def _share(name: str, meaning: str, formula: str, **rest: Any) -> MeasureInfo:
     """A share of what softmax sees."""
-    settings: dict[str, Any] = {"low": 0, "high": 1, "missing": NOTHING_SEEN, "has_null": False, "headline": True}
+    missing = f"{NOTHING_SEEN}, or it has {GAPS}"
+    settings: dict[str, Any] = {"low": 0, "high": 1, "missing": missing, "has_null": False, "headline": True}
     return MeasureInfo(f"tokens.share_{name}", meaning, formula, **settings | rest)
 
 
 def _kernel_share(name: str, meaning: str, formula: str, use: str) -> MeasureInfo:
     """A share that only heads have that see all pairs."""
-    rest = {"missing": f"{HIDDEN}, or {NOTHING_SEEN}", "identified": "all pairs", "wholes": (KERNEL,)}
+    missing = f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}"
+    rest = {"missing": missing, "identified": "all pairs", "wholes": (KERNEL,)}
     return _share(name, meaning, formula, ends="largest", use=use, **rest)
 
 
@@ -139,7 +144,8 @@ TOKENS = (
         "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ and κ row and column means, to unit diagonal",
         low=0,
         high=1,
-        missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border",
+        missing=f"{HIDDEN}, or undecided: the least eigenvalue is within rounding of the border, or more than 8,192 "
+        "tokens have no 2 × 2 minor that decides",
         has_null=False,
         identified="all pairs",
         use="At 1 a positive definite kernel and gates give this attention, as it is, on all that was read; below, "
@@ -260,7 +266,7 @@ def _of_all_pairs(query_key: QueryKey) -> Readings:
     if not compared.any():
         nothing = query_key.query.new_full(compared.shape, float("nan")).double()
         return {f"tokens.{name}": nothing for name in names}
-    parts, definite = linalg.anatomy(query_key.content), linalg.definite(query_key.content.logits)
+    parts, definite = linalg.anatomy(query_key.content), linalg.definite_kernel(query_key)
     found = (parts.positive, parts.negative, parts.skew, definite)
     return {
         f"tokens.{name}": reading.where(compared, reading.new_tensor(float("nan")))

@@ -22,6 +22,9 @@ from attnlens.records import Call
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
+PART = 2**22
+"""Numbers of outputs that are compared at once."""
+
 Precise = Callable[[Reached], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
 """A site → a context in which its module, and the model that this is part of, compute in float64."""
 
@@ -90,7 +93,7 @@ def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, T
         with opened(model, recompute, modules=traced, content=list(sequences.values())):
             again = module(**others | sequences)
     first, second = (real_outputs(one if isinstance(one, tuple) else (one,), mask)[0] for one in (own, again))
-    return _relative(first.double(), second.double())
+    return _relative(first, second)
 
 
 @contextmanager
@@ -150,11 +153,18 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
         own = real_outputs(forward(model, inputs), inputs)
         with change:
             again = real_outputs(forward(model, inputs), inputs)
-    pairs = [(a.double(), b.double()) for a, b in zip(own, again, strict=True)]
+    pairs = zip(own, again, strict=True)
     return float(torch.stack([_relative(a, b) for a, b in pairs]).max())  # torch's max is NaN where one of them is
 
 
 def _relative(own: Tensor, again: Tensor) -> Tensor:
-    """‖own − again‖ / ‖own‖; numbers that are infinite in both are the same (Grounding DINO's hidden words)."""
-    change, size = torch.where(own == again, 0.0, own - again).norm(), own.masked_fill(own.isinf(), 0.0).norm()
-    return torch.div(change, size.clamp_min(torch.finfo(own.dtype).tiny))
+    """‖own − again‖ / ‖own‖ in float64, a part at a time, as predictions of long texts are large.
+
+    Numbers that are infinite in both are the same (Grounding DINO's hidden words).
+    """
+    change = size = torch.zeros((), dtype=torch.float64, device=own.device)
+    for a, b in zip(own.flatten().split(PART), again.flatten().split(PART), strict=True):
+        first, second = a.double(), b.double()
+        change = change.hypot(torch.where(first == second, 0.0, first - second).norm())
+        size = size.hypot(first.masked_fill(first.isinf(), 0.0).norm())
+    return torch.div(change, size.clamp_min(torch.finfo(torch.float64).tiny))

@@ -1,9 +1,17 @@
 """Factored matrices A Bᵀ in float64, analysed without forming them."""
 
 from attnlens.linalg.anatomy import Anatomy, anatomy
-from attnlens.linalg.attention import attention_singular_values, centred, entropy, even_weight, first_weight, max_weight
+from attnlens.linalg.attention import (
+    attention_rank,
+    attention_singular_values,
+    centred,
+    entropy,
+    even_weight,
+    first_weight,
+    max_weight,
+)
 from attnlens.linalg.changes import change, largest_angle
-from attnlens.linalg.definite import definite
+from attnlens.linalg.definite import definite, definite_kernel
 from attnlens.linalg.forms import Form
 from attnlens.linalg.parallel import in_pool, over_heads
 from attnlens.linalg.rotation import averaged, traces
@@ -25,6 +33,7 @@ __all__ = [
     "Form",
     "VisibleShares",
     "anatomy",
+    "attention_rank",
     "attention_singular_values",
     "averaged",
     "centred",
@@ -33,6 +42,7 @@ __all__ = [
     "cumulative",
     "decay_rate",
     "definite",
+    "definite_kernel",
     "directionality",
     "effective_rank",
     "entropy",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.linalg.long import is_long
 from attnlens.linalg.parallel import over_heads
 
 if TYPE_CHECKING:
@@ -38,11 +39,13 @@ def anatomy(query_key: QueryKey) -> Anatomy:
     """The four shares of every head on one sequence, for self-attention.
 
     Bilinear logits with 2·head_dim < n are reduced to a core of that size by QR of the centred [Q K]; others are taken
-    apart as n × n matrices.
+    apart as n × n matrices, and have no shares where they are long.
     """
     small = query_key.bilinear and 2 * query_key.query.shape[-1] < query_key.query.shape[-2]
     if small:
         parts = over_heads(_factored_parts, query_key.query, query_key.paired_key)
+    elif is_long(query_key):
+        parts = query_key.query.new_full((*query_key.query.shape[:-2], 4), torch.nan, dtype=torch.float64)
     else:
         parts = over_heads(_dense_parts, query_key.logits)
     return Anatomy(*parts.unbind(-1))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.linalg.long import each_head, is_long, tiles
 from attnlens.linalg.parallel import over_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from attnlens.records import QueryKey
+
 EPS = torch.finfo(torch.float64).eps
 GLANCE = 128
 """Tokens of the leading block that is searched for a witness before the whole matrix is."""
+FACTORED = 8192
+"""Tokens of the largest long kernel that is formed and factored whole, where no tile has a witness: three matrices of
+0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
@@ -27,6 +34,53 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch
     a leading block as in the whole; what no entry decides, Cholesky does.
     """
     return over_heads(_verdicts, logits)
+
+
+def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
+    """`definite` of the head's own logits, without a position bias; long ones are searched for a witness in tiles."""
+    content = query_key.content
+    return each_head(content, _long_verdict) if is_long(content) else definite(content.logits)
+
+
+def _long_verdict(head: QueryKey) -> float:
+    """The verdict on one long head; undecided where it has no witness and more than FACTORED tokens."""
+    n = head.query.shape[-2]
+    gauge, half, largest = _gauge(head)
+    rounding = EPS * max(largest, n)
+    # Strict: as in `_witness`.
+    if any(float(kernel.amax()) > 1 + rounding * n for _, kernel in _kernel_tiles(head, gauge, half)):
+        return INDEFINITE
+    if n > FACTORED:
+        return UNDECIDED
+    whole = gauge.new_empty(1, n, n)
+    for rows, kernel in _kernel_tiles(head, gauge, half):
+        whole[0, rows] = kernel
+    return float(_by_cholesky(whole, gauge.new_tensor([rounding])))
+
+
+def _kernel_tiles(
+    head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
+) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
+    """The rows of `_unit_kernel` of one long head."""
+    own = gauge - half
+    for rows, tile in tiles(head):
+        down, across = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
+        kernel = (down + own[rows, None] - half).clamp_(max=1.0).exp_()
+        yield rows, kernel.add_((across + own - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
+
+
+def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
+    """κ − ρ, half of the diagonal of L with it, and the largest |L|, of one long head."""
+    means, diagonal, largest = [], [], 0.0
+    columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)
+    for rows, tile in tiles(head):
+        logits = tile.logits[0, 0]
+        means.append(logits.mean(-1))
+        columns += logits.sum(0)
+        diagonal.append(logits.diagonal(rows.start))
+        largest = max(largest, float(logits.abs().amax()))
+    gauge = columns / len(logits.mT) - torch.cat(means)
+    return gauge, (torch.cat(diagonal) + gauge) / 2, largest
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnlens.linalg.additive import additives, distance_sums
+from attnlens.linalg.long import TiledMatrix, each_head, interval_mask, is_long, least_rank, tiles
 from attnlens.linalg.parallel import over_heads
 from attnlens.linalg.spectra import product_singular_values, rank_at
 
@@ -38,15 +42,9 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
     """The three shares of every head on one sequence, whatever its mask.
 
     The normal equations depend on the mask alone and are factored once for each; a head adds its sums over keys and
-    distances.
+    distances. Long ones are solved for by conjugate gradients; NaN where their mask has gaps.
     """
-    scores = seen(query_key)
-    n, m = scores.shape[-2:]
-    energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
-    explained = scores.new_zeros(*scores.shape[:-2], 2)
-    for having, fit in additives(query_key):
-        explained[having] = fit.explained(by_key[having], by_distance[having])
-    shares = torch.where(energy > 0, explained / energy, torch.nan)
+    shares = each_head(query_key, _long_shares) if is_long(query_key) else _shares(query_key)
     key, distance = shares.clamp(0, 1).unbind(-1)
     rest = 1 - key if query_key.site.part == "cross" else 1 - key - distance
     return VisibleShares(key, distance, rest.clamp(min=0))
@@ -58,12 +56,7 @@ def seen(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
     Rounding becomes zero: scores that depend on the query alone leave nothing.
     """
     if "seen" not in query_key.shared:
-        logits, allowed = query_key.logits, query_key.allowed
-        scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
-        count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)
-        centred = scores - scores.sum(-1, keepdim=True) / count
-        if allowed is not None:
-            centred.masked_fill_(~allowed, 0.0)
+        scores, centred = _centred(query_key)
         centred[~_above_rounding(torch.linalg.matrix_norm(centred), scores)] = 0.0
         query_key.shared["seen"] = centred
     return query_key.shared["seen"]
@@ -80,21 +73,92 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 def seen_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
     """The least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of what softmax sees; NaN where it sees nothing.
 
-    Bilinear scores of all pairs are s·q(k − k̄)ᵀ, and keep their factors; all others go through their Gram matrix.
+    Bilinear scores of all pairs are s·q(k − k̄)ᵀ, and keep their factors; all others go through their Gram matrix, of
+    which the leading eigenvalues alone are computed where they are long (`least_rank`).
     """
     if not (query_key.bilinear and bool(compares_all(query_key).all())):
+        if is_long(query_key):
+            return each_head(query_key, partial(_long_rank, share=share))
         return rank_at(over_heads(_gram_values, seen(query_key)), share)
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
-    return rank_at(values * _above_rounding(values.norm(dim=-1), query_key.logits)[..., None], share)
+    logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in tiles(query_key)]).norm(dim=0)
+    return rank_at(values * _above(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
+
+
+def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
+    """What keys explain, and distances beyond them, as shares."""
+    scores = seen(query_key)
+    n, m = scores.shape[-2:]
+    energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
+    explained = scores.new_zeros(*scores.shape[:-2], 2)
+    for having, fit in additives(query_key):
+        explained[having] = fit.explained(by_key[having], by_distance[having])
+    return torch.where(energy > 0, explained / energy, torch.nan)
+
+
+def _long_shares(head: QueryKey) -> tuple[float, float]:
+    """The same of one long head."""
+    every = torch.ones((), dtype=torch.bool, device=head.query.device)
+    fit = interval_mask((every if head.allowed is None else head.allowed).expand(1, 1, *_pairs(head))[0, 0])
+    energy, by_key, by_distance = _long_sums(head)
+    if fit is None or not energy > 0:
+        return math.nan, math.nan
+    of_keys, beyond = fit.explained(by_key, None if head.site.part == "cross" else by_distance)
+    return of_keys / float(energy), beyond / float(energy)
+
+
+def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
+    """‖L‖² of one long head, 0 where it is rounding, and its sums over each key and each distance j − i from 1 − n."""
+    n, m = _pairs(head)
+    by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
+    norms = []
+    for rows, tile in tiles(head):
+        scores, centred = (part[0] for part in _centred(tile))
+        norms.append(torch.stack([torch.linalg.matrix_norm(part)[0] for part in (scores, centred)]))
+        height, width = centred.shape[-2:]
+        by_key[:width] += centred[0].sum(0)
+        start = n - rows.stop  # the place of the distance of the tile's last query and first key
+        by_distance[start : start + height + width - 1] += distance_sums(centred)[0].roll(height - 1)[:-1]
+    whole, energy = torch.stack(norms).norm(dim=0)
+    return energy.square() * _above(energy, whole, m), by_key, by_distance
+
+
+def _long_rank(head: QueryKey, share: float) -> float:
+    """The rank of what softmax sees of one long head."""
+    if not _long_sums(head)[0] > 0:
+        return math.nan
+    return least_rank(TiledMatrix(lambda: _seen_tiles(head), head.key.shape[-2]), share)
+
+
+def _pairs(head: QueryKey) -> tuple[int, int]:
+    return head.query.shape[-2], head.key.shape[-2]
+
+
+def _seen_tiles(head: QueryKey) -> Iterator[Float[Tensor, "rows some_keys"]]:
+    return (_centred(tile)[1][0, 0] for _, tile in tiles(head))
+
+
+def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
+    """Visible scores, 0 where the mask hides, and the same without the mean of their row."""
+    logits, allowed = query_key.logits, query_key.allowed
+    scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
+    count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)
+    centred = scores - scores.sum(-1, keepdim=True) / count
+    return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
 def _above_rounding(
     norm: Float[Tensor, "*batch heads"], scores: Float[Tensor, "*batch heads n m"]
 ) -> Bool[Tensor, "*batch heads"]:
     """Whether a norm is more than centring the rows of these scores leaves by rounding."""
+    return _above(norm, torch.linalg.matrix_norm(scores), scores.shape[-1])
+
+
+def _above(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
+    """The same of scores with this norm."""
     # Strict: scores of one value a row leave at most this norm.
-    above: Tensor = norm > torch.finfo(scores.dtype).eps * scores.shape[-1] * torch.linalg.matrix_norm(scores)
+    above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores
     return above
 
 

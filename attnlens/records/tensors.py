@@ -185,6 +185,24 @@ class QueryKey:
             base=None if self.base is None else self.base.select(index),
         )
 
+    def rows(self, rows: slice) -> QueryKey:
+        """The same site with only these queries, and the keys up to the last that one of them may see (at least 1)."""
+        allowed, end = self.allowed, self.key.shape[-2]
+        if allowed is not None:
+            allowed = allowed[..., rows, :]
+            seen = allowed.flatten(0, -2).any(0).nonzero()
+            end = int(seen[-1]) + 1 if len(seen) else 1
+            allowed = allowed[..., :end]
+        return replace(
+            self,
+            query=self.query[..., rows, :],
+            key=self.key[..., :end, :],
+            allowed=allowed,
+            bias=None if self.bias is None else self.bias[..., rows, :end],
+            value=None,
+            inputs=None,
+        )
+
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:
         """The same site with only these sequences of a batch, and of those only these queries and keys."""
         rows = list(batch)

@@ -1,0 +1,234 @@
+"""Tests that measures of long sequences, read in tiles, are those of the whole matrices, or have no value."""
+
+from collections import Counter
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from heads import query_key, random
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnlens import linalg
+from attnlens.analyzers import ksvd, spectrum, symmetry
+from attnlens.linalg.long import IntervalMask, TiledMatrix, interval_mask, leading, least_rank, tiles
+
+T = 240
+ALL = torch.ones(T, T, dtype=torch.bool)
+DOCUMENTS = ALL.tril() & (torch.arange(T) < 100).eq((torch.arange(T) < 100)[:, None])
+MASKS = {
+    "all": None,
+    "causal": ALL.tril(),
+    "window": ALL.tril().triu(-40),
+    "local": ALL.tril(30).triu(-30),
+    "documents": DOCUMENTS,
+    "prefix": ALL.tril() | (torch.arange(T) < 50),
+    "an empty row": ALL.tril(-1),
+}
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """Calls a function as if every sequence were long, in tiles of a few rows."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr("attnlens.linalg.long.row_tiles.LONG", 0)
+            patch.setattr("attnlens.linalg.long.row_tiles.TILE", 37 * T)
+            return function(*args)
+
+    return call
+
+
+def heads(name="causal", size=3.0, batch=(2,), **rest):
+    """Two sequences of heads whose attention is far from even."""
+    mask = MASKS[name]
+    allowed = None if mask is None else mask.expand(*batch, 1, T, T)
+    query, key = size * random(*batch, 2, T, 6) + 0.4, random(*batch, 1, T, 6, seed=1) + 0.2
+    return query_key(query, key, "tokens", part="encoder" if mask is None else "decoder", allowed=allowed, **rest)
+
+
+def fallen(power, n=T, m=T):
+    """A matrix with the singular values 1, 2^−power, 3^−power, …"""
+    left, right = (torch.linalg.qr(random(size, min(n, m), seed=size + add)).Q for add, size in enumerate((n, m)))
+    return left * torch.arange(1, min(n, m) + 1).double() ** -power @ right.mT
+
+
+def halves(matrix):
+    return TiledMatrix(lambda: matrix.split(len(matrix) // 2 + 1), matrix.shape[1])
+
+
+# --- in tiles ---------------------------------------------------------------------------------------------------------
+
+NOT_LONG = {
+    "tokens.effective_rank",
+    "tokens.centred_effective_rank",
+    "tokens.singular_values",
+    "tokens.singular_values_energy",
+}
+PROVEN = {"tokens.rank90", "tokens.logit_rank90"}
+KERNEL = {f"tokens.share_{part}" for part in ("positive", "negative", "skew")}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("rest", ["plain", "softcap", "sinks", "bias"])
+def test_every_measure_in_tiles_is_that_of_the_whole(name, rest, long):
+    given = {"softcap": 2.0} if rest == "softcap" else {"sinks": random(2)} if rest == "sinks" else {}
+    given |= {"bias": random(2, 1, T, T, seed=3)} if rest == "bias" else {}
+    found = heads(name, **given)
+    whole = symmetry.of_tokens(found) | spectrum.of_tokens(found)
+    ours = long(symmetry.of_tokens, heads(name, **given)) | long(spectrum.of_tokens, heads(name, **given))
+    assert ours.keys() == whole.keys()
+    lost = NOT_LONG | (KERNEL if name == "all" and rest == "softcap" else set())
+    assert all(ours[measure].isnan().all() and not whole[measure].isnan().any() for measure in lost)
+    for measure in ours.keys() - lost - PROVEN:
+        torch.testing.assert_close(ours[measure], whole[measure], rtol=0, atol=1e-9, equal_nan=True)
+    for measure in PROVEN:  # proven, or none: of 240 tokens the basis has 128 vectors
+        there = ~ours[measure].isnan()
+        assert torch.equal(ours[measure][there], whole[measure][there])
+    assert not ours["tokens.share_key"].isnan().any()
+
+
+def test_one_sequence_without_a_batch_axis_and_a_zero_head(long):
+    found = query_key(random(3, T, 4), random(3, T, 4, seed=1), "tokens", allowed=MASKS["causal"][None])
+    torch.testing.assert_close(long(linalg.entropy, found), linalg.entropy(found))
+    shares, whole = long(linalg.visible_shares, found), linalg.visible_shares(found)
+    torch.testing.assert_close(shares.distance, whole.distance, rtol=0, atol=1e-9)
+    nothing = query_key(torch.zeros(2, T, 4), random(2, T, 4), "tokens", allowed=MASKS["causal"][None])
+    assert long(linalg.visible_shares, nothing).key.isnan().all()
+    assert long(linalg.seen_rank, nothing, 0.9).isnan().all()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_cross_attention_in_tiles(hidden, long):
+    visible = torch.ones(T, 200, dtype=torch.bool)
+    visible[:90, 120:] = not hidden
+    given = {"allowed": visible[None]} if hidden else {}
+    found = query_key(random(2, T, 4), random(2, 200, 4, seed=1), "tokens", part="cross", **given)
+    ours, whole = long(linalg.visible_shares, found), linalg.visible_shares(found)
+    torch.testing.assert_close(ours.key, whole.key, rtol=0, atol=1e-9)
+    assert ours.distance.isnan().all()
+    torch.testing.assert_close(long(linalg.max_weight, found), linalg.max_weight(found))
+
+
+def test_a_mask_with_gaps_has_no_shares_and_its_attention_is_measured(long):
+    mask = ALL.tril() & ((torch.arange(T) < 4) | (torch.arange(T)[:, None] - torch.arange(T) < 50))
+    found = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
+    assert interval_mask(mask) is None
+    assert long(linalg.visible_shares, found).key.isnan().all()
+    torch.testing.assert_close(long(linalg.first_weight, found), linalg.first_weight(found))
+
+
+def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
+    fit = interval_mask(MASKS["causal"])
+    assert isinstance(fit, IntervalMask)
+    right = random(T) - random(T).mean()
+    assert not np.isnan(fit.explained(right, None)[0])
+    monkeypatch.setattr("attnlens.linalg.long.intervals.STEPS", 2)
+    assert np.isnan(fit.explained(right, None)[0])
+
+
+@pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])
+def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
+    monkeypatch.setattr(import_module("attnlens.linalg.definite"), "FACTORED", factored)
+    factor = 0.3 * random(1, T, 6)
+    mixed = query_key(factor, 0.3 * random(1, T, 6, seed=1), "tokens")
+    assert long(linalg.definite_kernel, mixed).item() == 0
+    verdict = long(linalg.definite_kernel, query_key(factor, factor, "tokens")).item()
+    assert verdict == 1 if factored == T else np.isnan(verdict)
+
+
+def test_ksvd_of_a_long_head_keeps_what_its_factors_tell(long):
+    value = random(2, 1, T, 5, seed=4)
+    whole, ours = ksvd.of_tokens(heads(value=value)), long(ksvd.of_tokens, heads(value=value))
+    lost = {name for name, reading in ours.items() if reading.isnan().all()}
+    curves = {
+        f"ksvd.{matrix}_{kind}" for matrix in ("attention", "centred_attention") for kind in ("spectrum", "energy")
+    }
+    assert lost == {"ksvd.first_share", *curves}
+    assert all(torch.equal(ours[name], whole[name]) for name in ours.keys() - lost)
+
+
+# --- ranks with proven bounds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(500, 500), (500, 400), (400, 500)], ids=str)
+def test_the_least_rank_is_that_of_all_singular_values_or_none(power, share, shape):
+    matrix = fallen(power, *shape)
+    expected = float(linalg.rank_at(torch.linalg.svdvals(matrix), share))
+    found = least_rank(halves(matrix), share)
+    assert found == expected or (np.isnan(found) and expected > 100)
+    assert found == least_rank(halves(matrix), share) or np.isnan(found), "the same in every run"
+
+
+def test_ranks_of_matrices_without_gap_or_size():
+    assert least_rank(halves(random(600, 1) @ random(1, 600)), 0.9) == 1
+    low = random(600, 40) @ random(40, 600, seed=1)
+    assert least_rank(halves(low), 0.9) == linalg.rank_at(torch.linalg.svdvals(low), 0.9)
+    assert np.isnan(least_rank(halves(torch.zeros(600, 600).double()), 0.9))
+    assert np.isnan(least_rank(halves(torch.eye(600).double()), 0.9)), "all directions are alike"
+    tied = torch.diag(torch.cat((torch.ones(9), torch.zeros(591)))).double()
+    assert np.isnan(least_rank(halves(tied), 8 / 9)), "8 or 9, as rounding falls"
+
+
+def test_residuals_bound_the_energies_of_every_ritz_pair():
+    matrix = fallen(0.7, 600, 600)
+    energies = torch.linalg.svdvals(matrix).square()
+    for ritz in leading._lanczos(halves(matrix), torch.Generator().manual_seed(0)):
+        nearest = (ritz.values[:, None] - energies).abs().amin(1)
+        assert (nearest <= ritz.residuals + 1e-13).all()
+        assert (ritz.values.cumsum(0) <= energies[: len(ritz.values)].cumsum(0) + 1e-12).all()
+        vectors = ritz.basis @ ritz.turn
+        for pairs in (5, 40):
+            left = matrix - matrix @ vectors[:, :pairs] @ vectors[:, :pairs].T
+            rest = float(torch.linalg.matrix_norm(left, 2)) ** 2
+            for rank in (3, 10, 50):
+                assert ritz.most(rank, pairs, rest) >= energies[:rank].sum() - 1e-12
+            bounds = list(leading._norms_left(halves(matrix), ritz, pairs, torch.Generator().manual_seed(1)))
+            assert min(bounds) >= rest
+            assert bounds[-1] <= 1.5 * rest, "near enough to prove something by"
+
+
+def test_without_steps_enough_there_is_no_rank(monkeypatch):
+    matrix = fallen(1.0, 600, 600)
+    assert least_rank(halves(matrix), 0.95) == 12
+    monkeypatch.setattr("attnlens.linalg.long.leading.LARGEST_BASIS", 64)
+    assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of entries of the largest floating-point tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                self.numbers = max(self.numbers, one.numel())
+        return made
+
+
+def test_no_matrix_of_all_pairs_is_formed(long):
+    for function in (symmetry.of_tokens, spectrum.of_tokens, ksvd.of_tokens):
+        largest = Counter()
+        for name in ("whole", "tiles"):
+            found = heads("causal", batch=(1,)).select([0])
+            with Largest() as made:
+                function(found) if name == "whole" else long(function, found)
+            largest[name] = made.numbers
+        assert largest["tiles"] < 0.7 * T * T, "a tile, or the basis of 128 vectors"
+        assert largest["whole"] >= T * T, "the control"
+
+
+def test_tiles_are_of_long_heads_alone_and_meet_the_whole(long):
+    found = heads()
+    assert [part for _, part in tiles(found)] == [found]
+    parts = long(lambda: list(tiles(found)))
+    assert torch.cat([part.query for _, part in parts], -2).equal(found.query)
+    assert max(part.key.shape[-2] for _, part in parts[:3]) < T, "keys that none of them may see are left out"
