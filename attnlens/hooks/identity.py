@@ -163,7 +163,7 @@ def _relative(own: Tensor, again: Tensor) -> Tensor:
     Numbers that are infinite in both are the same (Grounding DINO's hidden words).
     """
     change = size = torch.zeros((), dtype=torch.float64, device=own.device)
-    for a, b in zip(own.flatten().split(PART), again.flatten().split(PART), strict=True):
+    for a, b in zip(*(torch.split(part.flatten(), PART) for part in (own, again)), strict=True):
         first, second = a.double(), b.double()
         change = change.hypot(torch.where(first == second, 0.0, first - second).norm())
         size = size.hypot(first.masked_fill(first.isinf(), 0.0).norm())
