@@ -43,12 +43,13 @@ class LocalWorkers(WaitingThreads):
             with self._lock:
                 if self._stopped:
                     raise BrokenExecutor("The work was ended.")
-                pool = pool or self._pool()
+                pool = running = pool or self._pool()
                 with _uninterrupted():  # the process begins here
                     future = pool.submit(function, *arguments)
             return future.result()
         except BrokenProcessPool as error:
-            self._pools.discard(pool)
+            self._pools.discard(running)
+            running.shutdown()  # gives back what its queues hold
             pool = None
             raise BrokenExecutor(_why(error)) from error
         finally:
