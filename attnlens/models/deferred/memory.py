@@ -56,5 +56,5 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         raise TooLargeError(
             f"{place.id} takes {needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}, and "
             f"{free / GIB:.1f} GiB are free.",
-            "Read its weights from their files: --source weights --from-files.",
+            "Read weights from their files (--source weights --from-files), or run it from disk (--device-map auto).",
         )
