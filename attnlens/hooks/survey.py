@@ -219,7 +219,10 @@ def _is_numbers(value: object) -> bool:
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """A (batch, tokens, …) tensor without its padding, (real tokens, …); any other as it is."""
     masks = [inputs[name].bool() for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
-    return next((tensor[mask] for mask in masks if mask.shape == tensor.shape[:2]), tensor)
+    for mask in masks:
+        if mask.shape == tensor.shape[:2]:
+            return tensor.flatten(0, 1) if bool(mask.all()) else tensor[mask]  # the first takes no memory
+    return tensor
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
