@@ -769,7 +769,8 @@ def test_jobs_of_slurm_give_the_same_bytes(few, read, tmp_path, monkeypatch):
     states = clusters.slurm(tmp_path, monkeypatch)
     attnlens.inspect("demo", **FEW, shard="1/2", work=tmp_path / "work")
     read.clear()
-    report = attnlens.inspect("demo", **FEW, engine="slurm", jobs=2, work=tmp_path / "work")
+    with forkserver.workers():
+        report = attnlens.inspect("demo", **FEW, engine="slurm", jobs=2, work=tmp_path / "work")
     assert bytes_of(report) == few
     assert read == []
     [script] = states.glob("*.sh")
