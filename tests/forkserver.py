@@ -2,7 +2,8 @@
 
 Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
 attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what attnlens, torch, transformers and others do while
-they are imported is done once. What a command itself starts by `sys.executable` is forked as well.
+they are imported is done once. What a command itself starts by `sys.executable` is forked as well, and so are its
+worker processes of multiprocessing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -23,8 +25,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,8 @@ LIBRARIES = (
 )
 READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "OMP_", "MKL_", "LD_", "SSL_")
 """How variables begin that libraries read while they are imported: with another value a command starts afresh."""
+OF_INTERPRETER = {"-B", "-u"}
+"""Words before those of a command by which libraries start it, and which change nothing of what it does."""
 LARGEST = 1 << 17
 """Bytes of a request: its words and its environment."""
 MOST, HIGH = 16, 200
@@ -71,6 +76,8 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: os.kill(child, number))
 code = int(server.recv(64))
 if code < 0:
+    for number in {{signal.SIGINT, signal.SIGTERM}} & {{-code}}:
+        signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -80,7 +87,16 @@ _folder: list[Path] = []
 def takes(environment: Mapping[str, str]) -> bool:
     """Whether a command with this environment can be forked: the libraries would have been imported alike."""
     here = _environment()
-    return all(here.get(name) == value for name, value in environment.items() if name.startswith(READ_ONCE))
+    return all(
+        here.get(name) == value or (name == "PYTHONPATH" and _folders_before(value, here.get(name, "")))
+        for name, value in environment.items()
+        if name.startswith(READ_ONCE)
+    )
+
+
+def _folders_before(path: str, own: str) -> list[str]:
+    """The folders that a PYTHONPATH names before those of our own, which only offer what we do not have."""
+    return path.removesuffix(own).strip(os.pathsep).split(os.pathsep) if path.endswith(own) and path != own else []
 
 
 def run(
@@ -147,6 +163,19 @@ def commands() -> Path:
     return _folder[0]
 
 
+@contextmanager
+def workers() -> Iterator[None]:
+    """Inside, what this process itself starts by `sys.executable` or multiprocessing is forked as well."""
+    python, before = str(commands() / "python"), sys.executable
+    sys.executable = python
+    multiprocessing.set_executable(python)
+    try:
+        yield
+    finally:
+        sys.executable = before
+        multiprocessing.set_executable(before)
+
+
 def _environment() -> dict[str, str]:
     """The server's own: offline, and with one thread, since as many tests run at once as there are cores."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -163,6 +192,7 @@ def _serve(address: Path) -> None:
             getattr(attnlens, name)  # each is imported by its first use
         gc.freeze()  # nor need a command go through what was imported
         sys.executable = str(address.parent / "python")
+        multiprocessing.set_executable(sys.executable)
         (address.parent / "ready").touch()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -189,7 +219,8 @@ def _answer(connection: socket.socket) -> None:
         _become(json.loads(request), files)
     for file in files:
         os.close(file)
-    connection.send(str(child).encode())
+    with suppress(BrokenPipeError):  # who was killed meanwhile hears nothing
+        connection.send(str(child).encode())
     threading.Thread(target=_end_with, args=(connection, child), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
@@ -215,10 +246,11 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
             for number, mode in enumerate(("r", "w", "w"))
         )
         os.chdir(request["cwd"])
+        sys.path[1:1] = _folders_before(request["env"].get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))
         os.environ.clear()
         os.environ.update(request["env"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        flag, *rest = request["words"]
+        flag, *rest = dropwhile(OF_INTERPRETER.__contains__, request["words"])
         if flag == "-m":
             sys.argv, sys.path[0] = rest, request["cwd"]
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -226,7 +258,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
             sys.argv, sys.path[0] = ["-c", *rest[1:]], request["cwd"]
             exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  # a test's program
         else:
-            sys.argv, sys.path[0] = request["words"], str(Path(flag).parent)
+            sys.argv, sys.path[0] = [flag, *rest], str(Path(flag).parent)
             runpy.run_path(flag, run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -236,7 +268,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         traceback.print_exc()
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if stream is not None and not stream.closed:
             stream.flush()
     os._exit(code)
 

@@ -11,7 +11,7 @@ import torch
 
 FILES = sorted((Path(__file__).parent.parent / "benchmarks").glob("*.py"))
 SCRIPTS = [file for file in FILES if "__main__" in file.read_text()]
-AFRESH = {"engines", "files"}
+AFRESH = {"engines"}
 """Ray begins programs of its own by sys.executable, and watches them as their parent."""
 
 

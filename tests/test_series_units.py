@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import clusters
+import forkserver
 import pytest
 from hostile import refused
 from program import attnlens as program
@@ -115,13 +116,15 @@ def test_two_processes_read_what_one_reads(places, whole, tmp_path):
 def test_other_processes_read_what_is_not_there(places, whole, read, tmp_path):
     attnlens.converge_checkpoints(places, **ASKED, shard="1/2", work=tmp_path)
     read.clear()
-    assert of(attnlens.converge_checkpoints(places, **ASKED, jobs=2, work=tmp_path)) == whole
+    with forkserver.workers():
+        assert of(attnlens.converge_checkpoints(places, **ASKED, jobs=2, work=tmp_path)) == whole
     assert read == []
 
 
 def test_jobs_of_slurm_read_checkpoints(places, whole, read, tmp_path, monkeypatch):
     states = clusters.slurm(tmp_path, monkeypatch)
-    found = attnlens.converge_checkpoints(places, **ASKED, engine="slurm", jobs=2, work=tmp_path / "work")
+    with forkserver.workers():
+        found = attnlens.converge_checkpoints(places, **ASKED, engine="slurm", jobs=2, work=tmp_path / "work")
     assert of(found) == whole
     assert read == []
     assert len(list(states.glob("*.state"))) == 3

@@ -267,9 +267,10 @@ def test_a_folder_of_three_shards_is_read_by_a_plain_run(whole, shards, read, tm
 
 
 def test_shards_of_what_is_gathered_and_of_a_model_with_two_towers_are_one_run(tmp_path):
+    some = {"tokens": 16, "sequences": 2}
     cases = {
-        "gathered": ("demo", {"tokens": 16, "sequences": 2, "layers": [0, 1], "analyzers": ["selection", "ksvd"]}),
-        "shown": ("demo", {"tokens": 16, "sequences": 2, "layers": [1], "heads": [2], "show": "attention"}),
+        "gathered": ("demo", some | {"layers": [0, 1], "heads": [0, 3], "analyzers": ["selection", "ksvd"]}),
+        "shown": ("demo", some | {"layers": [1], "heads": [2], "show": "attention"}),
     }
     for name, (model, asked) in cases.items():
         one = bytes_of(attnlens.inspect(model, **asked))
@@ -769,7 +770,8 @@ def test_jobs_of_slurm_give_the_same_bytes(few, read, tmp_path, monkeypatch):
     states = clusters.slurm(tmp_path, monkeypatch)
     attnlens.inspect("demo", **FEW, shard="1/2", work=tmp_path / "work")
     read.clear()
-    report = attnlens.inspect("demo", **FEW, engine="slurm", jobs=2, work=tmp_path / "work")
+    with forkserver.workers():
+        report = attnlens.inspect("demo", **FEW, engine="slurm", jobs=2, work=tmp_path / "work")
     assert bytes_of(report) == few
     assert read == []
     [script] = states.glob("*.sh")
