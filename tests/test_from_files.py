@@ -333,7 +333,7 @@ def test_attention_that_is_written_by_hand_is_refused_from_files_and_read_where_
         ModelError,
         lambda: attnlens.inspect(tmp_path, source="weights", from_files=True),
         "can't be read from its files alone",
-        "Leave out --from-files: this architecture has to be loaded.",
+        "Leave out --from-files or --device-map: this architecture has to be loaded.",
     )
     assert attnlens.inspect(tmp_path, source="weights").coverage.analysed == 8
 
