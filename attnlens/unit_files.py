@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -72,6 +72,9 @@ class Folder:
 
     path: Path
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def make(self) -> None:
         """Make it where it is not there."""
         make_folder(self.path)
@@ -129,6 +132,9 @@ class Remote:
     """A place behind an address."""
 
     address: StoreAddress
+
+    def __str__(self) -> str:
+        return str(self.address)
 
     def make(self) -> None:
         """Make it where it is not there."""
@@ -189,11 +195,19 @@ class UnitFiles:
         """The name of a unit's file."""
         return key_of({"run": self.run, "unit": unit}) + self.suffix
 
-    def describe(self, content: bytes) -> None:
-        """Write what the run is, where no other process did. Raises OutputError where it can't be written."""
+    def describe(self, content: bytes, readable: Callable[[bytes], bool] = bool) -> None:
+        """Write what the run is, where no other process did so in a form that is `readable`.
+
+        Raises OutputError where it can't be written.
+        """
         self.store.make()
-        if self.store.read(self.description) is None:
+        before = self.store.read(self.description)
+        if before is None or not readable(before):
             self.store.write(self.description, content)
+
+    def where(self, unit: str) -> str:
+        """The whole name of a unit's file, and which unit it is."""
+        return f"{self.store}/{self.name(unit)} ({unit})"
 
     def read(self, unit: str) -> bytes | None:
         """What a unit found; None where it is not finished. Raises OutputError where its file can't be read."""

@@ -27,6 +27,15 @@ MASKS = {
 }
 
 
+SMALL = leading.SMALL
+
+
+@pytest.fixture(autouse=True)
+def _by_lanczos(monkeypatch):
+    """Matrices of these sizes are decomposed as wholes else."""
+    monkeypatch.setattr(leading, "SMALL", 0)
+
+
 @pytest.fixture
 def long(monkeypatch):
     """Calls a function as if every sequence were long, in tiles of a few rows."""
@@ -196,6 +205,25 @@ def test_without_steps_enough_there_is_no_rank(monkeypatch):
     assert least_rank(halves(matrix), 0.95) == 12
     monkeypatch.setattr("attnlens.linalg.long.leading.LARGEST_BASIS", 64)
     assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
+
+
+def test_few_columns_are_decomposed_as_a_whole(monkeypatch):
+    monkeypatch.setattr(leading, "SMALL", SMALL)
+    for columns, decay in ((40, 0.9), (64, 0.9), (129, 0.5), (600, 0.7)):
+        matrix = fallen(decay, 500, columns)
+        energies = torch.linalg.svdvals(matrix).square()
+        rank = 1 + int((energies.cumsum(0) < 0.9 * energies.sum()).sum())
+        assert least_rank(halves(matrix), 0.9) == rank > 1
+    assert np.isnan(least_rank(halves(torch.eye(40, dtype=torch.float64)), 0.9)), "a tie"
+    assert np.isnan(least_rank(halves(torch.zeros(80, 40, dtype=torch.float64)), 0.9))
+
+
+def test_only_some_heads_of_a_batch_see_all_pairs(long):
+    mask = torch.stack((ALL, MASKS["causal"]))[:, None]
+    found = query_key(random(2, 2, T, 4), random(2, 2, T, 4, seed=1), "tokens", allowed=mask)
+    whole, ours = linalg.definite_kernel(found), long(linalg.definite_kernel, found)
+    assert torch.equal(ours, whole)
+    assert not ours.isnan().any()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_a_file_that_is_no_reading_is_refused(places, tmp_path):
             lambda: attnlens.converge_checkpoints(places, **ASKED, work=tmp_path),
             lambda: run.merge(str(tmp_path)),
         ):
-            refused(OutputError, call, path.name, "Remove the file")
+            refused(OutputError, call, path.name, "--no-resume")
     path.write_bytes(whole_content)
     assert run.merge(str(tmp_path)).experiments, "a control"
     assert kept.unpacked(whole_content, "").name.startswith("step-")

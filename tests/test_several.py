@@ -27,13 +27,13 @@ def models(tmp_path, monkeypatch):
 @pytest.fixture
 def read(monkeypatch):
     """Which models were inspected, and not taken from an earlier run."""
-    honest, found = several.inspect, []
+    honest, found = several.inspected, []
 
-    def noted(model, **more):
+    def noted(model, *more):
         found.append(model)
-        return honest(model, **more)
+        return honest(model, *more)
 
-    monkeypatch.setattr(several, "inspect", noted)
+    monkeypatch.setattr(several, "inspected", noted)
     return found
 
 
@@ -143,3 +143,20 @@ def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(mod
     assert report.model.files == []
     assert report.model.files_in_parts != []
     refused(TooLargeError, lambda: attnlens.inspect(models[0]), "takes 0.0 GiB")
+
+
+def test_a_longer_list_reads_the_new_models_alone(models, read, tmp_path):
+    run.inspect_each(models[:1], tmp_path / "reports", **WEIGHTS)
+    read.clear()
+    run.inspect_each(models, tmp_path / "reports", **WEIGHTS)
+    assert read == models[1:]
+
+
+def test_a_model_of_which_a_unit_failed_is_read_again(models, read, tmp_path, monkeypatch):
+    honest = several.inspected
+    monkeypatch.setattr(several, "inspected", lambda *given: (honest(*given)[0], lambda: False))
+    assert run.inspect_each(models[:1], tmp_path / "reports", **WEIGHTS)[0].report is not None
+    monkeypatch.setattr(several, "inspected", honest)
+    read.clear()
+    run.inspect_each(models[:1], tmp_path / "reports", **WEIGHTS)
+    assert read == models[:1]

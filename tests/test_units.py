@@ -475,8 +475,8 @@ def test_a_unit_that_is_cut_off_is_named(tmp_path):
     path = finished(tmp_path)[2]
     for content in (path.read_bytes()[:-1], path.read_bytes()[:100], b""):
         path.write_bytes(content)
-        refused(OutputError, lambda: attnlens.inspect("demo", **FEW, work=tmp_path), path.name, "Remove the file")
-        refused(OutputError, lambda: run.merge(str(tmp_path)), path.name, "weights of layer", "Remove the file")
+        refused(OutputError, lambda: attnlens.inspect("demo", **FEW, work=tmp_path), path.name, "--no-resume")
+        refused(OutputError, lambda: run.merge(str(tmp_path)), path.name, "weights of layer", "--no-resume")
     path.unlink()
     assert attnlens.inspect("demo", **FEW, work=tmp_path).coverage.complete
 
@@ -563,7 +563,7 @@ def test_a_hostile_unit_is_refused(fault, unit):
         lambda: attnlens.inspect("demo", **asked, shard="1/1"),
         lambda: run.merge(str(path.parent.parent)),
     ):
-        refused(OutputError, call, path.name, "no unit of work of this version", "Remove the file")
+        refused(OutputError, call, path.name, "no unit of work of this version", "--no-resume")
     path.write_bytes(content)
     assert attnlens.inspect("demo", **asked, shard="1/1").coverage.complete, "a control"
 
@@ -792,3 +792,14 @@ def test_a_worker_that_finds_another_model_is_refused_by_its_name(tmp_path):
     tiny.gpt2().save_pretrained(place)
     refused(ModelError, lambda: work.read_elsewhere(job, "weights of layer 1"), "model.files")
     work._opened.clear()
+
+
+def test_a_damaged_description_of_a_run_is_written_again(tmp_path):
+    attnlens.inspect("demo", **FEW, shard="1/2", work=tmp_path)
+    [described] = tmp_path.glob(f"*/{RUN}")
+    whole = described.read_bytes()
+    described.write_text("garbage")
+    refused(UsageError, lambda: run.merge(str(tmp_path)), "damaged")
+    attnlens.inspect("demo", **FEW, shard="2/2", work=tmp_path)
+    assert described.read_bytes() == whole
+    assert run.merge(str(tmp_path)).coverage.complete

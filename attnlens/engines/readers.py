@@ -6,8 +6,11 @@ import base64
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import ValidationError
 
 from attnlens.engines.choice import engine
 from attnlens.engines.completion import Done, completed, tried
@@ -71,8 +74,9 @@ class UnitReader(Generic[Unit, Value]):
         """What lets reports of shards be joined; None where all was read."""
         return None
 
-    def clear(self, _frame: Framed[Unit]) -> None:
-        """Remove what is kept: nothing."""
+    def clear(self, _frame: Framed[Unit]) -> bool:
+        """Remove what is kept, here nothing; whether all units were read."""
+        return not self.lacking
 
 
 @dataclass
@@ -95,7 +99,7 @@ class KeptUnits(UnitReader[Unit, Value]):
 
     def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
         """What came of each unit."""
-        self.files.describe(frame.model_dump_json().encode())
+        self.files.describe(frame.model_dump_json().encode(), partial(_is_frame, type(frame)))
         yield from super().through(frame)
 
     def finished(self, unit: Unit) -> Value:
@@ -114,7 +118,7 @@ class KeptUnits(UnitReader[Unit, Value]):
     def kept(self, unit: Unit) -> Value | None:
         """What the file of a unit holds; None where there is none."""
         content = self.files.read(unit.name)
-        return None if content is None else self.unpack(content, self.files.name(unit.name))
+        return None if content is None else self.unpack(content, self.files.where(unit.name))
 
     def keep(self, unit: Unit, value: Value) -> None:
         """Write what a unit found."""
@@ -133,10 +137,19 @@ class KeptUnits(UnitReader[Unit, Value]):
             units={name: base64.b64encode(content).decode() for name, content in contents.items() if content},
         )
 
-    def clear(self, frame: Framed[Unit]) -> None:
+    def clear(self, frame: Framed[Unit]) -> bool:
         """Remove what is kept, when the report is written; a shard's units stay until they are merged."""
         if self.shard is None and not self.lacking:
             self.files.clear([unit.name for unit in frame.units])
+        return super().clear(frame)
+
+
+def _is_frame(kind: Any, content: bytes) -> bool:
+    try:
+        kind.model_validate_json(content)
+    except ValidationError:
+        return False
+    return True
 
 
 @dataclass
@@ -150,7 +163,7 @@ class EngineUnits(KeptUnits[Unit, Value]):
 
     def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
         """What came of each unit as it is done."""
-        self.files.describe(frame.model_dump_json().encode())
+        self.files.describe(frame.model_dump_json().encode(), partial(_is_frame, type(frame)))
         waiting = {}
         for unit in self.units(frame):
             value = self.known(unit)

@@ -121,7 +121,7 @@ def _in_float64(given: Any, module: nn.Module) -> Any:
         there = given.to(next(module.parameters()).device)
         return there.double() if there.is_floating_point() else there
     if isinstance(given, tuple | list):
-        return type(given)(_in_float64(one, module) for one in given)
+        return tuple(_in_float64(one, module) for one in given)
     return {name: _in_float64(one, module) for name, one in given.items()} if isinstance(given, Mapping) else given
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +38,11 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch
 
 
 def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """`definite` of the head's own logits, without a position bias; long ones are searched for a witness in tiles."""
-    content = query_key.content
+    """`definite` of the head's own logits of all pairs, without a position bias or a mask.
+
+    Long ones are searched for a witness in tiles.
+    """
+    content = replace(query_key.content, allowed=None)
     return each_head(content, _long_verdict) if is_long(content) else definite(content.logits)
 
 
@@ -79,7 +83,7 @@ def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], fl
         columns += logits.sum(0)
         diagonal.append(logits.diagonal(rows.start))
         largest = max(largest, float(logits.abs().amax()))
-    gauge = columns / len(logits.mT) - torch.cat(means)
+    gauge = columns / len(columns) - torch.cat(means)
     return gauge, (torch.cat(diagonal) + gauge) / 2, largest
 
 

@@ -27,7 +27,7 @@ from attnlens.models.placement import (
     dtype_of,
     places_of,
     refuse_beside_map,
-    remove_with,
+    removed_with,
     spread_over_devices,
 )
 from attnlens.models.quantised import decoded, method_of, table
@@ -206,9 +206,9 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
         config = config_of(place, trust_remote_code)
         spread = spread_over_devices(max_cpu_memory)
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
-        with bounded(place, stored):
+        with removed_with(spread["offload_folder"]) as keep, bounded(place, stored):
             model, found = built(place, config, kind, trust_remote_code, None, spread)
-        remove_with(model, spread["offload_folder"])
+            keep(model)
         check_loaded(place, model, stored, found)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError, UsageError
@@ -96,9 +97,17 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": most, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
 
 
-def remove_with(model: PreTrainedModel, folder: str) -> None:
-    """Remove the folder with weights that transformers converted when nobody uses the model any longer."""
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+@contextmanager
+def removed_with(folder: str) -> Iterator[Callable[[PreTrainedModel], None]]:
+    """The folder with weights that transformers converts is removed with the model that is handed on, else at once."""
+    owners: list[PreTrainedModel] = []
+    try:
+        yield owners.append
+    finally:
+        for model in owners:
+            weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+        if not owners:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def places_of(model: PreTrainedModel) -> str:

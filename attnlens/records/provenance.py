@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from attnlens.choices import Intervals, Placement, Sources
 from attnlens.records.measures import Count, Number, Record
@@ -47,9 +49,9 @@ class ShardPart(Record):
 
     run: str
     """The run's name: a hash of all that determines what its units find."""
-    index: Count
+    index: Annotated[Count, Field(ge=1)]
     """Which shard, from 1."""
-    count: Count
+    count: Annotated[Count, Field(ge=1)]
     """Of how many."""
     frame: str
     """What is known of the run beside its units, as JSON."""

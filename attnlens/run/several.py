@@ -19,7 +19,7 @@ from attnlens.files import make_folder, read_bytes, sha256, write_atomically
 from attnlens.requests import InspectRequest
 from attnlens.requests.work_options import KeptRequest
 from attnlens.run.fingerprint import versions
-from attnlens.run.inspect.pipeline import inspect
+from attnlens.run.inspect.pipeline import inspected
 from attnlens.run.progress import Progress, silent
 from attnlens.unit_files import UnitFiles, key_of, store_of, work_root
 
@@ -59,10 +59,11 @@ class Survey:
         digest, _, said = ("" if before is None else before.decode()).partition(" ")
         if not path.is_file() or sha256(path) != digest:
             inner = {name: value for name, value in self.given.items() if name not in OUTER}
-            report = inspect(model, **inner)
+            report, written = inspected(model, None, silent, inner)
             said = report.coverage.sentence
             write_atomically(path, report.to_json().encode())
-            self.files.write(unit, f"{sha256(path)} {said}".encode())
+            if written():  # a model of which a unit failed is read again by the same call
+                self.files.write(unit, f"{sha256(path)} {said}".encode())
         return ModelOutcome(model, path, said)
 
 
@@ -103,7 +104,7 @@ def inspect_each(
         raise UsageError("A text from stdin can be read for one model alone.", "Write it to a file.")
     folder = Path(requests.folder("reports", reports))
     make_folder(folder)
-    files = _files(models, folder, more, given)
+    files = _files(folder, more, given)
     files.describe("\n".join(models).encode())
     index, _, count = (given["shard"] or "1/1").partition("/")
     survey, mine = Survey(folder, dict(more), files, given["resume"]), list(models)[int(index) - 1 :: int(count)]
@@ -123,11 +124,11 @@ def _refuse_one_name(models: Sequence[str]) -> None:
             raise UsageError(f"The reports of {other} and {model} would have one name.", "Leave out one of them.")
 
 
-def _files(models: Sequence[str], folder: Path, more: Mapping[str, Any], given: Mapping[str, Any]) -> UnitFiles:
-    """Where it is noted which models are done: under a name of their list, the options, what is read, the versions."""
+def _files(folder: Path, more: Mapping[str, Any], given: Mapping[str, Any]) -> UnitFiles:
+    """Where it is noted which models are done: under a name of the options, what is read, the versions."""
     asked = {name: str(value) for name, value in more.items() if name not in (*OUTER, *KeptRequest.__annotations__)}
     read = [str(part) for name in READ for part in _listed(given[name])]
-    facts = {"models": list(models), "to": str(folder.resolve()), "options": asked, "versions": versions()}
+    facts = {"to": str(folder.resolve()), "options": asked, "versions": versions()}
     hashes = {path: sha256(Path(path)) for path in read if Path(path).is_file()}
     rows = {path: texts.read(path, offline=given["offline"]).text for path in read if dataset_rows(path)}
     key = key_of(facts | {"read": hashes | rows})

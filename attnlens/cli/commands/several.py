@@ -12,7 +12,7 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
 from attnlens.cli.verdict import PARTLY
 from attnlens.cli.work import check_reading, working
-from attnlens.errors import UsageError
+from attnlens.errors import ModelError, UsageError
 from attnlens.requests import InspectRequest
 
 ALONE = ("json", "csv", "windows_csv", "png", "html", "markdown", "head", "show", "dry_run")
@@ -22,7 +22,7 @@ ALONE = ("json", "csv", "windows_csv", "png", "html", "markdown", "head", "show"
 def inspect_each(model: str | None, given: Mapping[str, Any]) -> None:
     """Inspect every model of a list, write their reports, and tell what came of each.
 
-    With --strict the exit code is 3 where one has none.
+    With --strict the exit code is 3 where one has none. Raises ModelError where none has one.
     """
     if given["models"] is None or given["reports"] is None:
         raise UsageError(
@@ -43,6 +43,9 @@ def inspect_each(model: str | None, given: Mapping[str, Any]) -> None:
     for outcome in found if not given["quiet"] else ():
         typer.echo(f"{outcome.model}: {outcome.said}" + (f" → {outcome.report}" if outcome.report else ""))
     failed = [outcome for outcome in found if outcome.report is None]
+    if len(failed) == len(found):
+        first = failed[0]
+        raise ModelError(f"No model has a report; {first.model}: {first.said.rstrip('.')}.", "Mend the list.")
     if failed:
         say(f"{len(failed)} of {len(found)} models have no report.")
     if failed and given["strict"]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 """Vectors that are multiplied at once."""
+SMALL = 1024
+"""Columns of a matrix that is decomposed as a whole."""
 LARGEST_BASIS = 1024
 """Vectors of the Krylov space; a rank is proven up to about a quarter of it."""
 POWERS = 8
@@ -79,11 +81,13 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
 
     Block Lanczos with full reorthogonalisation (Golub & Underwood 1977) gives Ritz pairs. Their sum bounds the energy
     of k vectors from below. From above it is bounded by their residuals and the norm of what is left of A, which
-    powers on fresh Gaussian vectors bound; that fails for one seed in 10^15.
+    powers on fresh Gaussian vectors bound; that fails for one seed in 10^15. A of few columns is decomposed as a whole.
     """
     draw = torch.Generator().manual_seed(seed)
     goal, slack = share * float(energy := matrix.energy()), SLACK
     tie = ROUNDING * float(energy)
+    if matrix.size <= SMALL:
+        return _whole_rank(matrix, goal, tie) if energy > 0 else math.nan
     for ritz in _lanczos(matrix, draw) if energy > 0 else ():
         rank = 1 + int((ritz.values.cumsum(0) < goal + tie).sum())
         if rank >= len(ritz.values):
@@ -97,8 +101,15 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
             for rest in _norms_left(matrix, ritz, pairs, draw):
                 if ritz.most(rank - 1, pairs, rest) < goal - tie:
                     return float(rank)
-            slack = max(slack, rest / following)
+            slack = max(slack, rest / following) if following else slack
     return math.nan
+
+
+def _whole_rank(matrix: TiledMatrix, goal: float, tie: float) -> float:
+    """The least k with Σ_{l≤k} λ_l(A) ≥ goal, from all eigenvalues; NaN where a sum is within `tie` of it."""
+    whole = torch.eye(matrix.size, dtype=torch.float64, device=next(iter(matrix.tiles())).device)
+    sums = torch.linalg.eigvalsh(matrix.gram(whole)).flip(0).clamp(min=0).cumsum(0)
+    return math.nan if bool(((sums - goal).abs() <= tie).any()) else 1.0 + float((sums < goal).sum())
 
 
 def _lanczos(matrix: TiledMatrix, draw: torch.Generator) -> Iterator[Ritz]:

@@ -51,8 +51,11 @@ def inspect(
 
 def inspected(
     model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
-) -> tuple[Report, Callable[[], None]]:
-    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+) -> tuple[Report, Callable[[], bool]]:
+    """The report, and what is to be called when it is written, as finished units are not needed any longer then.
+
+    That says whether all units were read.
+    """
     given = requests.checked(InspectRequest, more)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):

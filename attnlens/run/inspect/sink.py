@@ -153,7 +153,8 @@ class Unpacked(list[Handed]):
 def refused(where: str) -> OutputError:
     """The error for a file that is no unit of work."""
     return OutputError(
-        f"{where} is cut off, or no unit of work of this version.", "Remove the file, and run the command again."
+        f"{where} is cut off, or no unit of work of this version.",
+        "Read it again with --no-resume; where it came in a report, run that shard again.",
     )
 
 

@@ -142,7 +142,7 @@ class Series:
     """The options, checked."""
     words: Words
     timings: dict[str, float] = field(default_factory=dict)
-    written: list[Callable[[], None]] = field(default_factory=list)
+    written: list[Callable[[], object]] = field(default_factory=list)
     """What removes the finished units of each checkpoint, which nobody needs when its reading is kept."""
 
     @cached_property
