@@ -140,5 +140,5 @@ def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
 
 
 def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(placement, "free_memory", lambda: 1000)
+    monkeypatch.setattr("attnlens.models.deferred.memory.free_memory", lambda: 1000)
     assert placement.spread_over_devices(None)["max_memory"]["cpu"] == 750

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError, UsageError
-from attnlens.models.deferred.memory import free_memory
 from attnlens.requests import SpreadRequest, checked
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
 
     Raises UsageError where accelerate is missing.
     """
+    from attnlens.models.deferred.memory import free_memory  # late: it loads torch
+
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

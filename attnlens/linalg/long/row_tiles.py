@@ -40,7 +40,7 @@ def tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
 
 def each_head(
     query_key: QueryKey, function: Callable[[QueryKey], float | tuple[float, ...]]
-) -> Float[Tensor, "*batch heads ..."]:
+) -> Float[Tensor, "*shape"]:
     """`function` of every head on every sequence, one after another, as batches of one sequence and one head."""
     lead = query_key.query.shape[:-2]
     flat = query_key if len(lead) == 2 else _with_batch(query_key)
