@@ -123,9 +123,9 @@ def test_a_weight_on_disk_that_is_no_number_is_named(tmp_path):
 
 
 def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
-    refused(UsageError, lambda: models.load("demo", device_map="auto", device="cpu"), "device ")
-    refused(UsageError, lambda: models.load("demo", device_map="auto", from_files=True), "from_files")
-    refused(UsageError, lambda: models.load("demo", device_map="auto", adapter=tmp_path), "adapter")
+    refused(UsageError, lambda: models.load("demo", device_map="auto", device="cpu"), "--device ")
+    refused(UsageError, lambda: models.load("demo", device_map="auto", from_files=True), "--from-files")
+    refused(UsageError, lambda: models.load("demo", device_map="auto", adapter=tmp_path), "--adapter")
     refused(UsageError, lambda: models.load("demo", max_cpu_memory="1GB"), "--device-map auto")
     refused(UsageError, lambda: models.load("demo", device_map="all"), "device_map")
     for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB"):
@@ -136,7 +136,7 @@ def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
     refused(ModelError, lambda: models.load(gguf, device_map="auto"), "safetensors")
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     refused(UsageError, lambda: models.load("demo", device_map="auto"), "accelerate", "attnlens[big]")
-    ended(program("inspect", "demo", "--device-map", "auto", "--device", "cpu"), "device ")
+    ended(program("inspect", "demo", "--device-map", "auto", "--device", "cpu"), "--device ")
 
 
 def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):

@@ -1,6 +1,7 @@
 """Tests that watching attention changes nothing by itself, misses nothing, and leaves nothing behind."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -261,3 +262,13 @@ def test_what_the_door_gives_back_is_contiguous_as_transformers_own_functions_ar
         hooks.forward(model, inputs)
     assert seen
     assert all(part.is_contiguous() for part in seen)
+
+
+def test_a_module_that_asks_for_no_attention_by_itself_proves_nothing(monkeypatch):
+    model = families.build("llama").bfloat16()
+    inputs = families.inputs("llama", model)
+    assert hooks.identity_error(model, inputs) < 1e-7, "a control"
+    honest = identity.opened
+    untouched = lambda model, answer, **more: nullcontext() if more else honest(model, answer)  # noqa: E731
+    monkeypatch.setattr(identity, "opened", untouched)
+    assert hooks.identity_error(model, inputs) > 1e-3, "the first error stands"

@@ -99,8 +99,11 @@ class KeptUnits(UnitReader[Unit, Value]):
 
     def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
         """What came of each unit."""
-        self.files.describe(frame.model_dump_json().encode(), partial(_is_frame, type(frame)))
+        self._describe(frame)
         yield from super().through(frame)
+
+    def _describe(self, frame: Framed[Unit]) -> None:
+        self.files.describe(frame.model_dump_json().encode(), partial(_is_frame, type(frame)))
 
     def finished(self, unit: Unit) -> Value:
         """What a unit found: from its file where there is one, else read and written."""
@@ -163,7 +166,7 @@ class EngineUnits(KeptUnits[Unit, Value]):
 
     def through(self, frame: Framed[Unit]) -> Iterator[Done[Unit, Value]]:
         """What came of each unit as it is done."""
-        self.files.describe(frame.model_dump_json().encode(), partial(_is_frame, type(frame)))
+        self._describe(frame)
         waiting = {}
         for unit in self.units(frame):
             value = self.known(unit)

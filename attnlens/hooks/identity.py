@@ -34,9 +34,9 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
     by site: each module computes in float64 on what the model itself gives it, so that what remains is a real
-    difference, and no second model is needed. The first error stands where a module can't run in float64, and where
-    the model does not repeat itself. `precise` says where these modules are; None: the model's own are widened, one
-    after the other.
+    difference, and no second model is needed. The first error stands where a module can't run by itself in float64, and
+    where the model does not repeat itself. `precise` says where these modules are; None: the model's own are widened,
+    one after the other.
     """
     error = difference(model, inputs, opened(model, recompute))
     rounds = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -63,11 +63,10 @@ def largest_at_a_site(model: PreTrainedModel, inputs: Mapping[str, Tensor], prec
     errors: list[Tensor] = []
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        if waiting[module]:  # not where it is run here
-            found, waiting[module] = waiting[module][0], waiting[module][1:]
-            rest, waiting[module] = waiting[module], []
-            errors.append(_site_error(found, by_name(module, args, kwargs), inputs, precise))
-            waiting[module] = rest
+        if pending := waiting[module]:
+            waiting[module] = []  # what it is asked for here is not the model's own pass
+            errors.append(_site_error(pending[0], by_name(module, args, kwargs), inputs, precise))
+            waiting[module] = pending[1:]
 
     hooks = [module.register_forward_hook(check, with_kwargs=True) for module in list(waiting)]
     try:
@@ -83,15 +82,24 @@ def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, T
     """‖own − recomputed‖ / ‖own‖ of one module in float64.
 
     What it attends over is what the model `given` it; masks and positions are those that it has under each attention.
+    Raises RuntimeError where the module by itself asks for no attention, so that nothing was recomputed.
     """
+    answered: list[None] = []
+
+    def answer(call: Call) -> Tensor:
+        answered.append(None)
+        return recompute(call)
+
     names = [name for name in (found.input_name, found.other) if name is not None]
     with precise(found) as (model, module):
         taken, others, mask = (_in_float64(part, module) for part in (given, found.arguments, inputs))
         own = module(**taken)
         sequences = {name: taken[name] for name in names}
         traced = [module] if found.site.traced else []
-        with opened(model, recompute, modules=traced, content=list(sequences.values())):
+        with opened(model, answer, modules=traced, content=list(sequences.values())):
             again = module(**others | sequences)
+    if not answered:
+        raise RuntimeError(f"{found.site.path} asks for no attention by itself")
     first, second = (real_outputs(one if isinstance(one, tuple) else (one,), mask)[0] for one in (own, again))
     return _relative(first, second)
 

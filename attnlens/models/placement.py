@@ -62,11 +62,11 @@ def refuse_beside_map(given: Mapping[str, Any]) -> None:
     checked(SpreadRequest, {name: given[name] for name in SpreadRequest.__annotations__ if given[name] is not None})
     if given["device_map"] is None:
         if given["max_cpu_memory"] is not None:
-            raise UsageError("max_cpu_memory bounds what --device-map takes.", "Add --device-map auto.")
+            raise UsageError("--max-cpu-memory bounds what --device-map takes.", "Add --device-map auto.")
         return
     others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
     for name in (name for name, asked in others.items() if asked):
-        raise UsageError(f"{name} makes no sense beside device_map.", "Leave one of them out.")
+        raise UsageError(f"--{name.replace('_', '-')} makes no sense beside --device-map.", "Leave one of them out.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:

@@ -81,7 +81,7 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
 
     Block Lanczos with full reorthogonalisation (Golub & Underwood 1977) gives Ritz pairs. Their sum bounds the energy
     of k vectors from below. From above it is bounded by their residuals and the norm of what is left of A, which
-    powers on fresh Gaussian vectors bound; that fails for one seed in 10^15. A of few columns is decomposed as a whole.
+    powers on fresh Gaussian vectors bound; that fails for one seed in 10^14. A of few columns is decomposed as a whole.
     """
     draw = torch.Generator().manual_seed(seed)
     goal, slack = share * float(energy := matrix.energy()), SLACK
