@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def process(_):
 
 def threads(_):
     return os.environ["OMP_NUM_THREADS"]
+
+
+def inherited(_):
+    """The threads that this process was given and has, and whether all was imported before its first unit."""
+    there = "attnlens.run" in sys.modules
+    import torch
+
+    return os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), there
 
 
 def times(folder, unit):

@@ -164,9 +164,38 @@ DRIVER = """
 """
 
 
-def test_a_process_does_not_outlive_a_driver_that_is_killed(tmp_path):
+PREPARED = """
+    import os
+    import sys
+    from attnlens.engines import engine, local_processes
+
+    if __name__ == "__main__":
+        before = dict(os.environ)
+        local_processes.prepare(jobs=2)
+        assert dict(os.environ) == before and "torch" not in sys.modules
+        import engine_units
+        with engine("local", jobs=2, threads=1) as workers:
+            print([workers.submit(engine_units.inherited, n).result() for n in range(2)])
+            print(type(workers.submit(engine_units.kill, 0).exception()).__name__)
+            print(workers.submit(engine_units.square, 3).result())
+            if len(sys.argv) > 1:
+                workers.submit(engine_units.sleep, sys.argv[1], 0).result()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked on Linux alone")
+def test_processes_of_the_program_are_forked_from_one_that_has_imported_it(tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(textwrap.dedent(DRIVER))
+    script.write_text(textwrap.dedent(PREPARED))
+    environment = os.environ | {"PYTHONPATH": paths()}
+    told = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == ["[('1', 1, True), ('1', 1, True)]", "BrokenExecutor", "9"]
+
+
+@pytest.mark.parametrize("program", [DRIVER, PREPARED])
+def test_a_process_does_not_outlive_a_driver_that_is_killed(program, tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(program))
     with subprocess.Popen([sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": paths()}) as driver:
         pid = begun_process(tmp_path)
         assert Path(f"/proc/{pid}").exists()

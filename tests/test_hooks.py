@@ -197,10 +197,10 @@ def test_a_module_without_a_softmax_is_told_from_one_that_is_not_run():
 
     inputs = families.inputs("bert", model)
     model.bert.idle = HandWrittenAttention()
-    assert hooks.unreached(model, inputs, hooks.survey(model, inputs)) == {"bert.idle": None}
+    assert hooks.surveyed(model, inputs).missed == {"bert.idle": None}
     model.bert.embeddings.by_hand = HandWrittenAttention()
     model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
-    assert hooks.unreached(model, inputs, hooks.survey(model, inputs)) == {
+    assert hooks.surveyed(model, inputs).missed == {
         "bert.embeddings.by_hand": "no softmax of queries times keys that sums up values was found in it",
         "bert.idle": None,
     }

@@ -240,7 +240,8 @@ def test_a_model_without_attention_in_reach_is_refused_by_name(name):
 
 def test_attention_that_cannot_be_read_is_warned_of(monkeypatch):
     model, batch = family("bert")
-    monkeypatch.setattr(hooks, "unreached", lambda *_: {"one.self": "it sums", "two.self": "it hashes", "idle": None})
+    missed = {"one.self": "it sums", "two.self": "it hashes", "idle": None}
+    monkeypatch.setattr(hooks.Surveyed, "missed", missed)
     with pytest.warns(UserWarning, match="Not captured: one.self, as it sums; and 1 more"):
         assert len(attnlens.capture(model, batch)) == 2
 

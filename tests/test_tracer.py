@@ -95,7 +95,7 @@ def test_every_site_of_a_hand_written_family_is_traced_and_answered(name: str) -
     model, inputs, reached = surveyed(name)
     assert len(reached) == 2
     assert all(found.site.traced for found in reached)
-    assert hooks.unreached(model, inputs, reached) == {}
+    assert hooks.surveyed(model, inputs).missed == {}
     assert hooks.identity_error(model, inputs) < 1e-6
     doubled = hooks.opened(model, lambda call: 2 * attend(call, hooks.OWN, "eager"))
     assert hooks.difference(model, inputs, doubled) > 0.1, "the control: what answers takes the sum's place"

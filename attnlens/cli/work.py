@@ -48,3 +48,11 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
 
     with unlogged(), progress(shown=outputs.moving) as tell:
         yield tell
+
+
+def begin_workers(settings: Mapping[str, Any]) -> None:
+    """Begin what the processes of --jobs are forked from, which imports what this one imports meanwhile."""
+    if settings.get("engine") == "local" and settings["jobs"] > 1:
+        from attnlens.engines.local_processes import prepare
+
+        prepare(settings["jobs"])

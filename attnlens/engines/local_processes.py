@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 
@@ -17,7 +19,37 @@ from attnlens.engines.workers import T, Ts, WaitingThreads
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """What libraries read when they are first imported."""
+ACCELERATORS = ("nvidiactl", "kfd", "dxg")
+"""What Linux calls the devices of NVIDIA, of AMD, and of the Windows below it, beside which torch may not be forked."""
 Initializer = Callable[[], object]
+_served = False
+
+
+def prepare(jobs: int) -> None:
+    """Begin the process that this program's workers are forked from, which imports the library as this one does.
+
+    For the program alone, before it imports torch: a library leaves its caller's own such process alone. Elsewhere than
+    on Linux, and beside an accelerator, each worker imports all by itself.
+    """
+    global _served  # there is one such process, too
+    if sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
+        return
+    from multiprocessing import forkserver  # which Windows does not have
+
+    forkserver.set_forkserver_preload(["attnlens.run"])
+    before = os.environ.copy()
+    os.environ.update(dict.fromkeys(THREADS, str(threads_each(jobs))))
+    with _uninterrupted():
+        forkserver.ensure_running()
+    for name in THREADS:
+        del os.environ[name]
+    os.environ.update(before)
+    _served = True
+
+
+def threads_each(jobs: int) -> int:
+    """How many threads each of so many processes has, which share the cores."""
+    return max(1, (os.cpu_count() or 1) // jobs)
 
 
 class LocalWorkers(WaitingThreads):
@@ -56,7 +88,7 @@ class LocalWorkers(WaitingThreads):
             self._idle.put(pool)
 
     def _pool(self) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(1, get_context("spawn"), self._begin)
+        pool = ProcessPoolExecutor(1, get_context("forkserver" if _served else "spawn"), self._begin)
         self._pools.add(pool)
         return pool
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from attnlens.engines.choice import engine
 from attnlens.engines.completion import Done, completed, tried
+from attnlens.engines.local_processes import threads_each
 from attnlens.errors import AttnlensError, OutputError, UsageError
 from attnlens.records import ShardPart
 from attnlens.unit_files import Folder, UnitFiles, work_root
@@ -221,8 +222,7 @@ def resources(given: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine is told, by what was asked for: processes here share the cores."""
     import torch  # late, as engines do without it
 
-    cores = os.cpu_count() or 1
-    threads = max(1, cores // given["jobs"]) if given["engine"] == "local" else 1
+    threads = threads_each(given["jobs"]) if given["engine"] == "local" else 1
     root = work_root(given["work"])
     if given["engine"] == "slurm" and "://" in root:
         raise UsageError(

@@ -27,13 +27,14 @@ from attnlens.hooks.interface import (
 from attnlens.hooks.survey import (
     UNTRACED,
     Reached,
+    Surveyed,
     as_sequences,
     at_real_tokens,
     forward,
     real_outputs,
     real_tokens,
     survey,
-    unreached,
+    surveyed,
     without_cache,
 )
 from attnlens.kernels import OWN
@@ -46,6 +47,7 @@ __all__ = [
     "Precise",
     "Reached",
     "Replacement",
+    "Surveyed",
     "Swaps",
     "allow_float64",
     "as_dtype",
@@ -69,8 +71,8 @@ __all__ = [
     "replace",
     "resumed",
     "survey",
+    "surveyed",
     "swapped",
-    "unreached",
     "watch",
     "without_cache",
 ]

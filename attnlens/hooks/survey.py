@@ -70,8 +70,42 @@ def as_sequences(given: Tensor, layout: tuple[int, ...]) -> Tensor:
     return given[None] if given.dim() == 2 else given.permute(layout)
 
 
+@dataclass(frozen=True)
+class Surveyed:
+    """What one forward pass showed of a model's attention."""
+
+    model: PreTrainedModel
+    """The model."""
+    reached: list[Reached]
+    """The sites, in the order of their calls."""
+    ran: set[nn.Module]
+    """The modules that ran."""
+    refused: Refused
+    """Those whose hand-written attention can't be read, and why."""
+
+    @property
+    def missed(self) -> dict[str, str | None]:
+        """Paths of attention modules that are not among the sites, and why; None where one does not run."""
+        used = {id(part) for found in self.reached for part in found.module.modules()}
+        every = dict(self.model.named_modules())
+        owners = {name for name, module in every.items() if any(id(part) in used for part in module.modules())}
+        found = {name: self.refused[module] for name, module in every.items() if module in self.refused}
+        missed: dict[str, str | None] = dict(found)
+        for name, module in every.items():
+            inside = any(is_attention(child) for child in module.modules() if child is not module)
+            told = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
+            if is_attention(module) and not (inside or told or name in owners or id(module) in used):
+                missed[name] = UNTRACED if module in self.ran else None
+        return missed
+
+
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached]:
-    """Run one forward pass and list the sites that it reaches, in order.
+    """The sites that one forward pass reaches, in order. Raises what `surveyed` raises."""
+    return surveyed(model, inputs).reached
+
+
+def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
+    """Run one forward pass, and tell what attention it shows.
 
     Raises ModelError where the model has no softmax attention that can be read.
     """
@@ -105,7 +139,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached
     calls = [found for found in calls if found[0] not in refused]
     if not calls:
         raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()}, ran)
-    return _numbered(model, modules, calls)
+    return Surveyed(model, _numbered(model, modules, calls), ran, refused)
 
 
 def _numbered(
@@ -122,34 +156,6 @@ def _numbered(
         seen[path] += 1
         reached.append(Reached(site, module, bound, call))
     return reached
-
-
-def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor], reached: list[Reached]) -> dict[str, str | None]:
-    """Paths of attention modules that are not among the sites, and why; None where one does not run on these inputs."""
-    ran, refused = _running(model, inputs)
-    used = {id(part) for found in reached for part in found.module.modules()}
-    owners = {name for name, module in model.named_modules() if any(id(part) in used for part in module.modules())}
-    found = {name: refused[module] for name, module in model.named_modules() if module in refused}
-    missed: dict[str, str | None] = dict(found)
-    for name, module in model.named_modules():
-        inside = any(is_attention(child) for child in module.modules() if child is not module)
-        told = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
-        if is_attention(module) and not (inside or told or name in owners or id(module) in used):
-            missed[name] = UNTRACED if module in ran else None
-    return missed
-
-
-def _running(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[set[nn.Module], Refused]:
-    """The modules that run in a forward pass, and those whose hand-written attention can't be read."""
-    ran: set[nn.Module] = set()
-    hooks = [module.register_forward_pre_hook(lambda module, _args: ran.add(module)) for module in model.modules()]
-    try:
-        with torch.no_grad(), opened(model, lambda call: attend(call, OWN, "eager"), prove=True) as refused:
-            forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return ran, refused
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:

@@ -36,17 +36,16 @@ class Form:
         """How positions turn queries and keys, if they do."""
         return self.query_key.rotation
 
-    @cached_property
+    @property
     def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """G_Q = W_QᵀW_Q."""
-        query = self.query_key.query.double()
-        return over_heads(_inner, query, query)
+        return self._shared("query_gram", lambda: _gram(self.query_key.query))
 
-    @cached_property
+    @property
     def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """G_K = W_KᵀW_K of each head's key head, computed once for each key head."""
-        key = self.query_key.key.double()
-        return over_heads(_inner, key, key)[..., list(self.query_key.key_of), :, :]
+        key_of = list(self.query_key.key_of)
+        return self._shared("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
 
     @cached_property
     def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
@@ -166,6 +165,10 @@ class Form:
         if self.rotation is None:
             return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
         return over_heads(eigenvalue_root, gram)
+
+
+def _gram(factor: Tensor) -> Tensor:
+    return over_heads(_inner, factor.double(), factor.double())
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:

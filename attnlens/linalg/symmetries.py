@@ -55,10 +55,11 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     # Query heads that share a key head share its factor, so their own factors may be summed first.
-    summed = torch.zeros_like(query_key.key, dtype=torch.float64)
+    kv_heads, rows, size = query_key.key.shape
+    summed = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
-        summed[key_head] += query_key.query[head].double()
-    query, key = _beside(summed), _beside(query_key.key)
+        summed[key_head] += query_key.query[head].mT  # as rows of weights lie in memory
+    query, key = _beside(summed.mT), _beside(query_key.key)
     if query_key.rotation is None:
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()

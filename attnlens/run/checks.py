@@ -40,13 +40,18 @@ LOOKS_AHEAD = 1e-4
 NOT_RUN = "it is not run on this input"
 
 
-def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> list[Reached]:
-    """The sites that these inputs reach, which attnlens has `made_up` or the user's own code has.
+def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
+    """The sites that these inputs reach. Raises what `surveyed` raises."""
+    return surveyed(loaded, inputs).reached
+
+
+def surveyed(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Surveyed:
+    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has.
 
     Raises ModelError where the model can't run them on its own either, and where it has no sites.
     """
     try:
-        return hooks.survey(loaded.model, inputs)
+        return hooks.surveyed(loaded.model, inputs)
     except FAILURES:
         with _refusing(loaded, inputs, made_up=made_up), torch.no_grad():
             hooks.forward(loaded.model, inputs)
@@ -187,10 +192,9 @@ def proven_whole(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
     return error
 
 
-def out_of_reach(loaded: models.Loaded, inputs: Mapping[str, Tensor], reached: list[Reached]) -> list[Skipped]:
+def out_of_reach(loaded: models.Loaded, survey: hooks.Surveyed) -> list[Skipped]:
     """Attention that is not read: of another form, not run, or in layers that the config leaves out."""
-    found = hooks.unreached(loaded.model, inputs, reached)
-    outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in found.items()]
+    outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [name for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:

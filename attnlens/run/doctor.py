@@ -80,7 +80,8 @@ def _precisely(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tens
 
 def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """The report of the model on these inputs, but for its timings."""
-    reached = checks.sites(loaded, inputs)
+    survey = checks.surveyed(loaded, inputs)
+    reached = survey.reached
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = checks.reproduced(loaded, inputs)
@@ -88,7 +89,7 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
         checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
-    coverage = _coverage(found, checks.out_of_reach(loaded, inputs, reached))
+    coverage = _coverage(found, checks.out_of_reach(loaded, survey))
     return report_of(
         "doctor",
         model=loaded.info,

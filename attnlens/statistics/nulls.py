@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from attnlens.records import QueryKey
@@ -59,7 +60,7 @@ def gaussian_null(
     ‖W_Q‖‖W_K‖ is to be rescaled by the caller. Draws without a value don't count; a measure with fewer than two values
     is left out.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)  # draws normal numbers in half the time that torch takes
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
     at_once = max(1, min(draws, DRAWN_BYTES // size))
     found: dict[str, list[Tensor]] = {}
@@ -79,11 +80,11 @@ def gaussian_null(
     return null
 
 
-def _drawn(like: QueryKey, count: int, generator: torch.Generator) -> QueryKey:
+def _drawn(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
     """So many random heads of unit norm in the place of those that it has."""
 
     def factor(shape: torch.Size) -> Tensor:
-        drawn = torch.randn(count, *shape[-2:], generator=generator, dtype=torch.float64)
+        drawn = torch.from_numpy(generator.standard_normal((count, *shape[-2:])))
         drawn /= torch.linalg.matrix_norm(drawn, keepdim=True)
         return drawn.to(like.query.device)
 

@@ -26,7 +26,7 @@ from attnlens.cli.input_files import Inputs, check_place
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import UNUSABLE, guarded, interruptible_at_once
 from attnlens.cli.verdict import PARTLY, end_strictly, failure
-from attnlens.cli.work import check_reading, named_model, working
+from attnlens.cli.work import begin_workers, check_reading, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import InspectRequest, ModelRequest
 
@@ -98,14 +98,16 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
         raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
-    with interruptible_at_once():
-        from attnlens import run
-
-    stopped = False
     if given["dry_run"] and (given["shard"] or outputs.files("json", "csv", "markdown", "png", "html")):
         raise UsageError(
             "--dry-run writes nothing, and tells of the whole run.", "Leave out --shard and what is written."
         )
+    if not given["dry_run"]:
+        begin_workers(settings)
+    with interruptible_at_once():
+        from attnlens import run
+
+    stopped = False
     if given["dry_run"]:
         with working(outputs):
             cost = run.estimated(name, settings)

@@ -14,7 +14,7 @@ from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import NO_MODEL, check_reading, checked_model, working
+from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
@@ -107,6 +107,7 @@ def converge(
     settings = asked(kind, given)
     _say_demo(kind, models or [], quiet=outputs.quiet)
     outputs.check(Inputs.of(given, models or []))
+    begin_workers(settings)
     with interruptible_at_once():
         from attnlens import run
 

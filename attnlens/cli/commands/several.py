@@ -11,7 +11,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
 from attnlens.cli.verdict import PARTLY
-from attnlens.cli.work import check_reading, working
+from attnlens.cli.work import begin_workers, check_reading, working
 from attnlens.errors import ModelError, UsageError
 from attnlens.requests import InspectRequest
 
@@ -34,6 +34,7 @@ def inspect_each(model: str | None, given: Mapping[str, Any]) -> None:
         raise UsageError(f"--{named[0].replace('_', '-')} is of one model.", "Leave it out: each model has its report.")
     settings = opt.keywords(InspectRequest, given)
     check_reading(settings)
+    begin_workers(settings)
     with interruptible_at_once():
         from attnlens import run
 

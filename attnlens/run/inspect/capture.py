@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnlens import hooks, models
+from attnlens import models
 from attnlens.arguments import public, shown
 from attnlens.errors import UsageError
 from attnlens.records import QueryKey
@@ -35,14 +35,13 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
     with at_rest(loaded.model):
-        reached = checks.sites(loaded, inputs, made_up=False)
+        survey = checks.surveyed(loaded, inputs, made_up=False)
         checks.proven(loaded, inputs)
-        missed = hooks.unreached(loaded.model, inputs, reached)
-        outside = [f"{path}, as {why}" for path, why in missed.items() if why is not None]
+        outside = [f"{path}, as {why}" for path, why in survey.missed.items() if why is not None]
     if outside:
         more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
         warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
-    return [found.call.query_key(found.site) for found in reached]
+    return [found.call.query_key(found.site) for found in survey.reached]
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:

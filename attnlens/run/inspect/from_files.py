@@ -15,20 +15,20 @@ BY_HAND = "the module computes its attention by hand, which is traced on numbers
 """Why a site is not read of a model of shapes."""
 
 
-def of_shapes(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
-    """The sites that these inputs reach in a model of shapes, all of them behind transformers' interface.
+def of_shapes(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
+    """What these inputs show of a model of shapes, whose attention is all behind transformers' interface.
 
     Raises ModelError where a forward pass takes numbers (attention written by hand, masks made of hidden states).
     """
     try:
-        found = hooks.survey(loaded.model, inputs)
+        found = hooks.surveyed(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else models.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         ) from error
-    if any(one.site.traced for one in found):
+    if any(one.site.traced for one in found.reached):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",

@@ -176,7 +176,7 @@ class Inspection:
             self.collector.enter(found.site, [h // found.call.group for h in range(found.call.query.shape[1])])
         source, there = self._source, list(every)
         if self.loaded.shapes is not None:
-            there = like(every, of_shapes(source, self._sample(source)), source)
+            there = like(every, of_shapes(source, self._sample(source)).reached, source)
         first = checks.text_alone(source, checks.of_one_token(source, there, seed), 1, seed)
         window = checks.text_alone(source, there, self.settings.tokens or 2, seed)
         self.reader = Reader(
@@ -215,7 +215,8 @@ class Inspection:
         """Find the sites, prove that watching changes nothing, and choose the layers."""
         sample = self._sample(self.loaded)
         deferred = self.loaded.deferred is not None
-        window_sites = of_shapes(self.loaded, sample) if deferred else checks.sites(self.loaded, sample)
+        survey = of_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
+        window_sites = survey.reached
         self._prove_identity(texts.first(batches[0].inputs, 2) if batches else sample)
         refuse_initialised(self._source, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
@@ -227,7 +228,7 @@ class Inspection:
             refuse_many_rows(self.reached, self.settings.heads)
         for found in self.reached if self.tokenless else ():
             self.collector.skip(found.site.name, str(self.tokenless), measure="tokens")
-        for entry in checks.out_of_reach(self.loaded, sample, window_sites):
+        for entry in checks.out_of_reach(self.loaded, survey):
             unseen = deferred and entry.reason == hooks.UNTRACED
             self.collector.skip(entry.site, BY_HAND if unseen else entry.reason)
 

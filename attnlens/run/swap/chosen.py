@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
-from transformers import PreTrainedModel
+from collections.abc import Sequence
 
 from attnlens import hooks
 from attnlens.choices import Part
@@ -38,19 +35,17 @@ def chosen_sites(
     return found
 
 
-def idle_sites(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], reached: list[Reached], layers: Sequence[int] | None
-) -> list[Skipped]:
-    """Attention that these inputs do not run.
+def idle_sites(survey: hooks.Surveyed, layers: Sequence[int] | None) -> list[Skipped]:
+    """Attention that the inputs do not run.
 
     Raises ModelError where all layers are to be swapped and one's can't be read.
     """
-    missed = hooks.unreached(model, inputs, reached)
+    missed = survey.missed
     outside = [(path, why) for path, why in missed.items() if why is not None]
     if outside and layers is None:
         raise ModelError(
             f"{outside[0][0]} can't be swapped: {outside[0][1]}.",
-            f"Swap the {len(reached)} sites within reach: --layers 0-{len(reached) - 1}.",
+            f"Swap the {len(survey.reached)} sites within reach: --layers 0-{len(survey.reached) - 1}.",
         )
     return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in missed.items() if why is None]
 

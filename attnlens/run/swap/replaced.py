@@ -58,23 +58,23 @@ def replaced(
         checked_name("part", part, PARTS)
     loaded = held_model(model)
     with at_rest(loaded.model), torch.no_grad():
-        inputs, reached = _surveyed(loaded, batch)
-        chosen = chosen_sites(reached, layers, heads, part)
-        idle_sites(loaded.model, inputs, reached, layers)  # refuses attention out of reach
+        inputs, survey = _surveyed(loaded, batch)
+        chosen = chosen_sites(survey.reached, layers, heads, part)
+        idle_sites(survey, layers)  # refuses attention out of reach
         refuse_crossing(new, list(chosen))
-        sites = tuple(found.site for found in reached)
+        sites = tuple(found.site for found in survey.reached)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
     return hooks.replace(loaded.model, sites, swaps)
 
 
-def _surveyed(loaded: Loaded, batch: Mapping[str, Any] | None) -> tuple[Mapping[str, Tensor], list[hooks.Reached]]:
-    """The batch, or a made-up one, and the sites that it reaches, when recomputing their attention changed nothing."""
+def _surveyed(loaded: Loaded, batch: Mapping[str, Any] | None) -> tuple[Mapping[str, Tensor], hooks.Surveyed]:
+    """The batch, or a made-up one, and what it shows of the model, when recomputing attention changed nothing."""
     inputs = _made_up(loaded) if batch is None else tensors(loaded.model, batch)
-    reached = checks.sites(loaded, inputs, made_up=batch is None)
+    survey = checks.surveyed(loaded, inputs, made_up=batch is None)
     checks.proven_whole(loaded, inputs)
-    return inputs, reached
+    return inputs, survey
 
 
 def _kernel(words: str, *, allow_signed: bool) -> Kernel:

@@ -135,7 +135,8 @@ class Swapping:
 
     def _survey(self) -> None:
         """Find the sites, prove that recomputing attention changes nothing, choose the sites."""
-        reached = checks.sites(self.loaded, self._probe)
+        survey = checks.surveyed(self.loaded, self._probe)
+        reached = survey.reached
         self.identity_error = checks.proven_whole(self.loaded, self._probe)
         refuse_initialised(self.loaded, self._probe, predictions(self.task))
         self.sites = tuple(found.site for found in reached)
@@ -144,7 +145,7 @@ class Swapping:
             check_fits(self.options.ranks, reached)
         self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
         self.shapes = shapes_of(reached, self.chosen)
-        self.idle = idle_sites(self.loaded.model, self._probe, reached, self.settings.layers)
+        self.idle = idle_sites(survey, self.settings.layers)
 
     def _kernels(self) -> list[Kernel]:
         """Those asked for; raises UsageError for one that has no meaning in a chosen cross-attention."""
