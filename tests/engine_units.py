@@ -93,3 +93,24 @@ def interrupted(_):
 def sleep(folder, unit):
     (Path(folder) / f"{unit}.pid").write_text(str(os.getpid()))
     time.sleep(60)
+
+
+def tasks():
+    """Of a study."""
+    from attnlens.studies.tasks import Reversal
+
+    return [Reversal()]
+
+
+def training_units():
+    """Two short runs of a small model."""
+    from dataclasses import replace
+
+    from attnlens.kernel_transformers import AttentionForm
+    from attnlens.studies.scales import SCALES
+    from attnlens.studies.training import Run
+    from attnlens.studies.units import TrainingUnit
+
+    small = replace(SCALES["tiny"], layers=1, d_model=16, d_forward=16, heads=2, batch=8, looks=1)
+    form = AttentionForm(positions="sum", in_value=True)
+    return [TrainingUnit(tasks()[0].name, form, small, Run(1e-2, 2, seed), tested=True) for seed in (0, 1)]

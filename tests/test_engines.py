@@ -21,7 +21,8 @@ from attnlens.engines import Done, completed, engine
 from attnlens.engines.local_processes import LocalWorkers
 from attnlens.engines.ray_cluster import RayWorkers
 from attnlens.engines.slurm_jobs import SlurmWorkers
-from attnlens.errors import AttnlensError, UsageError
+from attnlens.errors import AttnlensError, ModelError, UsageError
+from attnlens.studies.pool import Pool, UnitTrainer
 
 LOST = "All workers were lost, again and again, and no unit ended."
 
@@ -109,7 +110,8 @@ def test_a_process_that_dies_takes_its_own_unit_alone_which_is_tried_again(worke
 
 def test_a_unit_that_always_kills_its_process_is_given_up_and_the_others_end_at_their_first_attempt(three, tmp_path):
     found = by_unit(completed(three, partial(units.killed_always, tmp_path), range(8), attempts=3))
-    assert found.pop(2) == (None, "Its process ended before it did: for want of memory, or killed.")
+    reason = found.pop(2)[1]
+    assert reason.startswith("Its process ended before it did: for want of memory, killed, or as a script calls")
     assert found == {n: (n, None) for n in range(8) if n != 2}
     assert begun(tmp_path) == dict.fromkeys(range(8), 1) | {2: 3}
 
@@ -225,6 +227,26 @@ def test_a_ray_cluster_of_three_workers_loses_one_in_the_middle_and_ends_every_u
         assert failed[3] == (None, "ZeroDivisionError: first line")
         assert failed[4][1].startswith("Ray brought no result: Failed to deserialize exception.")
         assert failed[5] == (5, None)
+
+
+def test_a_study_trains_on_a_ray_cluster_what_it_trains_here(cluster, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    told = []
+    with RayWorkers(2, cluster) as workers:
+        for folder, of in (("here", None), ("there", workers)):
+            trainer = UnitTrainer(units.tasks, tmp_path / folder)
+            with Pool(units.tasks(), trainer, of, 2, lambda *said: told.append(said)) as pool:
+                found = pool.outcomes(units.training_units(), "search")
+            told.append({unit.run.seed: (outcome.curve, outcome.scores) for unit, outcome in found.items()})
+        with Pool([], UnitTrainer(list, tmp_path), workers, 1, print) as pool, pytest.raises(ModelError) as refused:
+            pool.outcomes(units.training_units()[:1], "search")
+    assert told[2] == told[5]
+    assert told[3:5] == [("search", 1, 2), ("search", 2, 2)]
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == sorted(
+        path.name for path in (tmp_path / "there").iterdir()
+    )
+    assert refused.value.problem == "A model of planted reversal could not be trained: KeyError: 'planted reversal'"
 
 
 def test_units_that_kill_every_worker_of_a_ray_cluster_end_the_run_in_two_lines(cluster, capsys):

@@ -106,7 +106,10 @@ class LocalWorkers(WaitingThreads):
 
 def _why(error: BrokenProcessPool) -> str:
     if error.__cause__ is None:
-        return "Its process ended before it did: for want of memory, or killed."
+        return (
+            "Its process ended before it did: for want of memory, killed, or as a script calls attnlens outside of "
+            "`if __name__ == '__main__':`."
+        )
     raised = str(error.__cause__).strip().splitlines()[-2]  # below a trace, above the closing quotes
     return f"What it raised can't be read here: {raised}"
 

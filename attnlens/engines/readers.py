@@ -236,11 +236,22 @@ def resources(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_work(given: Mapping[str, Any], *, kept: bool) -> None:
     """Raise UsageError where what is asked of the work makes no sense, OutputError where its parts can't be kept."""
-    if given["address"] is not None and given["engine"] != "ray":
-        raise UsageError("--address is that of a Ray cluster.", "Leave it out, or add --engine ray.")
+    check_engine(given)
     if (given["shard"] is not None or is_elsewhere(given)) and not kept:
         raise OutputError("The user's cache can't be written, where parts of a run are kept.", "Add --work DIR.")
-    if is_elsewhere(given) and "-" in map(str, given["text"]):
+    if is_elsewhere(given):
+        refuse_stdin(given)
+
+
+def check_engine(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for an address that the engine does not take."""
+    if given["address"] is not None and given["engine"] != "ray":
+        raise UsageError("--address is that of a Ray cluster.", "Leave it out, or add --engine ray.")
+
+
+def refuse_stdin(given: Mapping[str, Any]) -> None:
+    """Raise UsageError where a text comes from stdin."""
+    if "-" in map(str, given["text"]):
         raise UsageError("A text from stdin can't be read by several processes.", "Write it to a file.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from attnlens.arguments import LARGEST, path, shown
 from attnlens.choices import STUDIES
@@ -12,6 +12,7 @@ from attnlens.registry import checked_name
 from attnlens.requests.fields import Option
 from attnlens.requests.run_options import INPUT, OUTPUT, Place, one_file, several_files
 from attnlens.requests.values import Words, folder, words
+from attnlens.requests.work_options import EngineRequest
 
 ALL = "all"
 MOST_JOBS = 256
@@ -30,7 +31,7 @@ def _series(_name: str, given: Any) -> tuple[str, str]:
     return path("series", two[0]), path("series", two[1])
 
 
-class StudyRequest(TypedDict, total=False):
+class StudyRequest(EngineRequest, total=False):
     """How a study's models are made and trained, and on what."""
 
     scale: Annotated[
@@ -85,7 +86,7 @@ class StudyRequest(TypedDict, total=False):
     ]
     seed: Annotated[int, Option("The first of them.", 0, least=0, most=LARGEST - 100)]
     jobs: Annotated[
-        int | None, Option("Processes that train at once.", least=1, most=MOST_JOBS, shown="one a core; on a GPU 1")
+        int | None, Option("Models that are trained at once.", least=1, most=MOST_JOBS, shown="one a core; on a GPU 1")
     ]
     save: Annotated[
         Place,

@@ -110,7 +110,26 @@ class SpreadRequest(TypedDict, total=False):
     ]
 
 
-class SharedRequest(KeptRequest, total=False):
+class EngineRequest(TypedDict, total=False):
+    """Where the units of a run are computed."""
+
+    engine: Annotated[
+        Engine,
+        Option(
+            "Where units are computed: in processes here (`local`), by jobs of Slurm (`slurm`; `SBATCH_TIMELIMIT` "
+            "and its like say what they ask for), on a Ray cluster (`ray`).",
+            "local",
+            panel=WORK,
+            metavar="NAME",
+        ),
+    ]
+    address: Annotated[
+        str | None,
+        Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
+    ]
+
+
+class SharedRequest(KeptRequest, EngineRequest, total=False):
     """What a run whose units may be read elsewhere can be asked for, too."""
 
     shard: Annotated[
@@ -123,25 +142,11 @@ class SharedRequest(KeptRequest, total=False):
             check=shard,
         ),
     ]
-    engine: Annotated[
-        Engine,
-        Option(
-            "Where units are read: in processes here (`local`), by jobs of Slurm (`slurm`; `SBATCH_TIMELIMIT` "
-            "and its like say what they ask for), on a Ray cluster (`ray`).",
-            "local",
-            panel=WORK,
-            metavar="NAME",
-        ),
-    ]
     jobs: Annotated[
         int,
         Option(
             "How many units are read at once; each process loads the model.", 1, panel=WORK, least=1, most=MOST_JOBS
         ),
-    ]
-    address: Annotated[
-        str | None,
-        Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
     ]
 
 

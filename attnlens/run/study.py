@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 from attnlens import texts
 from attnlens.arguments import public
 from attnlens.choices import STUDIES
+from attnlens.engines import Workers, engine
+from attnlens.engines.readers import check_engine, refuse_stdin
 from attnlens.errors import UsageError
 from attnlens.files import check_folder, make_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
@@ -60,6 +63,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     """
     asked = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
+    check_engine(asked)
     scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
     folder = Path(asked["work"]) if asked["work"] is not None else cached("study")
     check_work(folder)
@@ -71,16 +75,17 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     tasks = make()
     _check_names(tasks)
     make_folder(folder)
-    plan = StudyPlan(scales, asked["seed"], folder, _jobs(asked), kept=asked["save"] is not None)
     found: list[StudyTable] = []
-    for each, cells in chosen.items():
-        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
-        trained = trained_cells(pairs, make, plan, progress)
-        if plan.kept:
-            save_cells(Path(asked["save"]) / each, trained, folder)
-        of = [task for task in tasks if any(one is task for _, one in pairs)]
-        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
-        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
+    with _workers(asked, folder) as workers:
+        plan = StudyPlan(scales, asked["seed"], folder, workers, kept=asked["save"] is not None)
+        for each, cells in chosen.items():
+            pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+            trained = trained_cells(pairs, make, plan, progress)
+            if plan.kept:
+                save_cells(Path(asked["save"]) / each, trained, folder)
+            of = [task for task in tasks if any(one is task for _, one in pairs)]
+            missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
+            found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
     return _report(found, asked, time.perf_counter() - start)
 
 
@@ -183,8 +188,12 @@ def _scale(form: TaskForm, asked: dict[str, Any]) -> Scale:
     return replace(found, seeds=asked["seeds"] or found.seeds)
 
 
-def _jobs(asked: dict[str, Any]) -> int:
-    """How many processes train: those asked for, else one a core; one on a GPU, and where stdin is read."""
-    if "-" in map(str, asked["text"]):
-        return 1
-    return asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+def _workers(asked: dict[str, Any], folder: Path) -> AbstractContextManager[Workers | None]:
+    """Who trains: so many of the engine as were asked for, else one a core; this process on a GPU, or for stdin."""
+    gpus = int(torch.cuda.is_available())
+    jobs = asked["jobs"] or (1 if gpus else os.cpu_count() or 1)
+    if asked["engine"] == "local":
+        return nullcontext() if jobs == 1 or "-" in map(str, asked["text"]) else engine("local", jobs=jobs)
+    refuse_stdin(asked)
+    work = folder / "slurm" if asked["engine"] == "slurm" else None
+    return engine(asked["engine"], jobs=jobs, address=asked["address"], folder=work, gpus=gpus)

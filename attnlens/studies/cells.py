@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnlens.studies.pool import MakeTasks, Pool
+from attnlens.engines import Workers
+from attnlens.studies.pool import MakeTasks, Pool, UnitTrainer
 from attnlens.studies.scales import Scale
 from attnlens.studies.speed import Speed, speeds
 from attnlens.studies.tables import PaperCell
@@ -29,8 +30,8 @@ class StudyPlan:
     """The first seed."""
     folder: Path
     """Where finished units are kept."""
-    jobs: int
-    """Processes that train at once."""
+    workers: Workers | None
+    """Who trains; None: this process."""
     kept: bool
     """Whether the first seed's model is kept at every look."""
 
@@ -70,7 +71,7 @@ def trained_cells(
     tasks = list({id(task): task for _, task in cells}.values())
     tried = {at: _search_units(cell, task, plan.scales[task.form]) for at, (cell, task) in enumerate(cells)}
     total = sum(map(len, tried.values())) + sum(plan.scales[task.form].seeds for _, task in cells)
-    with Pool(tasks, make, plan.folder, plan.jobs, total, tell) as pool:
+    with Pool(tasks, UnitTrainer(make, plan.folder), plan.workers, total, tell) as pool:
         searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
         chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
         seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}

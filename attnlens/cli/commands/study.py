@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import guarded, interruptible_at_once, say
-from attnlens.cli.work import working
+from attnlens.cli.work import begin_workers, working
 from attnlens.requests.study import StudyRequest, table
 
 Table = Annotated[
@@ -30,6 +31,7 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
     outputs = Outputs.of(given)
     settings = opt.keywords(StudyRequest, given)
     outputs.check(Inputs.of(given, ()))
+    begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
     with interruptible_at_once():
         from attnlens import run
 
