@@ -96,6 +96,20 @@ def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(demo_rep
     assert all(head.measures[name].null is not None for name in scalars for head in demo_report.heads)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_heads_of_gaussian_weights_have_the_norm_of_their_null_whatever_their_scale(scale):
+    model = families.build("llama")
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = scale
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            torch.nn.init.normal_(weight, std=3.0)
+    report = attnlens.inspect(model, source="weights", analyzers=("symmetry",))
+    ratios = [norm.value / norm.null.mean for norm in (head.measures["weights.norm"] for head in report.heads)]
+    assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
+
+
 def test_random_weights_read_the_null(demo):
     """The control: of a model with random query and key weights, nine heads in ten lie within two null sds."""
     model = families.build("gpt2")
@@ -276,7 +290,7 @@ def test_a_failure_of_our_own_is_not_blamed_on_the_model(demo, monkeypatch):
     def broken(_model, _inputs):
         raise ValueError("our own")
 
-    monkeypatch.setattr(hooks, "survey", broken)
+    monkeypatch.setattr(hooks, "surveyed", broken)
     with pytest.raises(ValueError, match="our own"):
         attnlens.inspect(demo, source="weights")
 

@@ -259,6 +259,6 @@ def _measure(
 
 
 def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> list[Null]:
-    """The null of each head: as drawn from factors of unit norm, or rescaled to the head's own ‖s·W_Q‖‖W_K‖."""
+    """The null of each head: as drawn from factors of unit norm, or rescaled to the head's own ‖W_Q‖‖W_K‖."""
     factors = norms.tolist() if info.grows_with_factors else [1.0] * len(norms)
     return [Null(mean=null[0] * factor, sd=null[1] * abs(factor)) for factor in factors]
