@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from concurrent.futures import BrokenExecutor
@@ -17,7 +18,7 @@ import engine_units as units
 import pytest
 from clusters import paths
 
-from attnlens.engines import Done, completed, engine
+from attnlens.engines import Done, completed, engine, ray_cluster
 from attnlens.engines.local_processes import LocalWorkers
 from attnlens.engines.ray_cluster import RayWorkers
 from attnlens.engines.slurm_jobs import SlurmWorkers
@@ -272,6 +273,30 @@ def test_no_ray_cluster_at_an_address_is_said_at_once(address):
             engine("ray", jobs=1, address=address)
     assert caught.value.problem.startswith(f"No Ray cluster is at {address}: ")
     assert "ray start --head" in caught.value.remedy
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None], ids=["http", "closed", "silent"])
+def test_what_listens_at_an_address_and_is_no_ray_is_said_within_seconds(answer, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            there, _ = server.accept()
+            there.recv(100)
+            if answer is not None:
+                there.sendall(answer)
+                there.close()
+            kept.append(there)
+
+        kept: list[socket.socket] = []
+        serving = threading.Thread(target=serve)
+        serving.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UsageError, match=f"No Ray cluster is at {address}: ") as caught:
+            engine("ray", jobs=1, address=address)
+        serving.join()
+        kept[0].close()
     assert len(str(caught.value).splitlines()) == 2
 
 

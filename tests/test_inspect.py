@@ -18,9 +18,10 @@ from attnlens import hooks, models, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
-from attnlens.run import Interrupted
+from attnlens.run import Interrupted, checks
 from attnlens.run.inspect.collector import scaled_null
 from attnlens.run.inspect.extremes import extremes
+from attnlens.run.inspect.survey import Inspection
 from attnlens.sentences import reports
 from attnlens.sentences.population import population
 
@@ -192,6 +193,15 @@ def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
     )
     with pytest.raises(IdentityError, match="changes its outputs"):
         attnlens.inspect(demo, **SMALL)
+
+
+@pytest.mark.parametrize(("longest", "proven"), [(2048**2, 2), (15**2, 1)])
+def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monkeypatch):
+    given, honest = [], checks.proven
+    monkeypatch.setattr(checks, "proven", lambda model, inputs: given.append(inputs) or honest(model, inputs))
+    monkeypatch.setitem(Inspection.run.__globals__, "LONG", longest)
+    attnlens.inspect(demo, source="tokens", sequences=4, tokens=16)
+    assert [len(inputs["input_ids"]) for inputs in given] == [proven]
 
 
 def test_minilm_is_read_whole(minilm):

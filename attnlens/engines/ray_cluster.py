@@ -18,6 +18,10 @@ RETRIES = 1
 """Times that Ray itself runs a task again whose worker or node was lost."""
 SECONDS = 5
 """Time to reach an address: Ray itself asks for two minutes, and ends the process then."""
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a client of HTTP/2, over which Ray talks, says first, and after it empty settings (RFC 9113, section 3.4)."""
+SETTINGS = 4
+"""The type of frame, its fourth byte, with which a server answers."""
 
 
 class RayWorkers(WaitingThreads):
@@ -100,7 +104,12 @@ def _keep_from_stdout(worker: Any) -> None:
 
 
 def _reach(address: str) -> None:
-    """Raises OSError where nobody listens at HOST:PORT."""
+    """Raises OSError where nobody listens at HOST:PORT, or what listens is no Ray: Ray itself would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), SECONDS).close()
+    if not (host and port.isdecimal()):
+        return
+    with socket.create_connection((host, int(port)), SECONDS) as there:
+        if os.environ.get("RAY_USE_TLS", "0") == "0":
+            there.sendall(GREETING)
+            if there.recv(9)[3:4] != bytes([SETTINGS]):
+                raise OSError("what answers there is no Ray.")

@@ -15,6 +15,7 @@ from attnlens.choices import ATTENTION
 from attnlens.engines.readers import OTHERS, UnitReader, read_units
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
+from attnlens.linalg.long import LONG
 from attnlens.models.deferred import unspoken
 from attnlens.records import Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering
@@ -217,7 +218,9 @@ class Inspection:
         deferred = self.loaded.deferred is not None
         survey = of_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
         window_sites = survey.reached
-        self._prove_identity(texts.first(batches[0].inputs, 2) if batches else sample)
+        # one long sequence proves as much, and its predictions alone take gigabytes
+        many = any(found.call.query.shape[2] * found.call.key.shape[2] > LONG for found in window_sites)
+        self._prove_identity(texts.first(batches[0].inputs, 1 if many else 2) if batches else sample)
         refuse_initialised(self._source, sample, attention)
         self.sites = tuple(found.site for found in window_sites)
         layers = self.settings.layers
