@@ -17,6 +17,8 @@ from attnlens.files import make_folder, write_atomically
 
 RUN = "run.json"
 """The file in a run's folder that says what the run is, and which units it has."""
+SEAL = sha256().digest_size
+"""Bytes at the end of a unit's file, which prove that it is whole, and that unit's."""
 CLEARED = 8
 """How often a folder is made again that others clear while a file is written there."""
 OTHER_WORK = "Name another folder with --work."
@@ -25,6 +27,31 @@ OTHER_WORK = "Name another folder with --work."
 def key_of(facts: Mapping[str, Any]) -> str:
     """A name for what these facts determine: their SHA-256, shortened to 32 hex digits."""
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def sealed(run: str, unit: str, content: bytes) -> bytes:
+    """What a unit found, and the SHA-256 of that, of the unit's name and of its run's."""
+    return content + sha256(_name(run, unit).encode() + content).digest()
+
+
+def unsealed(run: str, unit: str, content: bytes, where: str) -> bytes:
+    """What a unit found, from its file. Raises OutputError where the file is damaged, or that of another unit."""
+    found = content[:-SEAL]
+    if sealed(run, unit, found) != content:
+        raise refused(where)
+    return found
+
+
+def refused(where: str) -> OutputError:
+    """The error for a file that is no unit of work, or not the one that it should be."""
+    return OutputError(
+        f"{where} is damaged, another unit's, or not of this version.",
+        "Read it again with --no-resume; where it came in a report, run that shard again.",
+    )
+
+
+def _name(run: str, unit: str) -> str:
+    return key_of({"run": run, "unit": unit})
 
 
 def work_root(work: str | os.PathLike[str] | None) -> str:
@@ -193,7 +220,7 @@ class UnitFiles:
 
     def name(self, unit: str) -> str:
         """The name of a unit's file."""
-        return key_of({"run": self.run, "unit": unit}) + self.suffix
+        return _name(self.run, unit) + self.suffix
 
     def describe(self, content: bytes, readable: Callable[[bytes], bool] = bool) -> None:
         """Write what the run is, where no other process did so in a form that is `readable`.
@@ -209,13 +236,18 @@ class UnitFiles:
         """The whole name of a unit's file, and which unit it is."""
         return f"{self.store}/{self.name(unit)} ({unit})"
 
-    def read(self, unit: str) -> bytes | None:
-        """What a unit found; None where it is not finished. Raises OutputError where its file can't be read."""
+    def file(self, unit: str) -> bytes | None:
+        """A unit's file; None where it is not finished. Raises OutputError where it can't be read."""
         return self.store.read(self.name(unit))
+
+    def read(self, unit: str) -> bytes | None:
+        """What a unit found; None where it is not finished. Raises OutputError where its file is damaged."""
+        content = self.file(unit)
+        return None if content is None else unsealed(self.run, unit, content, self.where(unit))
 
     def write(self, unit: str, content: bytes) -> None:
         """Keep what a unit found. Raises OutputError where it can't be written."""
-        self.store.write(self.name(unit), content)
+        self.store.write(self.name(unit), sealed(self.run, unit, content))
 
     def clear(self, units: Iterable[str]) -> None:
         """Remove the files of a run whose report is written; first the one by which others know it."""

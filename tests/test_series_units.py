@@ -14,6 +14,7 @@ from hostile import refused
 from program import attnlens as program
 from program import refused as ended
 from reports import timeless
+from sealing import flipped, seal, unsealed
 
 import attnlens
 from attnlens import run
@@ -236,8 +237,12 @@ def test_a_file_that_is_no_reading_is_refused(places, tmp_path):
     attnlens.converge_checkpoints(places, **ASKED, shard="1/1", work=tmp_path)
     path = units(tmp_path)[0]
     whole_content = path.read_bytes()
-    for content in (whole_content[:-1], b"", b"{}", b"[" * 100_000, b"\xff"):
-        path.write_bytes(content)
+    damaged = [whole_content[:-1], b"", flipped(whole_content, 100), units(tmp_path)[1].read_bytes()]
+    for content in (*damaged, b"{}", b"[" * 100_000, b"\xff"):
+        if content in damaged:
+            path.write_bytes(content)
+        else:
+            seal(path, content, kept.SeriesFrame)
         for call in (
             lambda: attnlens.converge_checkpoints(places, **ASKED, work=tmp_path),
             lambda: run.merge(str(tmp_path)),
@@ -245,7 +250,7 @@ def test_a_file_that_is_no_reading_is_refused(places, tmp_path):
             refused(OutputError, call, path.name, "--no-resume")
     path.write_bytes(whole_content)
     assert run.merge(str(tmp_path)).experiments, "a control"
-    assert kept.unpacked(whole_content, "").name.startswith("step-")
+    assert kept.unpacked(unsealed(whole_content), "").name.startswith("step-")
 
 
 def test_what_makes_no_sense_is_refused(places, tmp_path):

@@ -29,6 +29,7 @@ from program import environment_with
 from program import refused as ended
 from reports import timeless
 from safetensors.torch import save
+from sealing import flipped, seal, unit_of, unsealed
 
 import attnlens
 from attnlens import requests, run
@@ -156,9 +157,9 @@ def test_what_is_gone_on_from_is_what_lies_there(read, few, tmp_path):
         (name, (given[0], given[1], given[2], {key: 2 * value for key, value in given[3].items()}, *given[4:]))
         if name == "add_weights"
         else (name, given)
-        for name, given in unpacked(first_bytes, "")
+        for name, given in unpacked(unsealed(first_bytes), "")
     ]
-    first.write_bytes(packed(calls))
+    seal(first, packed(calls))
     read.clear()
     again = attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path)
     assert read == []
@@ -481,6 +482,53 @@ def test_a_unit_that_is_cut_off_is_named(tmp_path):
     assert attnlens.inspect("demo", **FEW, work=tmp_path).coverage.complete
 
 
+def test_a_unit_with_one_other_byte_is_refused(unit):
+    """Wherever the byte stands; what the file held again is read as before."""
+    path, content = unit
+    asked = FEW | {"layers": [0], "work": path.parent.parent}
+    places = random.Random(0).sample(range(len(content)), 40)  # noqa: S311
+    for place in (0, *places, len(content) - 1):
+        path.write_bytes(flipped(content, place))
+        for call in (
+            lambda: attnlens.inspect("demo", **asked, shard="1/1"),
+            lambda: run.merge(str(path.parent.parent)),
+        ):
+            refused(OutputError, call, path.name, "weights of layer 0", "is damaged")
+    path.write_bytes(content)
+    assert attnlens.inspect("demo", **asked, shard="1/1").coverage.complete, "a control"
+
+
+def test_another_units_file_is_refused(few, tmp_path):
+    """One of the same run, and the same unit's of another run, whose numbers differ."""
+    attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path / "own")
+    attnlens.inspect("demo", **FEW | {"seed": 1}, shard="1/1", work=tmp_path / "other")
+    files = {unit_of(path): path for path in finished(tmp_path / "own")}
+    others = {unit_of(path): path for path in finished(tmp_path / "other")}
+    path = files["weights of layer 1"]
+    content = path.read_bytes()
+    for copied in (files["weights of layer 0"], others["weights of layer 1"]):
+        path.write_bytes(copied.read_bytes())
+        for call in (
+            lambda: attnlens.inspect("demo", **FEW, work=tmp_path / "own"),
+            lambda: run.merge(str(tmp_path / "own")),
+        ):
+            refused(OutputError, call, path.name, "weights of layer 1", "another unit's", "--no-resume")
+    path.write_bytes(content)
+    assert bytes_of(run.merge(str(tmp_path / "own"))) == few, "a control"
+
+
+def test_a_unit_in_a_report_that_is_damaged_or_anothers_is_named(tmp_path, few):
+    whole = json.loads(attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path / "work").to_json())
+    name, place = "weights of layer 2", tmp_path / "report.json"
+    units = whole["part"]["units"]
+    content = base64.b64decode(units[name])
+    for wrong in (base64.b64encode(flipped(content, len(content) // 2)).decode(), units["weights of layer 3"]):
+        place.write_text(json.dumps(whole | {"part": whole["part"] | {"units": units | {name: wrong}}}))
+        refused(OutputError, lambda: run.merge(str(place)), "report.json", name, "run that shard again")
+    place.write_text(json.dumps(whole))
+    assert bytes_of(run.merge(str(place))) == few, "a control"
+
+
 def test_a_unit_in_a_report_that_is_cut_off_is_named(tmp_path):
     report = json.loads(attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path).to_json())
     units = report["part"]["units"]
@@ -557,13 +605,13 @@ def unit(_own_cache, tmp_path_factory) -> tuple[Path, bytes]:
 @pytest.mark.parametrize("fault", HOSTILE)
 def test_a_hostile_unit_is_refused(fault, unit):
     path, content = unit
-    path.write_bytes(HOSTILE[fault](unpacked(content, "")))
+    seal(path, HOSTILE[fault](unpacked(unsealed(content), "")))
     asked = FEW | {"layers": [0], "work": path.parent.parent}
     for call in (
         lambda: attnlens.inspect("demo", **asked, shard="1/1"),
         lambda: run.merge(str(path.parent.parent)),
     ):
-        refused(OutputError, call, path.name, "no unit of work of this version", "--no-resume")
+        refused(OutputError, call, path.name, "or not of this version", "--no-resume")
     path.write_bytes(content)
     assert attnlens.inspect("demo", **asked, shard="1/1").coverage.complete, "a control"
 
@@ -571,7 +619,7 @@ def test_a_hostile_unit_is_refused(fault, unit):
 def test_nothing_in_a_unit_is_run(unit, tmp_path):
     path, content = unit
     for payload in (pickle.dumps(Payload(tmp_path / "trace")), _torch_file(Payload(tmp_path / "trace"), tmp_path)):
-        path.write_bytes(payload)
+        seal(path, payload)
         asked = FEW | {"layers": [0], "work": path.parent.parent}
         refused(OutputError, lambda asked=asked: attnlens.inspect("demo", **asked, shard="1/1"), path.name)
         assert not (tmp_path / "trace").exists()

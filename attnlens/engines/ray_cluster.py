@@ -92,7 +92,8 @@ def _connect(ray: Any, address: str, processors: int) -> None:
         where = "can be started on this machine" if own else f"is at {address}"
         raise UsageError(
             f"No Ray cluster {where}: {headline(error)}",
-            "Start one with `ray start --head` and name its HOST:PORT, or name no address to run Ray on this machine.",
+            "Start one with `ray start --head`, under the same token or RAY_AUTH_MODE as here, and name its HOST:PORT;"
+            " or name no address to run Ray on this machine.",
         ) from error
     _keep_from_stdout(ray._private.worker)
 

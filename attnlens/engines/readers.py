@@ -132,7 +132,7 @@ class KeptUnits(UnitReader[Unit, Value]):
         """The finished units of the shard, as their files have them."""
         if self.shard is None:
             return None
-        contents = {unit.name: self.files.read(unit.name) for unit in self.units(frame)}
+        contents = {unit.name: self.files.file(unit.name) for unit in self.units(frame)}
         return ShardPart(
             run=self.files.run,
             index=self.shard[0],

@@ -19,7 +19,7 @@ from attnlens.run.inspect.units import WorkUnit
 from attnlens.run.inspect.work import SUFFIX, difference, first_difference
 from attnlens.run.training import kept
 from attnlens.run.training.kept import SeriesFrame, series_report
-from attnlens.unit_files import RUN, Store, UnitFiles, store_of
+from attnlens.unit_files import RUN, Store, UnitFiles, store_of, unsealed
 
 AnyFrame = Frame | SeriesFrame
 SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
@@ -60,7 +60,7 @@ def merge(*places: str) -> Report:
     `places` are folders (or addresses of fsspec) that `work` named, and JSON reports of shards, in any order; one may
     be given twice. All of them stay as they are; the command removes the units of folders once it has written the
     report as JSON. Raises UsageError where they are of different models, settings or versions, naming the field, and
-    where a unit is missing, naming it; OutputError where a unit's file is cut off.
+    where a unit is missing, naming it; OutputError where a unit's file is damaged, or that of another unit.
     """
     return merged(*places)[0]
 
@@ -129,17 +129,21 @@ def _of_report(path: str, parts: FoundUnits) -> None:
     if part.run != frame.key:
         raise UsageError(f"{path} is damaged: its run is not the one that it is named by.", "Run its shard once more.")
     parts.add(frame, path)
-    parts.units |= _contents(part, path)
+    parts.units |= _contents(part, frame.key, path)
     parts.shards[part.index] = part.count
 
 
-def _contents(part: ShardPart, path: str) -> dict[str, tuple[bytes, str]]:
+def _contents(part: ShardPart, run: str, path: str) -> dict[str, tuple[bytes, str]]:
     try:
-        return {
-            name: (base64.b64decode(content, validate=True), f"{path} ({name})") for name, content in part.units.items()
-        }
+        files = {name: base64.b64decode(content, validate=True) for name, content in part.units.items()}
     except (binascii.Error, ValueError):
         raise UsageError(f"{path} holds a unit that is no base64.", "Run its shard once more.") from None
+    return _opened(files, run, {name: f"{path} ({name})" for name in files})
+
+
+def _opened(files: Mapping[str, bytes], run: str, where: Mapping[str, str]) -> dict[str, tuple[bytes, str]]:
+    """What units found, by their files. Raises OutputError where one is damaged, or another unit's."""
+    return {name: (unsealed(run, name, content, where[name]), where[name]) for name, content in files.items()}
 
 
 def _of_folder(root: str, parts: FoundUnits) -> None:
@@ -164,9 +168,8 @@ def _files(run: Store, frame: AnyFrame) -> dict[str, tuple[bytes, str]]:
     files = UnitFiles(run, frame.key, _suffix(frame))
     there = set(run.names())
     contents = {unit.name: run.read(files.name(unit.name)) for unit in frame.units if files.name(unit.name) in there}
-    return {
-        name: (content, f"{files.name(name)} ({name})") for name, content in contents.items() if content is not None
-    }
+    found = {name: content for name, content in contents.items() if content is not None}
+    return _opened(found, frame.key, {name: f"{files.name(name)} ({name})" for name in found})
 
 
 def _frame(content: bytes, where: str) -> AnyFrame:

@@ -16,7 +16,8 @@ from attnlens.errors import FAILURES
 from attnlens.records import AttentionRows, Measure, Null, Selection, Site
 from attnlens.registry import Answer
 from attnlens.registry.analysis import Named
-from attnlens.run.inspect.sink import Handed, Unpacked, refused
+from attnlens.run.inspect.sink import Handed, Unpacked
+from attnlens.unit_files import refused
 from attnlens.weights import Traits
 
 FORM = "attnlens unit 1"

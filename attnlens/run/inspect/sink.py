@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnlens.errors import FAILURES, OutputError
+from attnlens.errors import FAILURES
 from attnlens.registry import Analyzer, Answer, Gathering, Readings
 from attnlens.run.inspect.chunks import pieces
 from attnlens.statistics import summed
+from attnlens.unit_files import refused
 
 if TYPE_CHECKING:
     from attnlens.records import AttentionRows, Null, QueryKey, Selection, Site
@@ -148,14 +149,6 @@ class Unpacked(list[Handed]):
     def __init__(self, calls: Iterable[Handed], where: str) -> None:
         super().__init__(calls)
         self.where = where
-
-
-def refused(where: str) -> OutputError:
-    """The error for a file that is no unit of work."""
-    return OutputError(
-        f"{where} is cut off, or no unit of work of this version.",
-        "Read it again with --no-resume; where it came in a report, run that shard again.",
-    )
 
 
 def replay(calls: Iterable[Handed], into: Sink) -> None:

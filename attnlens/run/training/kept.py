@@ -18,11 +18,10 @@ from attnlens.models.locate import Location
 from attnlens.records import Coverage, File, Head, Report, ShardPart, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run.fingerprint import code_of
-from attnlens.run.inspect.sink import refused
 from attnlens.run.provenance import report_of
 from attnlens.run.training.trajectories import CheckpointReading, training
 from attnlens.texts import Content, Cut
-from attnlens.unit_files import UnitFiles, key_of, store_of, work_root
+from attnlens.unit_files import UnitFiles, key_of, refused, store_of, work_root
 
 if TYPE_CHECKING:
     from attnlens.run.training.series import Series
