@@ -55,6 +55,14 @@ def _watched() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No unit that an earlier run left in the user's cache is taken up, and none is left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _tokenized_once() -> Iterator[None]:
     """The built-in texts, which most tests feed, are tokenized once by all small tokenizers that say the same."""
     honest, known = sequences._ids, {}

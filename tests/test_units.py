@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import clusters
@@ -36,6 +37,7 @@ from attnlens import requests, run
 from attnlens.engines import ray_cluster, readers
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.records import Report
+from attnlens.run import fingerprint
 from attnlens.run.inspect import work
 from attnlens.run.inspect.packing import FORM, packed, unpacked
 from attnlens.run.inspect.survey import Inspection
@@ -185,6 +187,21 @@ def test_a_run_of_other_settings_models_and_versions_does_not_go_on_from_it(read
     monkeypatch.setattr(attnlens, "__version__", "99.0")
     attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path)
     assert len(read) == 4
+
+
+def test_a_run_of_other_code_of_the_same_version_does_not_go_on_from_it(read, tmp_path, monkeypatch):
+    package = tmp_path / "attnlens"
+    (package / "linalg").mkdir(parents=True)
+    (package / "linalg" / "spectra.py").write_text("first")
+    program = SimpleNamespace(__file__=str(package / "__init__.py"), __version__="1")
+    monkeypatch.setattr(fingerprint, "attnlens", program)
+    for content, count in (("first", 4), ("first", 0), ("other", 4)):
+        (package / "linalg" / "spectra.py").write_text(content)
+        fingerprint.own_code.cache_clear()
+        read.clear()
+        attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path / "work")
+        assert len(read) == count, content
+    fingerprint.own_code.cache_clear()
 
 
 def test_an_interruption_keeps_what_is_finished_and_the_next_run_goes_on(whole, read, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,22 @@ from attnlens.registry import Analyzer, Gathering
 
 
 def versions() -> dict[str, str]:
-    """Of the programs whose arithmetic the readings are."""
-    return {"attnlens": attnlens.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    """Of the programs whose arithmetic the readings are; of attnlens its code too, which changes between releases."""
+    return {
+        "attnlens": attnlens.__version__,
+        "code": own_code(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@cache
+def own_code() -> str:
+    """A hash of the modules of attnlens, by their paths and contents."""
+    folder, found = Path(attnlens.__file__).parent, sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
 def content_of(loaded: Loaded, fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]) -> str:
