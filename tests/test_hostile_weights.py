@@ -12,7 +12,7 @@ import transformers as tf
 from hostile import edited, refused, stored, weights
 from program import attnlens
 
-from attnlens import models
+from attnlens import inspect, models
 from attnlens.errors import ModelError
 from attnlens.records import read_report
 
@@ -155,10 +155,13 @@ def test_mxfp4_is_decoded(tmp_path: Path) -> None:
     left = ["model.layers.*.self_attn", "lm_head", "model.embed_tokens", "model.layers.*.mlp.router"]
     edited(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
     loaded = models.load(str(tmp_path))
-    assert (loaded.missing_keys, loaded.unused_keys) == ((), ())
+    assert (loaded.missing_keys, loaded.unused_keys, loaded.info.quantised) == ((), (), "mxfp4")
     assert len(expected) == 2
     for name, values in expected.items():
         assert torch.equal(loaded.model.get_parameter(name), values)
+    read, files = (inspect(tmp_path, source="weights", from_files=way) for way in (False, True))
+    assert files.heads == read.heads
+    assert files.coverage.complete
 
 
 def test_tensors_without_a_place_are_named_and_strict_sees_them(

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import clusters
@@ -193,8 +192,7 @@ def test_a_run_of_other_code_of_the_same_version_does_not_go_on_from_it(read, tm
     package = tmp_path / "attnlens"
     (package / "linalg").mkdir(parents=True)
     (package / "linalg" / "spectra.py").write_text("first")
-    program = SimpleNamespace(__file__=str(package / "__init__.py"), __version__="1")
-    monkeypatch.setattr(fingerprint, "attnlens", program)
+    monkeypatch.setattr(fingerprint, "PACKAGE", package)
     for content, count in (("first", 4), ("first", 0), ("other", 4)):
         (package / "linalg" / "spectra.py").write_text(content)
         fingerprint.own_code.cache_clear()

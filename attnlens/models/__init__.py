@@ -230,8 +230,10 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
     stored = checked_files(place, trust_remote_code, None)
     with quiet(), no_kernels(), no_peft(), read_once() if place.gguf else nullcontext():
         config = config_of(place, trust_remote_code)
-        files = files_of(place, config)
-        stored = stored or dict(files.table({}))
+        files, method = files_of(place, config), method_of(place)
+        stored = dict(files.table(stored))
+        if method is not None:
+            drop_settings(config)
         with bounded(place, stored), one_thread():
             shapes = announced(files.shapes, torch.float32)
             model, found = built(place, config, torch.float32, trust_remote_code, shapes)
@@ -240,7 +242,7 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
     widen(model.requires_grad_(False))
     missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    info = info_of(place, model, unused, files.headers)
+    info = info_of(place, model, unused, files.headers).model_copy(update={"quantised": method})
     folder = Path(place.folder)
     return Loaded(model, None, UNREAD, info, kind_of(model), missing, unused, folder=folder, deferred=weights)
 

@@ -31,10 +31,8 @@ CHOICES = {
     *("fusion_config", "transformers_weights"),
 }
 """What a config may say of the code that computes a model, and of the file that its weights are read from."""
-DECODED = ("fp8", "fbgemm_fp8", "gptq", "awq", "compressed-tensors", "bitsandbytes")
+DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
 """Methods of quantisation that attnlens decodes into plain numbers."""
-DEQUANTISED = ("mxfp4",)
-"""Those, beside GGUF, that transformers decodes."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
 """Where a config may say how weights are quantised: of the model, or its language model, and of no other part."""
 LARGEST_SHARE = 16
@@ -71,12 +69,6 @@ def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     return None if settings is None else (str(_method(settings)), settings)
 
 
-def is_quantised(config: dict[str, Any]) -> bool:
-    """Whether weights are codes that transformers decodes."""
-    found = settings_of(config)
-    return found is not None and found[0] in DEQUANTISED
-
-
 def drop_settings(config: PreTrainedConfig) -> None:
     """Take out what says that weights are codes, which have been decoded."""
     for part in (config, getattr(config, "text_config", None)):
@@ -96,12 +88,12 @@ def _check_quantised(file: Path, path: str, settings: object) -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method = _method(settings) if isinstance(settings, dict) else None
-    if method in (*DECODED, *DEQUANTISED) and path in READ_SETTINGS:
+    if method in DECODED and path in READ_SETTINGS:
         return
     if method == "bitsandbytes" or (isinstance(method, str) and method in AUTO_QUANTIZATION_CONFIG_MAPPING):
         raise ModelError(
             f"{file} says by {shortened(path)} that the weights are quantised by {method}; of quantised checkpoints "
-            f"attnlens reads GGUF, {', '.join((*DECODED, *DEQUANTISED))}.",
+            f"attnlens reads GGUF, {', '.join(DECODED)}.",
             "Get the model unquantised, or as GGUF.",
         )
     raise ModelError(
@@ -128,7 +120,7 @@ def check_counts(place: Location, tensors: int) -> None:
 def take_choices(config: object) -> None:
     """Leave the choice of code to transformers' defaults, whatever config.json says, in the configs within it too.
 
-    A name of a kernel in it would be downloaded and run; weights in codes are decoded as they are loaded.
+    A name of a kernel in it would be downloaded and run.
     """
     from transformers import PreTrainedConfig
 
@@ -141,8 +133,6 @@ def take_choices(config: object) -> None:
         seen.add(id(each))
         if isinstance(inside, dict):
             inside.update(dict.fromkeys(CHOICES & inside.keys()))
-            if isinstance(inside.get("quantization_config"), dict):
-                inside["quantization_config"]["dequantize"] = True
             left += inside.values()
         elif isinstance(inside, list | tuple):
             left += inside

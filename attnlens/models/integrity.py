@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
-from attnlens.models.configs import is_quantised, refuse_mismatch
+from attnlens.models.configs import refuse_mismatch
 from attnlens.models.locate import Location
 from attnlens.models.stored import SAY_ONCE, Stored, named
 
@@ -36,7 +36,7 @@ def check_loaded(
             f"{where} holds an adapter that is not merged ({named(low_rank)}).",
             "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
         )
-    if codes := _codes(place, model, stored, set(found["unexpected_keys"])):
+    if codes := _codes(model, stored, set(found["unexpected_keys"])):
         raise ModelError(
             f"{where} stores {named(codes)} as {stored[codes[0]].type}, and nothing in config.json says what the codes "
             "stand for.",
@@ -77,23 +77,19 @@ def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
     return stem != name and (stem in stored or f"{stem}.weight" in stored)
 
 
-def _codes(place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
-    """The tensors whose codes were taken for numbers: all that are no buffers, are not left out, and have no scale."""
+def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
+    """The tensors whose codes were taken for numbers: all that are no buffers, and are not left out."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = {name for name, _ in model.named_buffers()} | unexpected
     # transformers may store a buffer under another path; its own name stays
     counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
-    prefix, decoded = model.base_model_prefix, is_quantised(place.config)
-    used = [name for name in stored if unexpected.isdisjoint(names_in_model(name, prefix))]
-    scaled = {name.rpartition("_scale")[0] for name in used if "_scale" in name}
 
     def taken(name: str) -> bool:
-        names = set(names_in_model(name, prefix))
-        if names & parameters:
-            return not (decoded and name in scaled)
-        return not (decoded or names & others or _leaf(name) in counters or ignored.search(name))
+        names = set(names_in_model(name, model.base_model_prefix))
+        is_apart = bool(names & others) or _leaf(name) in counters or ignored.search(name) is not None
+        return bool(names & parameters) or not is_apart
 
     return [name for name, tensor in stored.items() if tensor.encoded and taken(name)]
 

@@ -18,6 +18,8 @@ from attnlens import texts
 from attnlens.models import Loaded
 from attnlens.registry import Analyzer, Gathering
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def versions() -> dict[str, str]:
     """Of the programs whose arithmetic the readings are; of attnlens its code too, which changes between releases."""
@@ -32,9 +34,9 @@ def versions() -> dict[str, str]:
 @cache
 def own_code() -> str:
     """A hash of the modules of attnlens, by their paths and contents."""
-    folder, found = Path(attnlens.__file__).parent, sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
+    found = sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
 
 

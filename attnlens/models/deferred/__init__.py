@@ -25,8 +25,9 @@ __all__ = ["DeferredWeights", "TensorFiles", "announced", "is_announced", "one_t
 class TensorFiles(Protocol):
     """Tensors that lie in weight files under the names that transformers looks for."""
 
-    headers: list[FileInParts]
-    """What stands for the files in a report."""
+    @property
+    def headers(self) -> list[FileInParts]:
+        """What stands for the files in a report."""
 
     @property
     def names(self) -> Collection[str]:

@@ -32,8 +32,10 @@ TYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
-"""safetensors' names of the types that attention is stored in, codes apart."""
+"""safetensors' names of the types that attention is stored in, as itself or as codes."""
 LENGTH = 8
 """Bytes in front of a header, which say how long it is."""
 LONGEST = 100 * 2**20

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlens.files import written
+from attnlens.models.quantised.bitsandbytes import QUANT_STATE, eight_bits, four_bits, in_state
+from attnlens.models.quantised.parts import CodesError, Parts, PartShapes, sizes
 
-Parts = Mapping[str, Tensor]
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
 """How the names of scales of float8 end, two behind the weight's name and two behind its module's."""
+FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of the sixteen codes of four bits with a sign and an exponent (E2M1)."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight codes in a word of AWQ belongs to which of eight neighbouring columns."""
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 """The formats of compressed-tensors that are decoded."""
 
 
-class CodesError(Exception):
-    """Why codes can't be decoded; callers say of which tensor."""
+def as_codes(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+    """The shape of the codes: one for each number."""
+    return shapes[""]
+
+
+def along_inputs(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+    """The shape of a weight of GPTQ, in whose words the codes of neighbouring inputs lie."""
+    words, zero_words, scale = _matrices(shapes)
+    return scale[1], words[0] * 32 // _bits(zero_words[1], scale[1])
+
+
+def along_outputs(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+    """The shape of a weight of AWQ, in whose words the codes of neighbouring outputs lie."""
+    words, _, scale = _matrices(shapes)
+    return scale[1], words[0]
+
+
+def written_apart(_shapes: object, read: Callable[[str], Tensor], _settings: object) -> tuple[int, ...]:
+    """The shape that compressed-tensors writes beside its words."""
+    return sizes(read("_shape").tolist())
+
+
+def in_pairs(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+    """The shape of experts of mxfp4, two codes a byte: (experts, rows, blocks, bytes) → (experts, numbers, rows)."""
+    experts, rows, blocks, pairs = _blocks(shapes)
+    return experts, 2 * blocks * pairs, rows
 
 
 @dataclass(frozen=True)
@@ -39,6 +65,8 @@ class Scheme:
     """The ends of the names of what else it is made of; one of them must be there."""
     decode: Callable[[Parts, dict[str, Any]], Tensor]
     """(parts by those ends, the codes by "", settings) → the weight in float32; raises CodesError."""
+    shape: Callable[[PartShapes, Callable[[str], Tensor], dict[str, Any]], tuple[int, ...]] = as_codes
+    """(shapes of the parts, what reads one of them, settings) → the weight's shape; raises CodesError."""
 
 
 def refusal(method: str, settings: Mapping[str, Any]) -> str | None:
@@ -60,6 +88,23 @@ def float8(parts: Parts, settings: dict[str, Any]) -> Tensor:
     if parts[""].dtype not in FLOAT8:
         raise CodesError(f"its codes are {parts[''].dtype} and no float8")
     return _scaled(parts, settings.get("weight_block_size"))
+
+
+def microscaled(parts: Parts, _settings: dict[str, Any]) -> Tensor:
+    """FP4[code] · 2^(scale − 127), two codes a byte, the lower bits first, a scale for each block (mxfp4)."""
+    codes, scale = parts[""], parts["_scales"]
+    _blocks({name: tuple(part.shape) for name, part in parts.items()})
+    if (codes.dtype, scale.dtype) != (torch.uint8, torch.uint8):
+        raise CodesError("its codes and scales are no bytes")
+    numbers = FP4[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    return torch.ldexp(numbers, scale.int()[..., None] - 127).flatten(-2).mT.contiguous()
+
+
+def _blocks(shapes: PartShapes) -> tuple[int, ...]:
+    """The shape of the blocks of mxfp4, each with a scale."""
+    if len(shapes[""]) != 4 or shapes[""][:3] != shapes["_scales"]:
+        raise CodesError("its blocks and scales don't go together")
+    return shapes[""]
 
 
 def compressed(parts: Parts, settings: dict[str, Any]) -> Tensor:
@@ -134,7 +179,7 @@ def packed(parts: Parts, settings: dict[str, Any]) -> Tensor:
 def gptq(parts: Parts, settings: dict[str, Any]) -> Tensor:
     """((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored less 1, but in the format gptq_v2."""
     words, zero_words, scale = _three(parts)
-    bits = _bits(zero_words, scale)
+    bits = _bits(zero_words.shape[1], scale.shape[1])
     codes = _unpacked(words.mT, bits).mT
     zeros = _unpacked(zero_words, bits)[:, : scale.shape[1]]
     if settings.get("checkpoint_format") != "gptq_v2":
@@ -161,15 +206,23 @@ def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | No
 
 def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, zeros and scales, of which GPTQ and AWQ have all."""
-    found = parts[""], parts.get(".qzeros"), parts.get(".scales")
-    if any(part is None or part.dim() != 2 for part in found) or parts[""].dtype != torch.int32:
-        raise CodesError("it lacks zeros or scales, or its codes are no words of 32 bits")
-    return found  # type: ignore[return-value]  # none of them is None
+    _matrices({name: tuple(part.shape) for name, part in parts.items()})
+    if parts[""].dtype != torch.int32:
+        raise CodesError("its codes are no words of 32 bits")
+    return parts[""], parts[".qzeros"], parts[".scales"]
 
 
-def _bits(zero_words: Tensor, scale: Tensor) -> int:
-    """How many bits a code has, by the zeros: as many as scales, packed."""
-    bits = 32 * zero_words.shape[1] / max(scale.shape[1], 1)
+def _matrices(shapes: PartShapes) -> tuple[tuple[int, ...], ...]:
+    """The shapes of codes, zeros and scales, each a matrix."""
+    found = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
+    if any(len(shape) != 2 for shape in found):
+        raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are no matrices")
+    return found
+
+
+def _bits(zero_words: int, scales: int) -> int:
+    """How many bits a code has, by the zeros of a group: as many as its scales, packed."""
+    bits = 32 * zero_words / max(scales, 1)
     if bits not in (2, 4, 8):
         raise CodesError(f"its codes have {bits:g} bits, and not 2, 4 or 8")
     return int(bits)
@@ -191,79 +244,20 @@ def _group_index(given: Tensor | None, inputs: int, groups: int) -> Tensor:
     return given.long()
 
 
-def four_bits(parts: Parts, _settings: dict[str, Any]) -> Tensor:
-    """map[code] · absmax of each block, two codes a byte, the higher bits first (bitsandbytes nf4 and fp4)."""
-    state = _state(parts)
-    shape, side = state.get("shape") or [], state.get("blocksize")
-    codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map")
-    counts = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
-    if not counts or not isinstance(side, int) or side < 1 or not 0 <= 2 * len(codes) - prod(shape) <= 1:
-        raise CodesError("its codes don't have the shape that it says")
-    if values is None or values.shape != (16,):
-        raise CodesError("it has no table of sixteen values")
-    count = prod(shape)
-    found = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
-    return (found * _by_block(_largest(parts, state), side, count)).reshape(*shape)
-
-
-def _state(parts: Parts) -> dict[str, Any]:
-    """What bitsandbytes says of the codes in JSON, which it stores as a tensor of bytes."""
-    stored = next((value for part, value in parts.items() if part.startswith(".quant_state.")), None)
-    try:
-        found = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
-    except (ValueError, TypeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise CodesError("nothing says what its codes are")
-    return found
-
-
-def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
-    """absmax of each block, which may itself be codes with a map, an absmax of each block of them, and an offset."""
-    absmax = parts.get(".absmax")
-    if absmax is None:
-        raise CodesError("it has no absmax")
-    if absmax.is_floating_point():
-        return absmax.float()
-    values, outer, side = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_blocksize")
-    offset = state.get("nested_offset")
-    if values is None or outer is None or values.shape != (256,) or absmax.dtype != torch.uint8:
-        raise CodesError("its absmax can't be decoded")
-    if not isinstance(side, int) or side < 1 or not isinstance(offset, int | float):
-        raise CodesError("its absmax can't be decoded")
-    return values.float()[absmax.long()] * _by_block(outer.float(), side, len(absmax)) + offset
-
-
-def _by_block(largest: Tensor, side: int, count: int) -> Tensor:
-    if largest.shape != (ceil(count / side),):
-        raise CodesError(f"{len(largest)} blocks of {side} are no {count} codes")
-    return largest.repeat_interleave(min(side, count))[:count]
-
-
-def eight_bits(parts: Parts, _settings: dict[str, Any]) -> Tensor:
-    """codes · SCB/127 row by row (bitsandbytes LLM.int8)."""
-    codes, largest = parts[""], parts.get(".SCB")
-    order = parts.get(".weight_format")
-    if codes.dtype != torch.int8 or largest is None or largest.shape != codes.shape[:1]:
-        raise CodesError("its codes are no int8 with an SCB for each row")
-    if order is not None and bool(order.any()):
-        raise CodesError("its codes are not in the order of rows")
-    return codes.float() * largest.float()[:, None] / 127
-
-
 _FLOAT8 = (Scheme("", "", SCALES[:2], float8), Scheme(".weight", ".weight", SCALES[2:], float8))
-_STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_STATE = (f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4")
 SCHEMES: dict[str, tuple[Scheme, ...]] = {
     "fp8": _FLOAT8,
     "fbgemm_fp8": _FLOAT8,
-    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq),),
-    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq),),
+    "mxfp4": (Scheme("_blocks", "", ("_scales",), microscaled, in_pairs),),
+    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, along_inputs),),
+    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, along_outputs),),
     "compressed-tensors": (
-        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), packed),
+        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), packed, written_apart),
         Scheme("", "", ("_scale", "_zero_point", "_g_idx"), compressed),
     ),
     "bitsandbytes": (
-        Scheme("", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits),
+        Scheme("", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, in_state),
         Scheme(".weight", ".weight", (".SCB", ".weight_format"), eight_bits),
     ),
 }
