@@ -19,6 +19,8 @@ RUN = "run.json"
 """The file in a run's folder that says what the run is, and which units it has."""
 SEAL = sha256().digest_size
 """Bytes at the end of a unit's file, which prove that it is whole, and that unit's."""
+FAILED = ".failed"
+"""How the name of a file ends that says why a unit could not be read, behind that of the unit's own."""
 CLEARED = 8
 """How often a folder is made again that others clear while a file is written there."""
 OTHER_WORK = "Name another folder with --work."
@@ -249,7 +251,22 @@ class UnitFiles:
         """Keep what a unit found. Raises OutputError where it can't be written."""
         self.store.write(self.name(unit), sealed(self.run, unit, content))
 
+    def fail(self, unit: str, reason: str) -> None:
+        """Note why a unit could not be read. Raises OutputError where it can't be written."""
+        self.store.write(self.name(unit) + FAILED, sealed(self.run, unit, reason.encode()))
+
+    def failure(self, unit: str) -> str | None:
+        """Why a unit could not be read at its last try; None where it could. Raises OutputError for a damaged file."""
+        content = self.store.read(self.name(unit) + FAILED)
+        return None if content is None else unsealed(self.run, unit, content, self.where(unit) + FAILED).decode()
+
+    def files_of(self, units: Iterable[str]) -> list[str]:
+        """The names of the files that there may be of a run, the one by which others know it first."""
+        names = [self.name(unit) for unit in units]
+        return [self.description, *names, *(name + FAILED for name in names)]
+
     def clear(self, units: Iterable[str]) -> None:
-        """Remove the files of a run whose report is written; first the one by which others know it."""
-        self.store.remove([self.description, *map(self.name, units)])
+        """Remove the files of a run whose report is written."""
+        there = {*self.store.names()}
+        self.store.remove([name for name in self.files_of(units) if name in there])
         self.root.remove([])

@@ -107,6 +107,34 @@ def test_what_is_finished_stays_where_a_unit_failed_and_the_same_command_mends_t
     assert timeless(read(tmp_path / "a.json")) == timeless(read(tmp_path / "whole.json"))
 
 
+def test_shards_of_which_a_unit_failed_merge_to_the_partial_report_of_one_run(patchy, tmp_path, monkeypatch):
+    whole, work, merged = tmp_path / "whole.json", ("--work", tmp_path / "work"), tmp_path / "merged.json"
+    assert patched(*asked(whole)).returncode == 0
+    reports = [tmp_path / f"{index}.json" for index in (1, 2)]
+    for index, path in enumerate(reports, 1):
+        assert patched(*asked(path, *work, "--shard", f"{index}/2")).returncode == 0
+    for places in (reports, [tmp_path / "work"]):
+        done = patched("merge", *places, "--json", merged)
+        assert done.returncode == 0, done.stderr
+        assert "PARTIAL: 24 of 32 heads, because weights of layer 1: ZeroDivisionError: no such luck" in done.stdout
+        assert timeless(read(merged)) == timeless(read(whole))
+    assert len(list((tmp_path / "work").glob("*/*.unit"))) == 3, "finished units stay"
+    monkeypatch.setenv("PATCHY", "0,2,3")  # which are not read again
+    assert patched(*asked(reports[1], *work, "--shard", "2/2")).returncode == 0
+    monkeypatch.setenv("PATCHY", "none")
+    assert patched(*asked(whole)).returncode == 0
+    assert patched("merge", tmp_path / "work", reports[0], "--json", merged).returncode == 0
+    assert timeless(read(merged)) == timeless(read(whole))
+    assert not (tmp_path / "work").exists()
+
+
+def test_shards_of_which_every_unit_failed_are_refused_with_the_first_reason(patchy, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHY", "0,1,2,3")
+    for index in (1, 2):
+        assert patched(*asked(tmp_path / "r.json", "--shard", f"{index}/2")).returncode == 70
+    ended(patched("merge", tmp_path / "r.work"), "weights of layer 0: ZeroDivisionError: no such luck", "once more")
+
+
 @pytest.mark.parametrize("words", [(), ("--jobs", "2")], ids=["here", "elsewhere"])
 def test_an_error_of_what_all_units_share_ends_the_run_whoever_reads_it(words, patchy, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHY_KIND", "own")

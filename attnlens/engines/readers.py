@@ -71,6 +71,10 @@ class UnitReader(Generic[Unit, Value]):
         """What a unit found."""
         return self.read(unit)
 
+    def failed(self, _unit: Unit, _reason: str) -> None:
+        """Take note of a unit that could not be read."""
+        self.lacking = True
+
     def part(self, _frame: Framed[Unit]) -> ShardPart | None:
         """What lets reports of shards be joined; None where all was read."""
         return None
@@ -128,17 +132,24 @@ class KeptUnits(UnitReader[Unit, Value]):
         """Write what a unit found."""
         self.files.write(unit.name, self.pack(value))
 
+    def failed(self, unit: Unit, reason: str) -> None:
+        """Note it beside the finished units, for `merge`."""
+        super().failed(unit, reason)
+        self.files.fail(unit.name, reason)
+
     def part(self, frame: Framed[Unit]) -> ShardPart | None:
-        """The finished units of the shard, as their files have them."""
+        """The finished units of the shard, as their files have them, and why others could not be read."""
         if self.shard is None:
             return None
         contents = {unit.name: self.files.file(unit.name) for unit in self.units(frame)}
+        reasons = {name: self.files.failure(name) for name, content in contents.items() if not content}
         return ShardPart(
             run=self.files.run,
             index=self.shard[0],
             count=self.shard[1],
             frame=frame.model_dump_json(),
             units={name: base64.b64encode(content).decode() for name, content in contents.items() if content},
+            failed={name: reason for name, reason in reasons.items() if reason is not None},
         )
 
     def clear(self, frame: Framed[Unit]) -> bool:
@@ -209,8 +220,9 @@ def read_units(
         if isinstance(done.error, AttnlensError):
             raise done.error
         if done.value is None:
-            reader.lacking, first = True, first or done.error
+            first = first or done.error
             missing[done.unit] = str(done.reason)
+            reader.failed(done.unit, missing[done.unit])
         else:
             found[done.unit] = done.value
         tell(done.unit)

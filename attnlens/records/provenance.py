@@ -57,6 +57,8 @@ class ShardPart(Record):
     """What is known of the run beside its units, as JSON."""
     units: dict[str, str]
     """Each finished unit by name, as its file has it, in base64."""
+    failed: dict[str, str] = {}
+    """Each unit that could not be read by name, and why."""
 
 
 class Conventions(Record):

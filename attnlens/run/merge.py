@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -18,10 +19,11 @@ from attnlens.run.inspect.sink import Handed
 from attnlens.run.inspect.units import WorkUnit
 from attnlens.run.inspect.work import SUFFIX, difference, first_difference
 from attnlens.run.training import kept
-from attnlens.run.training.kept import SeriesFrame, series_report
-from attnlens.unit_files import RUN, Store, UnitFiles, store_of, unsealed
+from attnlens.run.training.kept import CheckpointUnit, SeriesFrame, series_report
+from attnlens.unit_files import FAILED, RUN, Store, UnitFiles, store_of, unsealed
 
 AnyFrame = Frame | SeriesFrame
+NamedUnit = TypeVar("NamedUnit", WorkUnit, CheckpointUnit)
 SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
 
 
@@ -34,6 +36,8 @@ class FoundUnits:
     """The place that first named the run."""
     units: dict[str, tuple[bytes, str]] = field(default_factory=dict)
     """The finished units by name, and which file each is from."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """The units that could not be read by name, and why."""
     shards: dict[int, int] = field(default_factory=dict)
     """The shards whose reports were given, by number, and of how many."""
     folders: list[tuple[Store, list[str]]] = field(default_factory=list)
@@ -59,8 +63,9 @@ def merge(*places: str) -> Report:
 
     `places` are folders (or addresses of fsspec) that `work` named, and JSON reports of shards, in any order; one may
     be given twice. All of them stay as they are; the command removes the units of folders once it has written the
-    report as JSON. Raises UsageError where they are of different models, settings or versions, naming the field, and
-    where a unit is missing, naming it; OutputError where a unit's file is damaged, or that of another unit.
+    report as JSON. A unit that its shard could not read has its reason, as in one run, and nothing is removed. Raises
+    UsageError where places are of different models, settings or versions, naming the field, and where a unit is
+    missing, naming it; OutputError where a unit's file is damaged, or that of another unit.
     """
     return merged(*places)[0]
 
@@ -77,11 +82,12 @@ def merged(*places: str) -> tuple[Report, Callable[[], None]]:
             _of_folder(place, parts)
     if parts.frame is None:
         raise UsageError(f"{places[0]} holds no run's finished units.", SAY_SHARDS)
-    return _joined(parts.frame, parts), parts.clear
+    lacking = [name for name in parts.failed if name not in parts.units]
+    return _joined(parts.frame, parts), (lambda: None) if lacking else parts.clear
 
 
 def _joined(frame: AnyFrame, parts: FoundUnits) -> Report:
-    missing = [unit.name for unit in frame.units if unit.name not in parts.units]
+    missing = [unit.name for unit in frame.units if unit.name not in parts.units and unit.name not in parts.failed]
     if missing and any(RUN not in store.names() for store, names in parts.folders if RUN in names):
         raise UsageError(
             f"The units in {parts.where} were removed while they were read, as another run or merge wrote its report.",
@@ -89,10 +95,21 @@ def _joined(frame: AnyFrame, parts: FoundUnits) -> Report:
         )
     if missing:
         raise UsageError(_told(frame, parts, missing), "Run the shards that read them once more, then merge again.")
+    if not parts.units:
+        name, reason = next(iter(parts.failed.items()))
+        raise UsageError(f"No unit could be read: {name}: {reason}.", "Run the shards once more, then merge again.")
     if isinstance(frame, SeriesFrame):
-        return series_report(frame, {unit: kept.unpacked(*parts.units[unit.name]) for unit in frame.units}, {})
-    found: Mapping[WorkUnit, Sequence[Handed]] = {unit: unpacked(*parts.units[unit.name]) for unit in frame.units}
-    return assembled(frame, found, {})[0]
+        readings = {unit: kept.unpacked(*parts.units[unit.name]) for unit in frame.units if unit.name in parts.units}
+        return series_report(frame, readings, {}, _reasons(frame.units, parts))
+    found: Mapping[WorkUnit, Sequence[Handed]] = {
+        unit: unpacked(*parts.units[unit.name]) for unit in frame.units if unit.name in parts.units
+    }
+    return assembled(frame, found, {}, missing=_reasons(frame.units, parts))[0]
+
+
+def _reasons(units: Sequence[NamedUnit], parts: FoundUnits) -> dict[NamedUnit, str]:
+    """Why units could not be read, in the run's order."""
+    return {unit: parts.failed[unit.name] for unit in units if unit.name not in parts.units}
 
 
 def _suffix(frame: AnyFrame) -> str:
@@ -130,6 +147,7 @@ def _of_report(path: str, parts: FoundUnits) -> None:
         raise UsageError(f"{path} is damaged: its run is not the one that it is named by.", "Run its shard once more.")
     parts.add(frame, path)
     parts.units |= _contents(part, frame.key, path)
+    parts.failed |= part.failed
     parts.shards[part.index] = part.count
 
 
@@ -158,18 +176,20 @@ def _of_folder(root: str, parts: FoundUnits) -> None:
             frame = _frame(content, root)
             parts.add(frame, root)
             files = UnitFiles(run, frame.key, _suffix(frame))
-            parts.folders.append((run, [RUN, *(files.name(unit.name) for unit in frame.units)]))
-            parts.units |= _files(run, frame)
+            parts.folders.append((run, files.files_of(unit.name for unit in frame.units)))
+            parts.units |= _lying(run, frame)
+            parts.failed |= {unit: reason.decode() for unit, (reason, _) in _lying(run, frame, FAILED).items()}
     parts.folders.append((place, []))  # which goes, too, where nothing else lies there
 
 
-def _files(run: Store, frame: AnyFrame) -> dict[str, tuple[bytes, str]]:
-    """The finished units that lie in a run's folder."""
+def _lying(run: Store, frame: AnyFrame, end: str = "") -> dict[str, tuple[bytes, str]]:
+    """What the files of units hold in a run's folder, by unit; their names may have an `end`."""
     files = UnitFiles(run, frame.key, _suffix(frame))
     there = set(run.names())
-    contents = {unit.name: run.read(files.name(unit.name)) for unit in frame.units if files.name(unit.name) in there}
-    found = {name: content for name, content in contents.items() if content is not None}
-    return _opened(found, frame.key, {name: f"{files.name(name)} ({name})" for name in found})
+    named = {unit.name: files.name(unit.name) + end for unit in frame.units}
+    contents = {unit: run.read(name) for unit, name in named.items() if name in there}
+    found = {unit: content for unit, content in contents.items() if content is not None}
+    return _opened(found, frame.key, {unit: f"{named[unit]} ({unit})" for unit in found})
 
 
 def _frame(content: bytes, where: str) -> AnyFrame:
