@@ -2,6 +2,7 @@
 
 import json
 
+import fake_hub
 import pytest
 import tiny
 from hostile import refused
@@ -130,6 +131,10 @@ def test_a_dry_run_tells_what_the_files_hold_of_queries_and_keys(models):
     assert (cost.sites, cost.heads, cost.units, cost.bytes) == (2, 8, 2, 2 * per_layer)
     assert cost.stored > cost.bytes
     assert cost.seconds > 0
+    assert "jobs" not in cost.lines()[-1]
+    assert "s by 2 jobs" in run.estimated(models[0], {"source": "weights", "jobs": 4}).lines()[-1], (
+        "there are two units"
+    )
     refused(UsageError, lambda: run.estimated(models[0], {}), "--source weights")
 
 
@@ -143,6 +148,21 @@ def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(mod
     assert report.model.files == []
     assert report.model.files_in_parts != []
     refused(TooLargeError, lambda: attnlens.inspect(models[0]), "takes 0.0 GiB")
+
+
+def test_a_hub_model_whose_branch_has_moved_is_read_again(hub, read, tmp_path, monkeypatch):
+    for commit, count in ((fake_hub.COMMIT, 1), (fake_hub.COMMIT, 0), ("f" * 40, 1)):
+        monkeypatch.setattr(fake_hub, "COMMIT", commit)
+        read.clear()
+        (outcome,) = run.inspect_each([fake_hub.OPEN], tmp_path / "reports", **WEIGHTS, work=tmp_path / "work")
+        assert len(read) == count, commit
+        assert json.loads(outcome.report.read_text())["model"]["revision"] == commit
+    read.clear()
+    run.inspect_each([fake_hub.OPEN], tmp_path / "reports", **WEIGHTS, work=tmp_path / "work", offline=True)
+    assert read == [fake_hub.OPEN], "other options; the cache says the commit"
+    (gone,) = run.inspect_each(["someone/else"], tmp_path / "reports", **WEIGHTS, work=tmp_path / "work")
+    assert gone.report is None
+    assert "someone/else" in gone.said
 
 
 def test_a_longer_list_reads_the_new_models_alone(models, read, tmp_path):

@@ -731,6 +731,7 @@ def test_an_engine_with_what_it_does_not_take_is_refused(monkeypatch, tmp_path):
         lambda: attnlens.inspect("demo", **FEW, jobs=2, address="127.0.0.1:1", work=tmp_path),
         "--address is that of a Ray cluster",
     )
+    refused(UsageError, lambda: attnlens.inspect("demo", **FEW, jobs=2, work="memory://units"), "don't see", "--work")
     monkeypatch.setenv("PATH", str(tmp_path))
     refused(UsageError, lambda: attnlens.inspect("demo", **FEW, engine="slurm", work=tmp_path), "no sbatch")
 

@@ -17,8 +17,10 @@ from attnlens.engines.completion import Done, completed, tried
 from attnlens.engines.local_processes import threads_each
 from attnlens.errors import AttnlensError, OutputError, UsageError
 from attnlens.records import ShardPart
-from attnlens.unit_files import Folder, UnitFiles, work_root
+from attnlens.unit_files import OTHER_WORK, Folder, UnitFiles, work_root
 
+OWN_MEMORY = "memory:"
+"""How addresses begin of what fsspec keeps in one process."""
 UNSEEN = "its file is not here: workers and this process need one folder for --work"
 """Why a unit that a cluster read has no value."""
 OTHERS = "it is read by another shard"
@@ -253,6 +255,8 @@ def check_work(given: Mapping[str, Any], *, kept: bool) -> None:
         raise OutputError("The user's cache can't be written, where parts of a run are kept.", "Add --work DIR.")
     if is_elsewhere(given):
         refuse_stdin(given)
+        if work_root(given["work"]).startswith(OWN_MEMORY):
+            raise UsageError("Other processes don't see what lies in this one's memory.", OTHER_WORK)
 
 
 def check_engine(given: Mapping[str, Any]) -> None:

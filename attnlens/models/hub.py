@@ -16,12 +16,13 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, ModelInfo
 
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
 ANSWER = 8.0
 """Seconds within which it must answer the first question."""
+OFFLINE = "--offline forbids the network"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,25 @@ class Hub:
         Without a connection the local cache answers. Raises ModelError where the model is unknown, gated or not
         reachable, or the revision does not exist.
         """
-        from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
+        from huggingface_hub import snapshot_download
+
+        def download(found: ModelInfo) -> Path:
+            names = [sibling.rfilename for sibling in found.siblings or []]
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(names)))
+
+        return self._answered(download)
+
+    def commit(self, *, offline: bool) -> str:
+        """The commit that the revision stands for now; `offline`, or without a connection, the one that is cached.
+
+        Raises ModelError as `fetched` does.
+        """
+        folder = self.cached(OFFLINE) if offline else self._answered(lambda found: Path(str(found.sha)))
+        return folder.name
+
+    def _answered(self, taken: Callable[[ModelInfo], Path]) -> Path:
+        """What is taken of the hub's answer; without a connection the folder in the local cache."""
+        from huggingface_hub import HfApi, constants, is_offline_mode
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         # httpx's or httpx2's, whichever the hub's client is built on
@@ -50,21 +69,20 @@ class Hub:
         if not reachable(constants.ENDPOINT):
             return self.cached("the hub can't be reached")
         try:
-            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(self._names(HfApi()))))
+            return taken(self._described(HfApi()))
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
         except ConnectionFailure:
             return self.cached("the hub can't be reached")
 
-    def _names(self, api: HfApi) -> list[str]:
-        """The names of the repository's files. Raises ModelError where what answers is no hub, as a log-in page."""
+    def _described(self, api: HfApi) -> ModelInfo:
+        """What the hub says of the repository. Raises ModelError where what answers is no hub, as a log-in page."""
         from huggingface_hub.errors import HFValidationError
 
         try:
             found = api.model_info(self.id, revision=self.revision, timeout=ANSWER)
             if not found.sha:
                 raise ValueError("it names no commit")  # noqa: TRY301  # one refusal for all that is no answer of a hub
-            return [sibling.rfilename for sibling in found.siblings or []]
         except HFValidationError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -72,6 +90,7 @@ class Hub:
                 f"What answers at {api.endpoint} is no model hub: {first_line(error)}",
                 "Log in to the network, or mend HF_ENDPOINT; with --offline the local cache is asked.",
             ) from None
+        return found
 
     def cached(self, why: str) -> Path:
         """The folder in the local cache, which alone is asked because of `why`; its name is the commit.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import shortened, with_home
 from attnlens.models.folders import ADAPTER_CONFIG, ADAPTERS, SMALL_FILES, names_in, read_json, shards_in, weight_file
-from attnlens.models.hub import Hub
+from attnlens.models.hub import OFFLINE, Hub
 
 Storage = Literal["safetensors", "pickle", "gguf"]
 
@@ -138,16 +138,15 @@ def _in_file(name: str, path: Path) -> Location:
     return Location(name, path.parent, "safetensors", path.name, named=True)
 
 
+def commit_of(name: str, revision: str | None, *, offline: bool) -> str | None:
+    """The commit that a hub id stands for now; None for a model of this machine. Raises ModelError as `find` does."""
+    here = name == "demo" or is_there(with_home(name))
+    return None if here else _hub(name, revision).commit(offline=offline)
+
+
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
-    id_, _, after = name.partition("@")
-    if not id_:
-        raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
-    if after and revision is not None and after != revision:
-        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
-    if looks_like_path(id_):
-        kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
-    hub = Hub(id_, revision or after or None)
+    hub = _hub(name, revision)
+    id_ = hub.id
 
     def wanted(names: Collection[str]) -> list[str]:
         if _is_adapter(names):
@@ -157,10 +156,23 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         every = _files_of(names, form, file)
         return [name for name in every if name.endswith(SMALL_FILES)] if left else every
 
-    folder = hub.cached("--offline forbids the network") if offline else hub.fetched(wanted)
+    folder = hub.cached(OFFLINE) if offline else hub.fetched(wanted)
     if leave_weights and not offline and not _has_weights(folder):
         return _left_in_hub(id_, folder)
     return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+
+
+def _hub(name: str, revision: str | None) -> Hub:
+    """The model of the hub that is meant. Raises ModelError for what is a path, UsageError for two revisions."""
+    id_, _, after = name.partition("@")
+    if not id_:
+        raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
+    if after and revision is not None and after != revision:
+        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
+    if looks_like_path(id_):
+        kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
+        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
+    return Hub(id_, revision or after or None)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from attnlens.engines import Done, completed, engine, tried
 from attnlens.engines.readers import resources
 from attnlens.errors import UsageError
 from attnlens.files import make_folder, read_bytes, sha256, write_atomically
+from attnlens.models.locate import commit_of
 from attnlens.requests import InspectRequest
 from attnlens.requests.work_options import KeptRequest
 from attnlens.run.fingerprint import versions
@@ -53,7 +54,7 @@ class Survey:
 
     def outcome(self, model: str) -> ModelOutcome:
         """Inspect one model and write its report, or take the report that an earlier run wrote and nobody changed."""
-        unit = f"{model} {_stamp(model)}"
+        unit = f"{model} {_stamp(model, self.given)}"
         path = self.reports / f"{_slug(model)}.json"
         before = self.files.read(unit) if self.resume else None
         digest, _, said = ("" if before is None else before.decode()).partition(" ")
@@ -152,8 +153,11 @@ def _told(done: Done[str, ModelOutcome]) -> ModelOutcome:
     return done.value or ModelOutcome(done.unit, None, done.reason or "it has no report")
 
 
-def _stamp(model: str) -> str:
-    """What changes where the files of a model of this machine do."""
+def _stamp(model: str, given: Mapping[str, Any]) -> str:
+    """What changes where a model's files do: on a hub its commit. Raises ModelError where there is no such model."""
+    commit = commit_of(model, given.get("revision"), offline=given.get("offline", False))
+    if commit is not None:
+        return commit
     path = Path(model).expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
     found = [(str(file), file.stat()) for file in files if file.is_file()]

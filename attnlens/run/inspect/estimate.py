@@ -31,14 +31,18 @@ class ReadingCost:
     """Largest resident memory while two layers were read, in bytes; that of the whole run is about the same."""
     seconds: float
     """Of reading and analysing, on this machine, one unit after the other."""
+    jobs: int
+    """Units that were asked to be read at once."""
 
     def lines(self) -> list[str]:
         """What it says, a sentence each."""
+        at_once = min(self.jobs, self.units)
+        shared = f"; {self.seconds / at_once:.0f} s by {at_once} jobs, if each is as fast" if at_once > 1 else ""
         return [
             f"{self.sites} sites, {self.heads} heads, {self.units} units of work.",
             f"To read: {_size(self.bytes)} of {_size(self.stored)}.",
             f"Memory: about {_size(self.memory)}, as two layers took.",
-            f"Time: about {self.seconds:.0f} s one after the other, by two layers that were read.",
+            f"Time: about {self.seconds:.0f} s one after the other, by two layers that were read{shared}.",
         ]
 
 
@@ -76,4 +80,5 @@ def estimated(model: str | PathLike[str], given: Mapping[str, Any]) -> ReadingCo
         stored=sum(file.bytes for file in frame.model.files_in_parts),
         memory=peak_memory(),
         seconds=first + other * (len(frame.units) - 1),
+        jobs=given.get("jobs", 1),
     )
