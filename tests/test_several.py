@@ -6,6 +6,8 @@ import fake_hub
 import pytest
 import tiny
 from hostile import refused
+from program import python
+from program import refused as ended
 
 import attnlens
 from attnlens import run
@@ -148,6 +150,38 @@ def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(mod
     assert report.model.files == []
     assert report.model.files_in_parts != []
     refused(TooLargeError, lambda: attnlens.inspect(models[0]), "takes 0.0 GiB")
+
+
+LITTLE = """
+import sys
+from attnlens.models.deferred import memory
+memory.free_memory = lambda: 1
+sys.argv[0] = "attnlens"
+from attnlens.cli import main
+main()
+"""
+"""The program where no memory is free; what its workers find free is as it is."""
+
+
+@pytest.mark.parametrize("more", [(), ("--jobs", "2"), ("--shard", "1/1")], ids=["here", "elsewhere", "shard"])
+def test_the_program_leaves_a_model_in_its_files_that_does_not_fit(more, models, tmp_path):
+    words = ("inspect", models[0], "--source", "weights", "--analyzer", "symmetry", "--no-progress", "--json")
+    done = python("-c", LITTLE, *words, tmp_path / "r.json", *more)
+    assert done.returncode == 0, done.stderr
+    assert "does not fit into memory" in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["model"]["files_in_parts"]
+    assert report["heads"] == json.loads(attnlens.inspect(models[0], **WEIGHTS, from_files=True).to_json())["heads"]
+    refused_there = python("-c", LITTLE, "inspect", models[0])
+    ended(refused_there, "takes 0.0 GiB of memory", "--source weights --from-files")
+
+
+def test_a_shard_that_was_loaded_and_one_of_files_are_told_apart_in_words(models, tmp_path):
+    for number, way in ((1, False), (2, True)):
+        report = attnlens.inspect(models[0], **WEIGHTS, shard=f"{number}/2", from_files=way, work=tmp_path / "work")
+        (tmp_path / f"{number}.json").write_text(report.to_json())
+    reports = [str(tmp_path / f"{number}.json") for number in (1, 2)]
+    refused(UsageError, lambda: run.merge(*reports), "loaded in one", "--from-files")
 
 
 def test_a_hub_model_whose_branch_has_moved_is_read_again(hub, read, tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ class Frame(BaseModel):
         """What names the run: a hash of all that determines what its units find."""
         facts = self.model_dump(mode="json", exclude={"identity_error", "skipped", "seen"})
         facts["model"].pop("id")  # a folder that was moved holds the same model
+        facts["settings"].pop("notes")  # they say how the run came about
         return hashed(facts)
 
     @property

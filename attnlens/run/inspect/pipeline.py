@@ -111,6 +111,6 @@ def _loaded(subject: Any, loading: models.Loading, asked: Settings) -> tuple[mod
     try:
         return models.load(subject, **loading), []
     except TooLargeError:
-        if asked.source != "weights" or "adapter" in loading:
+        if asked.source != "weights" or loading.get("adapter") is not None:
             raise
         return models.load(subject, **loading, from_files=True), [TOO_LARGE]

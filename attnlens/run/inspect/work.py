@@ -89,6 +89,9 @@ def first_difference(one: Frame, other: Frame) -> str | None:
     )
     for facts in (ours, theirs):
         facts["model"].pop("id")  # which is not what tells runs apart
+        facts["settings"].pop("notes")
+    if one.from_files != other.from_files:
+        return "the model was loaded in one and read from its files in the other, as --from-files does everywhere"
     contents = [facts.pop("content") for facts in (ours, theirs)]
     other_content = "the config, what is fed or an analyzer's code is another" if len({*contents}) > 1 else None
     found = difference(ours, theirs) or other_content
@@ -137,7 +140,9 @@ def reader_of(
     here.shard = shard_of(given)
     if not is_elsewhere(given):
         return here
-    elsewhere = partial(read_elsewhere, Job(model, dict(given), frame.key, work_root(given["work"])))
+    # whether the model fits into memory is decided here, once for all processes
+    job = Job(model, {**given, "from_files": frame.from_files}, frame.key, work_root(given["work"]))
+    elsewhere = partial(read_elsewhere, job)
     return EngineUnits(read, here.files, packed, unpacked, here.shard, here.resume, elsewhere=elsewhere, given=given)
 
 
