@@ -124,16 +124,17 @@ def awaited(condition: Callable[[], bool], process: subprocess.Popen[str]) -> No
 
 
 def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_bytes(whole, read, tmp_path):
-    """Twenty times, and what was finished is not read again."""
-    moments, left = random.Random(0), Counter()  # noqa: S311
+    """Twenty times: before the first unit, between them and after the last; what was finished is not read again."""
+    moments, left, killed = random.Random(0), Counter(), 0  # noqa: S311
     for time_of in range(20):
         folder = tmp_path / str(time_of)
-        count, later = moments.randint(0, UNITS - 1), moments.uniform(0, 0.01)
+        count, later = moments.randint(0, UNITS), moments.uniform(0, 0.05)
         process = started("inspect", "demo", *WORDS, "--work", folder)
-        awaited(lambda count=count, folder=folder: len(finished(folder)) >= count > 0, process)
-        time.sleep(later)
+        awaited(lambda count=count, folder=folder: len(finished(folder)) >= count, process)
+        time.sleep(later + (0 if count else moments.uniform(0, 2)))
         process.kill()
         process.communicate()  # whose end comes with that of the run
+        killed += process.returncode == -signal.SIGKILL
         kept = len(finished(folder))
         read.clear()
         if time_of % 4 == 0:
@@ -145,6 +146,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_bytes(whole, rea
             assert len(read) == UNITS - kept
             left[kept] += 1
         assert not folder.exists(), "what is kept is removed with the report"
+    assert killed >= 17, "after the last unit a run may end by itself"
     assert sum(count for kept, count in left.items() if 0 < kept < UNITS) >= 8
     assert len(left) >= 5
 
@@ -305,10 +307,18 @@ def test_shards_of_files_that_are_read_in_parts_are_one_run(tmp_path):
     assert merged.summary.identity_error is None
 
 
+STEPS = {
+    "SLURM_ARRAY_TASK_COUNT": "3",
+    "SLURM_ARRAY_TASK_MIN": "0",
+    "SLURM_ARRAY_TASK_MAX": "4",
+    "SLURM_ARRAY_TASK_STEP": "2",
+}
+"""Of an array of the tasks 0, 2 and 4."""
 ENVIRONMENTS = [
     ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "4"}, "2/3"),
     ({"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "0"}, "1/2"),
     ({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "2"}, "2/2"),
+    ({**STEPS, "SLURM_ARRAY_TASK_ID": "4"}, "3/3"),
     ({"RANK": "2", "WORLD_SIZE": "3"}, "3/3"),
     ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_ARRAY_TASK_ID": "1"}, "1/1"),
 ]
@@ -331,6 +341,8 @@ OUTSIDE = [
     {"SLURM_ARRAY_TASK_ID": "1"},
     {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "0"},
     {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "2"},
+    {**STEPS, "SLURM_ARRAY_TASK_ID": "1"},
+    {**STEPS, "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MAX": "7", "SLURM_ARRAY_TASK_STEP": "1"},
 ]
 
 

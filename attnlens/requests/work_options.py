@@ -15,13 +15,10 @@ WORK = "Work"
 """The panel of these options."""
 MOST_JOBS = 4096
 FROM_ENVIRONMENT = "auto"
-SAY_SHARD = "Write it as I/N with 1 ≤ I ≤ N, as in 1/3."
+SAY_SHARD = f"Write it as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, as in 1/3."
 SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
-VARIABLES = (
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
-    ("RANK", "WORLD_SIZE", None),
-)
-"""Which variables say which of how many processes this is, and from which number they are counted (None: from 0)."""
+ARRAY = "SLURM_ARRAY_TASK_"
+"""How the variables begin by which Slurm tells a job of an array which of its tasks it is."""
 
 
 def shard(name: str, given: Any) -> str:
@@ -36,14 +33,24 @@ def shard(name: str, given: Any) -> str:
 
 
 def _of_environment() -> str:
-    for index, count, first in VARIABLES:
-        said = [os.environ.get(name, "") for name in (index, count, first or "")]
-        if said[0].isdecimal() and said[1].isdecimal():
-            number = int(said[0]) - (int(said[2]) if said[2].isdecimal() else 0) + 1
-            return shard("shard", f"{number}/{said[1]}")
+    slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
+    if slurm["ID"].isdecimal() and slurm["COUNT"].isdecimal():
+        return _of_array({name: int(value) for name, value in slurm.items() if value.isdecimal()})
+    rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if rank.isdecimal() and count.isdecimal():
+        return shard("shard", f"{int(rank) + 1}/{count}")
     raise UsageError(
         "shard=auto finds neither SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT nor RANK and WORLD_SIZE.", SAY_SHARD
     )
+
+
+def _of_array(said: dict[str, int]) -> str:
+    """The shard of a task of Slurm's array. Raises UsageError where its tasks are not evenly spaced."""
+    step, first = said.get("STEP", 1) or 1, said.get("MIN", 0)
+    place, rest = divmod(said["ID"] - first, step)
+    if rest or said.get("MAX", first + step * (said["COUNT"] - 1)) != first + step * (said["COUNT"] - 1):
+        raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
+    return shard("shard", f"{place + 1}/{said['COUNT']}")
 
 
 def memory_size(name: str, given: Any) -> str:
