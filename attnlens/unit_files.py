@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from attnlens.addresses import StoreAddress, place_of
@@ -73,6 +74,9 @@ class Store(Protocol):
     def make(self) -> None:
         """Make it where it is not there. Raises OutputError where it can't be made."""
 
+    def check(self) -> None:
+        """Raise OutputError now where files could not be written there later; nothing stays of that."""
+
     def names(self) -> list[str]:
         """The names of what lies there, folders and files; none where it is not there."""
 
@@ -107,6 +111,15 @@ class Folder:
     def make(self) -> None:
         """Make it where it is not there."""
         make_folder(self.path)
+
+    def check(self) -> None:
+        """Raise OutputError where it, or the nearest folder above it that is there, can't be written."""
+        try:
+            nearest = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+            with TemporaryFile(dir=nearest):
+                pass
+        except OSError as error:
+            raise OutputError(f"The folder {self.path} can't be written: {error.strerror}.", OTHER_WORK) from None
 
     def names(self) -> list[str]:
         """The names of what lies there."""
@@ -168,6 +181,10 @@ class Remote:
     def make(self) -> None:
         """Make it where it is not there."""
         self.address.make()
+
+    def check(self) -> None:
+        """Raise OutputError where no object can be put there."""
+        self.address.check(is_folder=True)
 
     def names(self) -> list[str]:
         """The names of what lies there."""

@@ -119,6 +119,10 @@ def test_shards_of_which_a_unit_failed_merge_to_the_partial_report_of_one_run(pa
         assert "PARTIAL: 24 of 32 heads, because weights of layer 1: ZeroDivisionError: no such luck" in done.stdout
         assert timeless(read(merged)) == timeless(read(whole))
     assert len(list((tmp_path / "work").glob("*/*.unit"))) == 3, "finished units stay"
+    codes = [
+        patched(*asked(path, *work, "--shard", f"{i}/2", "--strict")).returncode for i, path in enumerate(reports, 1)
+    ]
+    assert codes == [0, 3], "layer 1 is the second shard's"
     monkeypatch.setenv("PATCHY", "0,2,3")  # which are not read again
     assert patched(*asked(reports[1], *work, "--shard", "2/2")).returncode == 0
     monkeypatch.setenv("PATCHY", "none")

@@ -10,7 +10,6 @@ import attnlens
 from attnlens import models
 from attnlens.errors import ModelError
 
-
 SHARDS = 3
 
 

@@ -463,7 +463,7 @@ def test_merge_names_the_field_in_which_runs_differ(shards, tmp_path, monkeypatc
     refused(UsageError, lambda: run.merge(first, shard_of("demo", tokens=8)), "settings.texts.0.")
     refused(UsageError, lambda: run.merge(first, shard_of("demo", seed=3)), "settings.seed is 0 in one and 3")
     refused(UsageError, lambda: run.merge(first, shard_of(other)), "model.id is demo in one")
-    refused(UsageError, lambda: run.merge(str(tmp_path / "work")), "are of different runs")
+    refused(UsageError, lambda: run.merge(str(tmp_path / "work")), "are of different runs", "of one run alone")
     monkeypatch.setattr(attnlens, "__version__", "99.0")
     refused(
         UsageError, lambda: run.merge(first, shard_of("demo")), "versions.attnlens is", "in one and 99.0 in the other"
@@ -729,6 +729,26 @@ def test_a_model_in_memory_has_no_work_elsewhere(demo, tmp_path):
         [name] = asked
         refused(UsageError, lambda asked=asked: attnlens.inspect(demo, **FEW, **asked), "in memory", name)
     assert attnlens.inspect(demo, **FEW).coverage.complete
+
+
+def test_what_the_work_lacks_is_said_before_the_model_is_read(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(attnlens.models, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for asked, said in (
+        ({"work": tmp_path / "file"}, "can't be written: Not a directory"),
+        ({"work": tmp_path / "new" / "work", "engine": "slurm"}, "no sbatch"),
+        ({"engine": "ray", "address": "127.0.0.1:9"}, "No Ray cluster is at 127.0.0.1:9"),
+        ({"from_files": True, "source": "both"}, "can't run on a text"),
+    ):
+        kind = OutputError if "written" in said else UsageError
+        refused(kind, lambda asked=asked: attnlens.inspect("demo", **FEW | asked), said)
+    assert not (tmp_path / "new").exists(), "and nothing is left of it"
+
+
+def test_a_strict_shard_is_judged_by_its_own_units(tmp_path):
+    words = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "-q", "--no-progress", "--strict")
+    assert program(*words, "--shard", "1/2", "--work", tmp_path / "work", "--json", tmp_path / "r.json").returncode == 0
 
 
 @pytest.mark.parametrize(("name", "package", "said"), [("ray", "ray", "Ray"), ("slurm", "submitit", "submitit")])

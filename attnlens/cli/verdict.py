@@ -22,12 +22,17 @@ PARTLY = 3
 
 
 def end_strictly(report: Report) -> None:
-    """End with PARTLY where something was not analysed, or the files hold tensors that the model has no place for."""
+    """End with PARTLY where something was not analysed, or the files hold tensors that the model has no place for.
+
+    What other shards read is not missing in one's report.
+    """
+    from attnlens.engines.readers import OTHERS
     from attnlens.sentences.reports import unexpected
 
     for sentence in unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
-    if report.model.unexpected or not report.coverage.complete:
+    left = [one for one in report.coverage.skipped if report.part is None or not one.reason.endswith(OTHERS)]
+    if report.model.unexpected or (left and not report.coverage.complete):
         raise typer.Exit(PARTLY)
 
 

@@ -9,6 +9,20 @@ from attnlens.engines.workers import Workers
 from attnlens.errors import UsageError
 
 
+def check_engine(name: Engine, address: str | None = None) -> None:
+    """Raise UsageError now where workers could not be had later: a package, a program or a cluster is not there."""
+    if address is not None and name != "ray":
+        raise UsageError("--address is that of a Ray cluster.", "Leave it out, or add --engine ray.")
+    if name == "ray":
+        from attnlens.engines.ray_cluster import check_cluster
+
+        check_cluster(address)
+    elif name == "slurm":
+        from attnlens.engines.slurm_jobs import check_programs
+
+        check_programs()
+
+
 def engine(
     name: Engine,
     *,

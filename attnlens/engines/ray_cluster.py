@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
+from importlib import import_module
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
@@ -33,10 +35,11 @@ class RayWorkers(WaitingThreads):
 
     def __init__(self, jobs: int, address: str | None = None, *, threads: int = 1, gpus: int = 0) -> None:
         super().__init__(jobs)
-        self._ray: Any = _imported()
+        check_cluster(address)
+        self._ray: Any = import_module("ray")
         self._owned = not self._ray.is_initialized()
         if self._owned:
-            _connect(self._ray, address or os.environ.get("RAY_ADDRESS") or HERE, jobs * threads)
+            _connect(self._ray, _named(address), jobs * threads)
         self._remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=RETRIES)(_called)
         self._tasks: set[Any] = set()
         self._lock, self._stopped = Lock(), False
@@ -68,16 +71,22 @@ class RayWorkers(WaitingThreads):
             self._ray.shutdown()
 
 
+def check_cluster(address: str | None) -> None:
+    """Raise UsageError where Ray is not installed, or nothing listens at the address that says it is a Ray cluster."""
+    if find_spec("ray") is None:
+        raise UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
+    try:
+        _reach(_named(address))
+    except OSError as error:
+        raise _refused(_named(address), error) from error
+
+
+def _named(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or HERE
+
+
 def _called(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
     return function(*arguments)
-
-
-def _imported() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"') from None
-    return ray
 
 
 def _connect(ray: Any, address: str, processors: int) -> None:
@@ -86,16 +95,19 @@ def _connect(ray: Any, address: str, processors: int) -> None:
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody
     try:
-        _reach(address)
         ray.init(address=address, log_to_driver=False, **own)
     except Exception as error:  # Ray raises Exception itself, and no narrower class, where its programs don't start
-        where = "can be started on this machine" if own else f"is at {address}"
-        raise UsageError(
-            f"No Ray cluster {where}: {headline(error)}",
-            "Start one with `ray start --head`, under the same token or RAY_AUTH_MODE as here, and name its HOST:PORT;"
-            " or name no address to run Ray on this machine.",
-        ) from error
+        raise _refused(address, error) from error
     _keep_from_stdout(ray._private.worker)
+
+
+def _refused(address: str, error: Exception) -> UsageError:
+    where = "can be started on this machine" if address == HERE else f"is at {address}"
+    return UsageError(
+        f"No Ray cluster {where}: {headline(error)}",
+        "Start one with `ray start --head`, under the same token or RAY_AUTH_MODE as here, and name its HOST:PORT;"
+        " or name no address to run Ray on this machine.",
+    )
 
 
 def _keep_from_stdout(worker: Any) -> None:

@@ -12,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from attnlens.engines.choice import engine
+from attnlens.engines.choice import check_engine, engine
 from attnlens.engines.completion import Done, completed, tried
 from attnlens.engines.local_processes import threads_each
 from attnlens.errors import AttnlensError, OutputError, UsageError
 from attnlens.records import ShardPart
-from attnlens.unit_files import OTHER_WORK, Folder, UnitFiles, work_root
+from attnlens.unit_files import OTHER_WORK, Folder, UnitFiles, store_of, work_root
 
 OWN_MEMORY = "memory:"
 """How addresses begin of what fsspec keeps in one process."""
@@ -248,21 +248,18 @@ def resources(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"jobs": given["jobs"], **more}
 
 
-def check_work(given: Mapping[str, Any], *, kept: bool) -> None:
-    """Raise UsageError where what is asked of the work makes no sense, OutputError where its parts can't be kept."""
-    check_engine(given)
-    if (given["shard"] is not None or is_elsewhere(given)) and not kept:
+def check_work(given: Mapping[str, Any]) -> None:
+    """Before the work: raise UsageError where what is asked makes no sense, OutputError where nothing can be kept."""
+    check_engine(given["engine"], given["address"])
+    apart = given["shard"] is not None or is_elsewhere(given)
+    if apart and not can_keep(given["work"]):
         raise OutputError("The user's cache can't be written, where parts of a run are kept.", "Add --work DIR.")
     if is_elsewhere(given):
         refuse_stdin(given)
         if work_root(given["work"]).startswith(OWN_MEMORY):
             raise UsageError("Other processes don't see what lies in this one's memory.", OTHER_WORK)
-
-
-def check_engine(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an address that the engine does not take."""
-    if given["address"] is not None and given["engine"] != "ray":
-        raise UsageError("--address is that of a Ray cluster.", "Leave it out, or add --engine ray.")
+    if given["work"] is not None:
+        store_of(work_root(given["work"])).check()
 
 
 def refuse_stdin(given: Mapping[str, Any]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -43,7 +45,7 @@ class RequeuedCall(Generic[T]):
 
     def checkpoint(self) -> Any:
         """What submitit is to queue: the same call, which finds what it has written."""
-        return _imported().helpers.DelayedSubmission(self)
+        return import_module("submitit").helpers.DelayedSubmission(self)
 
 
 @dataclass
@@ -96,10 +98,8 @@ class SlurmWorkers:
         minutes: int = 60,
         cluster: str = "slurm",
     ) -> None:
-        submitit = _imported()
-        missing = [name for name in PROGRAMS if cluster == "slurm" and shutil.which(name) is None]
-        if missing:
-            raise UsageError(f"There is no {missing[0]} on the PATH.", "Run it on a login node of a Slurm cluster.")
+        check_programs(PROGRAMS if cluster == "slurm" else ())
+        submitit: Any = import_module("submitit")
         self.jobs = jobs
         self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster, slurm_max_num_timeout=REQUEUES)
         self._executor.update_parameters(
@@ -188,9 +188,10 @@ def _raised(text: str) -> str:
     return headline(RuntimeError(trace.strip().rpartition("\n")[2]))
 
 
-def _imported() -> Any:
-    try:
-        import submitit
-    except ImportError:
-        raise UsageError("submitit is not installed.", 'Run: pip install "attnlens[slurm]"') from None
-    return submitit
+def check_programs(programs: tuple[str, ...] = PROGRAMS) -> None:
+    """Raise UsageError where submitit is not installed, or one of Slurm's programs is not there."""
+    if find_spec("submitit") is None:
+        raise UsageError("submitit is not installed.", 'Run: pip install "attnlens[slurm]"')
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        raise UsageError(f"There is no {missing[0]} on the PATH.", "Run it on a login node of a Slurm cluster.")

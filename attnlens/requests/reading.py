@@ -58,7 +58,12 @@ def files(asked: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unread(asked: Mapping[str, Any], source: str) -> None:
-    """Raise UsageError for inputs where the weights alone are read, which need none."""
+    """Raise UsageError for inputs where weights alone are read, which need none, and for a text without a model."""
+    if asked.get("from_files") and source != "weights":
+        raise UsageError(
+            "A model that is read from its files can't run on a text.",
+            "Add --source weights, or leave --from-files out.",
+        )
     named = next((name for name in ("text", "pairs", "image", "audio") if asked[name]), None)
     if named is not None and source == "weights":
         raise UsageError(

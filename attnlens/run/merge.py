@@ -24,6 +24,7 @@ from attnlens.unit_files import FAILED, RUN, Store, UnitFiles, store_of, unseale
 
 AnyFrame = Frame | SeriesFrame
 NamedUnit = TypeVar("NamedUnit", WorkUnit, CheckpointUnit)
+SAY_ONE = "Give folders and reports of one run alone."
 SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
 
 
@@ -49,7 +50,7 @@ class FoundUnits:
             self.frame, self.where = frame, where
         elif self.frame.key != frame.key:
             found = _difference(self.frame, frame) or "a field of theirs"
-            raise UsageError(f"{self.where} and {where} are of different runs: {found}.", SAY_SHARDS)
+            raise UsageError(f"{self.where} and {where} are of different runs: {found}.", SAY_ONE)
 
     def clear(self) -> None:
         """Remove the run's files from the folders: its report is written."""
@@ -173,8 +174,8 @@ def _of_folder(root: str, parts: FoundUnits) -> None:
     for run in runs:
         content = run.read(RUN)
         if content is not None:
-            frame = _frame(content, root)
-            parts.add(frame, root)
+            frame = _frame(content, str(run))
+            parts.add(frame, str(run))
             files = UnitFiles(run, frame.key, _suffix(frame))
             parts.folders.append((run, files.files_of(unit.name for unit in frame.units)))
             parts.units |= _lying(run, frame)

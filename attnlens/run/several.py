@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from attnlens import requests, texts
 from attnlens.arguments import dataset_rows, public
 from attnlens.engines import Done, completed, engine, tried
-from attnlens.engines.readers import resources
+from attnlens.engines.readers import check_work, resources
 from attnlens.errors import UsageError
 from attnlens.files import make_folder, read_bytes, sha256, write_atomically
 from attnlens.models.locate import commit_of
@@ -103,6 +103,7 @@ def inspect_each(
     _refuse_one_name(models)
     if "-" in map(str, given["text"]):
         raise UsageError("A text from stdin can be read for one model alone.", "Write it to a file.")
+    check_work(given)
     folder = Path(requests.folder("reports", reports))
     make_folder(folder)
     files = _files(folder, more, given)

@@ -17,8 +17,8 @@ import torch
 from attnlens import texts
 from attnlens.arguments import public
 from attnlens.choices import STUDIES
-from attnlens.engines import Workers, engine
-from attnlens.engines.readers import check_engine, refuse_stdin
+from attnlens.engines import Workers, check_engine, engine
+from attnlens.engines.readers import refuse_stdin
 from attnlens.errors import UsageError
 from attnlens.files import check_folder, make_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
@@ -63,7 +63,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     """
     asked = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
-    check_engine(asked)
+    check_engine(asked["engine"], asked["address"])
     scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
     folder = Path(asked["work"]) if asked["work"] is not None else cached("study")
     check_work(folder)

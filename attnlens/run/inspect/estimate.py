@@ -58,6 +58,8 @@ def estimated(model: str | PathLike[str], given: Mapping[str, Any]) -> ReadingCo
     """
     if given.get("source") != "weights":
         raise UsageError("--dry-run tells what reading weights from files takes.", "Add --source weights.")
+    if given.get("device_map") is not None:
+        raise UsageError("--dry-run tells what reading weights from files takes.", "Leave out --device-map.")
     inspection, frame = opened(model, {**given, "from_files": True})
     deferred = inspection.loaded.deferred
     if deferred is None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from attnlens import models, requests, texts
 from attnlens.arguments import public
-from attnlens.errors import TooLargeError, UsageError
+from attnlens.engines.readers import check_work
+from attnlens.errors import TooLargeError
 from attnlens.records import Report, Settings
 from attnlens.requests import InspectRequest, reading
 from attnlens.run import feeding
@@ -57,6 +58,8 @@ def inspected(
     That says whether all units were read.
     """
     given = requests.checked(InspectRequest, more)
+    if isinstance(model, str | PathLike):
+        check_work(given)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):
         frame = inspection.framed(contents, cut)
@@ -97,15 +100,7 @@ def prepared(
 
 
 def _loaded(subject: Any, loading: models.Loading, asked: Settings) -> tuple[models.Loaded, list[str]]:
-    """The model, and what a reader must know of how it was loaded: one too large for memory is left in its files.
-
-    Raises UsageError where its files are to be read for what a text shows.
-    """
-    if "from_files" in loading and asked.source != "weights":
-        raise UsageError(
-            "A model that is read from its files can't run on a text.",
-            "Add --source weights, or leave --from-files out.",
-        )
+    """The model, and what a reader must know of how it was loaded: one too large for memory is left in its files."""
     if isinstance(subject, models.Loaded):
         return subject, []
     try:

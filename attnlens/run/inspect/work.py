@@ -16,7 +16,6 @@ from attnlens.engines.readers import (
     KeptUnits,
     UnitReader,
     can_keep,
-    check_work,
     is_elsewhere,
     shard_of,
 )
@@ -133,7 +132,6 @@ def reader_of(
                 "Give its name or folder, or leave the option out.",
             )
         return UnitReader(read)
-    check_work(given, kept=can_keep(given["work"]))
     here = kept_units(given, frame, read)
     if not isinstance(here, KeptUnits):
         return here

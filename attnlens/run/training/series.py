@@ -76,6 +76,7 @@ def followed(
 ) -> tuple[Report, Callable[[], None]]:
     """The report, and what is to be called when it is written: finished units are not needed any longer then."""
     series = prepared(checkpoints, revisions, head, progress, more)
+    check_work(series.given)
     return series.run(), series.clear
 
 
@@ -165,9 +166,7 @@ class Series:
     @cached_property
     def units(self) -> UnitReader[CheckpointUnit, CheckpointReading]:
         """Reads the checkpoints here or elsewhere."""
-        kept = can_keep(self.given["work"])
-        check_work(self.given, kept=kept)
-        if not kept:
+        if not can_keep(self.given["work"]):
             return UnitReader(self.read_unit)
         if not is_elsewhere(self.given):
             return kept_checkpoints(self, self.frame)
