@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from loaded import package, smollm2
 from program import attnlens as program
 from program import refused as ended
+from test_quantised import quantised
 
 import attnlens
 from attnlens import hooks, models
 from attnlens.errors import ModelError, TextError
-from attnlens.models.deferred import is_announced
+from attnlens.models.deferred import is_announced, reading
 from attnlens.models.deferred.reading import LENGTH, LocalFile, local
 from attnlens.records import Head, Report
 from attnlens.weights import query_key_maps, rope, rows
@@ -174,11 +175,12 @@ def test_a_gguf_file_is_read_tensor_by_tensor():
 
 @pytest.fixture
 def ranges(monkeypatch):
-    """Name of a file → the ranges (start, end) of it that were read behind its header."""
+    """Name of a file → the ranges (start, end) of it that were read behind its header, samples of a byte apart."""
     honest, found = LocalFile.read, {}
+    monkeypatch.setattr(reading, "SAMPLE", 1)
 
     def read(self, start, count):
-        if start > LENGTH:
+        if start > LENGTH and count > 1:
             found.setdefault(self.name, []).append((start, start + count))
         return honest(self, start, count)
 
@@ -382,6 +384,22 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(other, tmp_path):
         place, source="weights", from_files=True, work=tmp_path / "work", progress=change
     )
     refused(ModelError, read, "model.safetensors", words)
+
+
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+def test_no_unit_of_other_numbers_is_taken_up_whose_file_has_the_same_time_and_header(form, tmp_path):
+    place, work = tmp_path / "model", tmp_path / "work"
+    saved(place, "llama") if form == "plain" else quantised(place, "fp8 in blocks")
+    attnlens.inspect(place, source="weights", from_files=True, shard="1/1", work=work)
+    file, tensors = place / "model.safetensors", weights(place)
+    before = file.stat()
+    changed = "model.layers.0.self_attn.q_proj." + ("weight" if form == "plain" else "weight_scale_inv")
+    stored(place, tensors | {changed: tensors[changed] * torch.linspace(1, 3, len(tensors[changed]))[:, None]})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns), "a control"
+    again = attnlens.inspect(place, source="weights", from_files=True, work=work)
+    fresh = attnlens.inspect(place, source="weights", from_files=True, work=tmp_path / "other")
+    assert again.heads == fresh.heads
 
 
 def test_a_file_of_the_same_length_put_in_its_place_while_it_is_read_ends_the_run(tmp_path):

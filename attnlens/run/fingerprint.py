@@ -15,6 +15,7 @@ import transformers
 
 import attnlens
 from attnlens import texts
+from attnlens.hooks import Reached
 from attnlens.models import Loaded
 from attnlens.registry import Analyzer, Gathering
 
@@ -40,14 +41,21 @@ def own_code() -> str:
     return found.hexdigest()[:16]
 
 
-def content_of(loaded: Loaded, fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]) -> str:
-    """A SHA-256 of the model's config and own code, of its adapter, of all that is fed, and of the analyzers' code."""
+def content_of(
+    loaded: Loaded, reached: Iterable[Reached], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
+) -> str:
+    """A SHA-256 of the model's config and own code, of its adapter, of all that is fed, and of the analyzers' code.
+
+    Of files that are read in parts also of some bytes of the tensors of the sites: their times of change may be set.
+    """
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
     found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
         found.update(file.read_bytes())
     if loaded.info.adapter is not None:
         found.update(loaded.info.adapter.model_dump_json().encode())
+    if loaded.deferred is not None:
+        found.update(loaded.deferred.sample(one.module for one in reached))
     for batch in fed.batches if fed is not None else ():
         for name, part in sorted(batch.inputs.items()):
             found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())

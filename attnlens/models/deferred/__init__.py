@@ -36,6 +36,9 @@ class TensorFiles(Protocol):
     def size(self, names: Iterable[str]) -> int:
         """How many bytes are read for these."""
 
+    def sample(self, names: Iterable[str]) -> bytes:
+        """Some bytes of each of these, which are others where its numbers are, unless the file's stamp says that."""
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Some of them. Raises ModelError where a file is gone, cut off or not the one that was opened."""
 
@@ -92,6 +95,15 @@ class DeferredWeights:
             # what is converted may become several parameters, and only the first is known before
             if target in targets or (converted and target.startswith(inside))
         ]
+
+    def sample(self, modules: Iterable[nn.Module]) -> bytes:
+        """Some bytes of each tensor of these modules, as their files have them."""
+        wanted = {
+            name: None
+            for module in dict.fromkeys(modules)
+            for name in self.needed(module, [name for name, _ in module.named_parameters()])
+        }
+        return self.files.sample(wanted)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
         """Read the tensors of a module, and let transformers convert and place them."""

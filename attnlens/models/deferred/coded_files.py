@@ -65,6 +65,10 @@ class CodedFiles:
         """How many bytes are read for these."""
         return self.files.size(stored for name in names for stored in self._stored(name))
 
+    def sample(self, names: Iterable[str]) -> bytes:
+        """A few bytes of what each of these is made of, where the file's stamp says nothing of it."""
+        return self.files.sample(stored for name in names for stored in self._stored(name))
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """These tensors, decoded.
 

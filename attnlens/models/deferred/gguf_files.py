@@ -13,7 +13,7 @@ import torch
 
 from attnlens.errors import ModelError
 from attnlens.models.classes import model_class
-from attnlens.models.deferred.reading import LocalFile
+from attnlens.models.deferred.reading import LocalFile, sampled
 from attnlens.models.gguf import read_header
 from attnlens.models.locate import Location
 from attnlens.models.quiet import quiet
@@ -68,6 +68,11 @@ class GgufFiles:
     def size(self, names: Iterable[str]) -> int:
         """How many bytes these tensors have in the file."""
         return sum(int(self._tensors[self._names[name]].n_bytes) for name in names)
+
+    def sample(self, names: Iterable[str]) -> bytes:
+        """A few bytes of each of these tensors as they lie."""
+        lying = [self._tensors[self._names[name]] for name in names]
+        return b"".join(sampled(self._file, int(one.data_offset), int(one.n_bytes)) for one in lying)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """These tensors. Raises ModelError where the file has changed since it was opened."""

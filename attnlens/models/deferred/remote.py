@@ -30,6 +30,7 @@ class RemoteFile:
     size: int = field(init=False)
     stamp: str = field(init=False)
     """The hub's name of its content."""
+    is_hashed = True
 
     def __post_init__(self) -> None:
         from huggingface_hub import get_hf_file_metadata

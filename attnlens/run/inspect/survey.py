@@ -91,7 +91,7 @@ class Inspection:
         return Frame.of(
             self.reached,
             versions=versions(),
-            content=content_of(self.loaded, self.fed, self.analyzers),
+            content=content_of(self.loaded, self.reached, self.fed, self.analyzers),
             show=self.show,
             model=self.loaded.info,
             settings=self.settings,
