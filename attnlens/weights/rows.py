@@ -12,7 +12,7 @@ from attnlens.weights.factors import Maps
 from attnlens.weights.probe import Probe
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
 
 DRAWS = 8
 """Random inputs: what is no multiple of a row passes for one at all of them with probability about SAME ** DRAWS."""
@@ -41,7 +41,7 @@ def rows_of_weights(probe: Probe) -> Maps | None:
         bias = found_there[0, :, :1].double()
         seen = found_there[1:, :, 0].double() - bias[None, :, 0]
         known = known if x is inputs[0] else {}
-        found = _found(x.double().flatten(0, -2), seen.flatten(1), probe.weights.values(), known)
+        found = first_found(x.double().flatten(0, -2), seen.flatten(1), probe.weights.values(), known)
         if found is None:
             return None
         sides.append((found.reshape(*seen.shape[1:], -1).transpose(1, 2), bias))
@@ -49,7 +49,7 @@ def rows_of_weights(probe: Probe) -> Maps | None:
     return Maps(query, key, query_bias, key_bias)
 
 
-def _found(
+def first_found(
     x: Float[Tensor, "draws d_model"],
     seen: Float[Tensor, "draws columns"],
     weights: Iterable[Tensor],
@@ -61,20 +61,20 @@ def _found(
     """
     if not bool(seen.isfinite().all()):
         return None
-    for place, rows in enumerate(_oriented(list(weights), x.shape[-1])):
+    for place, rows in enumerate(oriented(list(weights), x.shape[-1])):
         if place not in known:
             known[place] = x @ rows.mT
         answers = known[place]
         places = _in_order(seen, answers)
         if places is None:
-            places = _nearest(seen, answers)
-        factors = _factors(seen, answers[:, places])
+            places = nearest(seen, answers)
+        factors = factors_of(seen, answers[:, places])
         if _fits(seen, factors * answers[:, places]):
-            return _taken(rows, places, factors)
+            return taken_rows(rows, places, factors)
     return None
 
 
-def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
+def oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
     """The matrices that such an input can be multiplied by, outputs first: linear layers', then Conv1D's."""
     known = [weight for weight in weights if type(weight) in (Tensor, torch.nn.Parameter)]
     matrices = [weight for weight in known if weight.dim() == 2 and weight.is_floating_point()]
@@ -84,33 +84,38 @@ def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "r
 
 def _in_order(seen: Tensor, answers: Tensor) -> Tensor | None:
     """The rows in their order from the one that fits the first column on, where they are enough and fit."""
-    start, count = int(_nearest(seen[:, :1], answers)), seen.shape[1]
+    start, count = int(nearest(seen[:, :1], answers)), seen.shape[1]
     if start + count > answers.shape[1]:
         return None
     places = torch.arange(start, start + count, device=answers.device)
     found = answers[:, places]
-    return places if _fits(seen, _factors(seen, found) * found) else None
+    return places if _fits(seen, factors_of(seen, found) * found) else None
 
 
 def _fits(seen: Tensor, found: Tensor) -> bool:
-    """Whether every column is what was found; what subtracting the bias rounds is of the size of all columns."""
+    """Whether every column is what was found."""
+    return bool(fitting(seen, found).all())
+
+
+def fitting(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
+    """Which columns are what was found; what subtracting the bias rounds is of the size of all columns."""
     border = SAME * seen.norm(dim=0) + torch.finfo(seen.dtype).eps * seen.norm()
-    return bool(((seen - found).norm(dim=0) <= border).all())
+    return (seen - found).norm(dim=0) <= border
 
 
-def _nearest(seen: Tensor, answers: Tensor) -> Tensor:
+def nearest(seen: Tensor, answers: Tensor) -> Tensor:
     """The row of each column whose answers have the most similar direction, whatever their sign and length."""
     unit = torch.nn.functional.normalize(answers, dim=0)
     return torch.cat([(part.mT @ unit).abs().argmax(1) for part in torch.split(seen, AT_ONCE, dim=1)])
 
 
-def _factors(seen: Tensor, found: Tensor) -> Float[Tensor, " columns"]:
+def factors_of(seen: Tensor, found: Tensor) -> Float[Tensor, " columns"]:
     """c of each column, by least squares."""
     factors = (seen * found).sum(0) / found.square().sum(0).clamp(min=torch.finfo(found.dtype).tiny)
     return torch.where((factors - 1).abs() < ONE, 1.0, factors)
 
 
-def _taken(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
+def taken_rows(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
     """The rows times their factors: of neighbours that are taken as they are a view, which costs no memory."""
     start, count = int(places[0]), len(places)
     ordered = torch.equal(places, torch.arange(start, start + count, device=places.device))
