@@ -130,12 +130,14 @@ class Factors:
     def summed(self) -> QueryKey:
         """A form whose heads sum to what the heads of `query_key` do: one head Σ_h W_Q,h U_hᵀ · Dᵀ where W_K,h = D U_h."""
         form, product = self.query_key, self.maps.key_product
-        if product is None or form.rotation is not None:
+        if product is None or form.rotation is not None or form.site.part == "cross":
             return form
         up = product.up if not self.latent else _coordinates(product.up, self.groups[0])
         if not bool(up.isfinite().all()):
             return form
-        query = sum(form.query[head] @ up[place].mT for head, place in enumerate(form.key_of))
+        query = torch.zeros_like(product.down)
+        for head, place in enumerate(form.key_of):
+            query.addmm_(form.query[head], up[place].mT)
         return replace(form, query=query[None], key=product.down[None], heads=(0,), key_of=(0,))
 
     @property
