@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,7 @@ class Maps:
     query_bias: Float[Tensor, "heads queries head_dim"]
     """One for all, or one for each position where the module adds positions to its inputs (DETR)."""
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
-    key_product: Product | None = None
+    key_product: Product | None = field(default=None, kw_only=True)
     """W_K as a product, where it was found as one."""
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,9 +128,9 @@ class Factors:
 
     @property
     def summed(self) -> QueryKey:
-        """A form whose heads sum to what the heads of `query_key` do: one head Σ_h W_Q,h U_hᵀ · Dᵀ where W_K,h = D U_h."""
+        """A form with the sum of the heads of `query_key`: one head, (Σ_h W_Q,h U_hᵀ) Dᵀ, where W_K,h = D U_h."""
         form, product = self.query_key, self.maps.key_product
-        if product is None or form.rotation is not None or form.site.part == "cross":
+        if product is None or form.rotation is not None:
             return form
         up = product.up if not self.latent else _coordinates(product.up, self.groups[0])
         if not bool(up.isfinite().all()):
@@ -179,9 +179,7 @@ def unit(rows: Tensor) -> Tensor:
 def _of_coordinates(whole: QueryKey, kept: Int[Tensor, " some"]) -> QueryKey:
     """The form of some coordinates of each head."""
     rotation = None if whole.rotation is None else whole.rotation.of_coordinates(kept)
-    return replace(
-        whole, query=_coordinates(whole.query, kept), key=_coordinates(whole.key, kept), rotation=rotation
-    )
+    return replace(whole, query=_coordinates(whole.query, kept), key=_coordinates(whole.key, kept), rotation=rotation)
 
 
 def _coordinates(factor: Tensor, kept: Int[Tensor, " some"]) -> Tensor:

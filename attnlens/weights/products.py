@@ -1,4 +1,4 @@
-"""Finds each head's W_Q and W_K as products of two of the module's matrices (latent attention) without differentiating."""
+"""Finds each head's W_Q and W_K as products of two of the module's matrices (latent attention), undifferentiated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def products_of_weights(probe: Probe) -> Maps | None:
             return None
         sides.append((pieces, seen.shape[1:]))
     query, key = (composed(*side) for side in sides)
-    return Maps(query, key, *(bias for _, bias in found), _product(*sides[1]))
+    return Maps(query, key, *(bias for _, bias in found), key_product=_product(*sides[1]))
 
 
 @contextmanager

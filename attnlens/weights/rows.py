@@ -84,18 +84,12 @@ def pieces_of(
         return None
     pieces, left = [], torch.arange(seen.shape[1], device=seen.device)
     while len(left):
-        some = seen[:, left]
-        for below, rows, answers in _candidates(given, weights, known):
-            places = _places(some, answers)
-            if places is not None:
-                break
-        else:
+        tried = (_piece(seen[:, left], left, *candidate) for candidate in _candidates(given, weights, known))
+        piece = next((found for found in tried if found is not None), None)
+        if piece is None:
             return None
-        found = answers[:, places]
-        factors = _factors(some, found)
-        fits = _fitting(some, factors * found)
-        pieces.append(Piece(left[fits], _taken(rows, places[fits], factors[fits]), below))
-        left = left[~fits]
+        pieces.append(piece)
+        left = left[~torch.isin(left, piece.columns)]
     return pieces
 
 
@@ -107,7 +101,7 @@ def composed(pieces: Sequence[Piece], shape: torch.Size) -> Float[Tensor, "heads
     else:
         whole = first.up.new_empty(shape.numel(), (first.up if first.down is None else first.down).shape[1])
         for piece in pieces:
-            for columns, up in zip(piece.columns.split(AT_ONCE), piece.up.split(AT_ONCE), strict=True):
+            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece[:2]), strict=True):
                 whole[columns] = up if piece.down is None else up @ piece.down
     return whole.reshape(*shape, -1).transpose(1, 2)
 
@@ -129,6 +123,16 @@ def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "r
     matrices = [weight for weight in known if weight.dim() == 2 and weight.is_floating_point()]
     yield from (weight for weight in matrices if weight.shape[1] == size)
     yield from (weight.mT for weight in matrices if weight.shape[0] == size)
+
+
+def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> Piece | None:
+    """Those of the columns that are multiples of these rows; None where the first is not among them."""
+    places = _places(seen, answers)
+    if places is None:
+        return None
+    factors = _factors(seen, answers[:, places])
+    fits = _fitting(seen, factors * answers[:, places])
+    return Piece(columns[fits], _taken(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
 
 
 def _places(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
@@ -153,7 +157,8 @@ def _is(seen: Tensor, found: Tensor) -> bool:
 def _fitting(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
     """Which columns are what was found; what subtracting the bias rounds is of the size of all columns."""
     border = SAME * seen.norm(dim=0) + torch.finfo(seen.dtype).eps * seen.norm()
-    return (seen - found).norm(dim=0) <= border
+    fits: Tensor = (seen - found).norm(dim=0) <= border
+    return fits
 
 
 def _nearest(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
