@@ -147,7 +147,7 @@ def test_the_sum_of_the_heads_has_the_symmetry_of_the_heads_side_by_side() -> No
     assert score == pytest.approx(expected, rel=1e-10)
     fewer = linalg.layer_symmetry(found.query_key.select([0, 1, 2]))
     assert score != pytest.approx(fewer, rel=1e-3), "a control"
-    without = replace(found, maps=replace(found.maps, key_product=None))
+    without = replace(found, maps=replace(found.maps, key_latent=None))
     assert without.summed.query.shape == (4, 80, 12), "a control"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Product:
+class LatentMap:
     """W_h = D U_h, as latent attention makes its keys."""
 
     up: Float[Tensor, "heads rank head_dim"]
@@ -33,7 +33,7 @@ class Maps:
     query_bias: Float[Tensor, "heads queries head_dim"]
     """One for all, or one for each position where the module adds positions to its inputs (DETR)."""
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
-    key_product: Product | None = field(default=None, kw_only=True)
+    key_latent: LatentMap | None = field(default=None, kw_only=True)
     """W_K as a product, where it was found as one."""
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ class Factors:
     @property
     def summed(self) -> QueryKey:
         """A form with the sum of the heads of `query_key`: one head, (Σ_h W_Q,h U_hᵀ) Dᵀ, where W_K,h = D U_h."""
-        form, product = self.query_key, self.maps.key_product
+        form, product = self.query_key, self.maps.key_latent
         if product is None or form.rotation is not None:
             return form
         up = product.up if not self.latent else _coordinates(product.up, self.groups[0])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from attnlens.weights.factors import Maps, Product
+from attnlens.weights.factors import LatentMap, Maps
 from attnlens.weights.probe import Probe
 from attnlens.weights.rows import DRAWS, Given, Piece, asked, composed, pieces_of
 
@@ -34,7 +34,7 @@ def products_of_weights(probe: Probe) -> Maps | None:
             return None
         sides.append((pieces, seen.shape[1:]))
     query, key = (composed(*side) for side in sides)
-    return Maps(query, key, *(bias for _, bias in found), key_product=_product(*sides[1]))
+    return Maps(query, key, *(bias for _, bias in found), key_latent=_product(*sides[1]))
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _latents(outer: Given, inner: Sequence[Tensor], weights: Sequence[Tensor]) -
                 yield Given(seen, composed(pieces, torch.Size((1, z.shape[1])))[0].mT)
 
 
-def _product(pieces: Sequence[Piece], shape: torch.Size) -> Product | None:
+def _product(pieces: Sequence[Piece], shape: torch.Size) -> LatentMap | None:
     """The largest piece that is a product."""
     products = [(piece, piece.down) for piece in pieces if piece.down is not None]
     if not products:
@@ -73,4 +73,4 @@ def _product(pieces: Sequence[Piece], shape: torch.Size) -> Product | None:
     piece, down = max(products, key=lambda product: len(product[0].columns))
     up = piece.up.new_full((shape.numel(), piece.up.shape[1]), torch.nan)
     up[piece.columns] = piece.up
-    return Product(up.reshape(*shape, -1).mT, down.mT)
+    return LatentMap(up.reshape(*shape, -1).mT, down.mT)
