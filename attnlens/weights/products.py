@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnlens.weights.factors import LatentMap, Maps
 from attnlens.weights.probe import Probe
-from attnlens.weights.rows import DRAWS, Given, Piece, asked, composed, pieces_of
+from attnlens.weights.rows import DRAWS, Given, FoundColumns, asked, composed, pieces_of
 
 
 def products_of_weights(probe: Probe) -> Maps | None:
@@ -65,7 +65,7 @@ def _latents(outer: Given, inner: Sequence[Tensor], weights: Sequence[Tensor]) -
                 yield Given(seen, composed(pieces, torch.Size((1, z.shape[1])))[0].mT)
 
 
-def _product(pieces: Sequence[Piece], shape: torch.Size) -> LatentMap | None:
+def _product(pieces: Sequence[FoundColumns], shape: torch.Size) -> LatentMap | None:
     """The largest piece that is a product."""
     products = [(piece, piece.down) for piece in pieces if piece.down is not None]
     if not products:

@@ -33,7 +33,7 @@ class Given(NamedTuple):
     """D; None: x itself."""
 
 
-class Piece(NamedTuple):
+class FoundColumns(NamedTuple):
     """Columns of W that are found in one matrix: w = uᵀD, or u where there is no D."""
 
     columns: Int[Tensor, " some"]
@@ -78,7 +78,7 @@ def asked(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]
 
 def pieces_of(
     seen: Float[Tensor, "draws columns"], given: Sequence[Given], weights: Sequence[Tensor], known: Known
-) -> list[Piece] | None:
+) -> list[FoundColumns] | None:
     """All columns with the first matrix that has them, as multiples of its rows; None where some column is in none."""
     if not bool(seen.isfinite().all()):
         return None
@@ -93,7 +93,7 @@ def pieces_of(
     return pieces
 
 
-def composed(pieces: Sequence[Piece], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
+def composed(pieces: Sequence[FoundColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
     """W of each head; of rows of a single matrix a view."""
     first = pieces[0]
     if len(pieces) == 1 and first.down is None:
@@ -125,14 +125,14 @@ def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "r
     yield from (weight.mT for weight in matrices if weight.shape[0] == size)
 
 
-def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> Piece | None:
+def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> FoundColumns | None:
     """Those of the columns that are multiples of these rows; None where the first is not among them."""
     places = _places(seen, answers)
     if places is None:
         return None
     factors = _factors(seen, answers[:, places])
     fits = _fitting(seen, factors * answers[:, places])
-    return Piece(columns[fits], _taken(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
+    return FoundColumns(columns[fits], _taken(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
 
 
 def _places(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
