@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnlens.weights.factors import LatentMap, Maps
 from attnlens.weights.probe import Probe
-from attnlens.weights.rows import DRAWS, Given, FoundColumns, asked, composed, pieces_of
+from attnlens.weights.rows import DRAWS, FoundColumns, Given, asked, composed, pieces_of
 
 
 def products_of_weights(probe: Probe) -> Maps | None:
