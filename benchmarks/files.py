@@ -1,12 +1,12 @@
 """Time and memory of `inspect --source weights --from-files` beside its floor, two processes, and TransformerLens.
 
-python benchmarks/files.py [--quick] [--layers 12] [--peer PYTHON] [--of 8b|jobs|peer ...]
+python benchmarks/files.py [--quick] [--layers 12] [--peer PYTHON] [--of 8b|mla|jobs|peer ...]
 
 The checkpoint has the shape of an 8 B model (32 query and 8 key heads of 128, d_model 4096, bfloat16), of which queries
 and keys alone are on disk. A layer's time is the difference of two whole processes, of many layers and of two. Its
 floor is read and computed in between: plain reads of the same bytes, and the Gram and core products that all spectra
 need; `bare` adds the other products and decompositions of the measures, as single calls of torch without anything
-around them. --peer names a Python that has TransformerLens.
+around them. `mla` is a layer of latent attention, of Kimi-K2's shape. --peer names a Python that has TransformerLens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import subjects
 
 LAYERS, FEW = 12, 2
+PARTS = ["8b", "mla", "jobs", "peer"]
 PEER = """
 import sys
 import torch
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the 8 B shape")
     parser.add_argument("--rounds", type=int, default=3, help="how often each time is taken")
     parser.add_argument("--peer", default=sys.executable, help="the Python that has TransformerLens")
-    parser.add_argument("--of", nargs="*", choices=["8b", "jobs", "peer"], default=["8b", "jobs", "peer"])
+    parser.add_argument("--of", nargs="*", choices=PARTS, default=PARTS)
     wanted = parser.parse_args()
     rounds = 1 if wanted.quick else wanted.rounds
     print(subjects.machine(), flush=True)
@@ -68,6 +69,8 @@ def main() -> None:
                 against_floor(folder, layers, rounds)
             if "jobs" in wanted.of:
                 jobs(folder, rounds)
+        if "mla" in wanted.of:
+            latent(folder / "latent", quick=wanted.quick)
         if "peer" in wanted.of:
             shapes = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-xl, 12 of 48 layers": (12, 1600, 25)}
             for name, shape in {"gpt2": (2, 64, 4)}.items() if wanted.quick else shapes.items():
@@ -123,6 +126,21 @@ def against_floor(folder: Path, layers: int, rounds: int) -> None:
         f"  peak {peak:.2f} GB, two layers' factors in float64 + 0.6 GB {bound:.2f} GB: ratio {peak / bound:.2f}",
         flush=True,
     )
+
+
+def latent(folder: Path, *, quick: bool) -> None:
+    """Seconds a layer and peak memory of latent attention."""
+    heads, wide, sizes = (4, 64, (16, 16, 16, 8)) if quick else (64, 7168, (1536, 512, 128, 64))
+    names = "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
+    config = {"hidden_size": wide, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 1000}
+    config |= {"num_hidden_layers": 3, "first_k_dense_replace": 3, "intermediate_size": 64, "v_head_dim": sizes[2]}
+    real = "q_a_", "q_b_", "kv_a_", "kv_b_"  # with the gains
+    made(folder / "llama", config | dict(zip(names, sizes, strict=True)), "DeepseekV3ForCausalLM", real)
+    one, three = (inspected(folder, layers) for layers in (1, 3))
+    wall, processor = ((three[place] - one[place]) / 2 for place in range(2))
+    bound = 2 * 8e-9 * wide * (sizes[2] + sizes[3]) * 2 * heads + 0.6
+    print(f"\nlatent attention, {heads} heads, {wide} wide: a layer {wall:.1f} s, {processor:.1f} s of processor time")
+    print(f"  peak {three.peak:.2f} GB, two layers' factors in float64 + 0.6 GB {bound:.2f} GB", flush=True)
 
 
 def plain_reads(folder: Path, layers: range) -> float:

@@ -61,6 +61,8 @@ def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
         summed[key_head] += query_key.query[head].mT  # as rows of weights lie in memory
     query, key = _beside(summed.mT), _beside(query_key.key)
     if query_key.rotation is None:
+        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer products than the matrix
+            return _of_grams(_gram(query), _gram(key), key.mT @ query)
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
     rotation = query_key.rotation

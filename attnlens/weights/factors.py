@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class LatentMap:
+    """W_h = D U_h, as latent attention makes its keys."""
+
+    up: Float[Tensor, "heads rank head_dim"]
+    """U_h; NaN in the coordinates that are made in another way."""
+    down: Float[Tensor, "d_model rank"]
+    """D, one for all heads."""
+
+
+@dataclass(frozen=True)
 class Maps:
     """q = x W_Q + b_Q and k = y W_K + b_K without their rotation, float64."""
 
@@ -23,6 +33,8 @@ class Maps:
     query_bias: Float[Tensor, "heads queries head_dim"]
     """One for all, or one for each position where the module adds positions to its inputs (DETR)."""
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
+    key_latent: LatentMap | None = field(default=None, kw_only=True)
+    """W_K as a product, where it was found as one."""
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
@@ -115,6 +127,20 @@ class Factors:
         return tuple(_of_coordinates(whole, part) for part in self.groups) if self.latent else (whole,)
 
     @property
+    def summed(self) -> QueryKey:
+        """A form with the sum of the heads of `query_key`: one head, (Σ_h W_Q,h U_hᵀ) Dᵀ, where W_K,h = D U_h."""
+        form, product = self.query_key, self.maps.key_latent
+        if product is None or form.rotation is not None:
+            return form
+        up = product.up if not self.latent else _coordinates(product.up, self.groups[0])
+        if not bool(up.isfinite().all()):
+            return form
+        query = torch.zeros_like(product.down)
+        for head, place in enumerate(form.key_of):
+            query.addmm_(form.query[head], up[place].mT)
+        return replace(form, query=query[None], key=product.down[None], heads=(0,), key_of=(0,))
+
+    @property
     def on_inputs(self) -> QueryKey | None:
         """M on (x, 1), the biases a last row of the factors; None where the logits are not bilinear in one input x."""
         placed = self.rotation is not None or self.maps.query_bias.shape[1] > 1
@@ -153,4 +179,12 @@ def unit(rows: Tensor) -> Tensor:
 def _of_coordinates(whole: QueryKey, kept: Int[Tensor, " some"]) -> QueryKey:
     """The form of some coordinates of each head."""
     rotation = None if whole.rotation is None else whole.rotation.of_coordinates(kept)
-    return replace(whole, query=whole.query[..., kept], key=whole.key[..., kept], rotation=rotation)
+    return replace(whole, query=_coordinates(whole.query, kept), key=_coordinates(whole.key, kept), rotation=rotation)
+
+
+def _coordinates(factor: Tensor, kept: Int[Tensor, " some"]) -> Tensor:
+    """Some coordinates of each head; neighbours are a view, which costs no memory."""
+    first, count = int(kept[0]), len(kept)
+    if torch.equal(kept, torch.arange(first, first + count, device=kept.device)):
+        return factor[..., first : first + count]
+    return factor[..., kept]

@@ -29,6 +29,7 @@ from attnlens.weights.probe import (
     unreadable,
     used_weights,
 )
+from attnlens.weights.products import products_of_weights
 from attnlens.weights.rope import ANGLE, SINGLE, Turns, rounding_of
 from attnlens.weights.rows import rows_of_weights
 
@@ -121,7 +122,7 @@ def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[
         rows = rows_of_weights(probe)
         if rows is not None and not norms:
             return rows, ()  # which random inputs have shown
-        maps = rows or _maps(probe, turned)
+        maps = rows or products_of_weights(probe) or _maps(probe, turned)
     sides = _first_tokens(probe, maps)
     reason = _mismatch(*sides)
     if reason is None:
@@ -170,7 +171,8 @@ def _tangents(
         for x, count in zip(base, counts, strict=True):
             tokens = 1 if alike else x[0, ..., 0].numel()
             tangents = x.new_zeros(probe.batch or -(-count // tokens), *x.shape[1:])
-            units = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[start : start + count]
+            units = x.new_zeros(count, x.shape[-1])
+            units.diagonal(start).fill_(1)
             if alike:
                 tangents[:count] = units.view(count, *[1] * (x.dim() - 2), -1)
             else:

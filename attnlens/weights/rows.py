@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from attnlens.weights.factors import Maps
 from attnlens.weights.probe import Probe
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
 
 DRAWS = 8
 """Random inputs: what is no multiple of a row passes for one at all of them with probability about SAME ** DRAWS."""
@@ -21,7 +21,28 @@ SAME = 1e-10
 ONE = 1e-13
 """Relative rounding of a coordinate's factor: one so close to 1 is 1."""
 AT_ONCE = 512
-"""Coordinates that are compared with all rows at once."""
+"""Coordinates that are compared with all rows, or multiplied out, at once."""
+
+
+class Given(NamedTuple):
+    """What a matrix may be multiplied by: the inputs x, or what lies between two linear layers, z = x Dᵀ."""
+
+    seen: Float[Tensor, "draws rank"]
+    """Its values at the random inputs."""
+    down: Float[Tensor, "rank d_model"] | None = None
+    """D; None: x itself."""
+
+
+class FoundColumns(NamedTuple):
+    """Columns of W that are found in one matrix: w = uᵀD, or u where there is no D."""
+
+    columns: Int[Tensor, " some"]
+    up: Float[Tensor, "some rank"]
+    down: Float[Tensor, "rank d_model"] | None
+
+
+Known = dict[tuple[int, int], Tensor]
+"""The answers of the matrices that were tried, by their places and those of what is given to them."""
 
 
 def rows_of_weights(probe: Probe) -> Maps | None:
@@ -33,45 +54,67 @@ def rows_of_weights(probe: Probe) -> Maps | None:
     """
     if probe.whole or probe.batch is not None:
         return None
-    inputs = probe.random(DRAWS, seed=7)
-    with torch.no_grad():
-        call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
-    sides, known = [], dict[int, Tensor]()
-    for x, found_there in zip(inputs, (call.query, call.key), strict=True):
-        bias = found_there[0, :, :1].double()
-        seen = found_there[1:, :, 0].double() - bias[None, :, 0]
+    sides, known, inputs = [], Known(), probe.random(DRAWS, seed=7)
+    for x, (seen, bias) in zip(inputs, asked(probe, inputs), strict=True):
         known = known if x is inputs[0] else {}
-        found = _found(x.double().flatten(0, -2), seen.flatten(1), probe.weights.values(), known)
-        if found is None:
+        pieces = pieces_of(seen.flatten(1), [Given(x.double().flatten(0, -2))], list(probe.weights.values()), known)
+        if pieces is None:
             return None
-        sides.append((found.reshape(*seen.shape[1:], -1).transpose(1, 2), bias))
+        sides.append((composed(pieces, seen.shape[1:]), bias))
     (query, query_bias), (key, key_bias) = sides
     return Maps(query, key, query_bias, key_bias)
 
 
-def _found(
-    x: Float[Tensor, "draws d_model"],
-    seen: Float[Tensor, "draws columns"],
-    weights: Iterable[Tensor],
-    known: dict[int, Tensor],
-) -> Float[Tensor, "columns d_model"] | None:
-    """The vector w of each column with seen = x · w, from the first matrix that has them all; None where none has.
+def asked(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Queries and keys of these inputs without their biases, (draws, heads, head_dim), and the biases."""
+    with torch.no_grad():
+        call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
+    biases = [part[0, :, :1].double() for part in (call.query, call.key)]
+    return [
+        (part[1:, :, 0].double() - bias[None, :, 0], bias)
+        for part, bias in zip((call.query, call.key), biases, strict=True)
+    ]
 
-    `known` are the answers of the matrices that were tried, by their place.
-    """
+
+def pieces_of(
+    seen: Float[Tensor, "draws columns"], given: Sequence[Given], weights: Sequence[Tensor], known: Known
+) -> list[FoundColumns] | None:
+    """All columns with the first matrix that has them, as multiples of its rows; None where some column is in none."""
     if not bool(seen.isfinite().all()):
         return None
-    for place, rows in enumerate(_oriented(list(weights), x.shape[-1])):
-        if place not in known:
-            known[place] = x @ rows.mT
-        answers = known[place]
-        places = _in_order(seen, answers)
-        if places is None:
-            places = _nearest(seen, answers)
-        factors = _factors(seen, answers[:, places])
-        if _fits(seen, factors * answers[:, places]):
-            return _taken(rows, places, factors)
-    return None
+    pieces, left = [], torch.arange(seen.shape[1], device=seen.device)
+    while len(left):
+        tried = (_piece(seen[:, left], left, *candidate) for candidate in _candidates(given, weights, known))
+        piece = next((found for found in tried if found is not None), None)
+        if piece is None:
+            return None
+        pieces.append(piece)
+        left = left[~torch.isin(left, piece.columns)]
+    return pieces
+
+
+def composed(pieces: Sequence[FoundColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
+    """W of each head; of rows of a single matrix a view."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.down is None:
+        whole = first.up
+    else:
+        whole = first.up.new_empty(shape.numel(), (first.up if first.down is None else first.down).shape[1])
+        for piece in pieces:
+            for columns, up in zip(*(torch.split(part, AT_ONCE) for part in piece[:2]), strict=True):
+                whole[columns] = up if piece.down is None else up @ piece.down
+    return whole.reshape(*shape, -1).transpose(1, 2)
+
+
+def _candidates(
+    given: Sequence[Given], weights: Sequence[Tensor], known: Known
+) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
+    """The matrices that may have a column: what lies below, their rows, and their answers."""
+    for number, one in enumerate(given):
+        for place, rows in enumerate(_oriented(weights, one.seen.shape[1])):
+            if (number, place) not in known:
+                known[number, place] = one.seen @ rows.mT
+            yield one.down, rows, known[number, place]
 
 
 def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
@@ -82,26 +125,46 @@ def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "r
     yield from (weight.mT for weight in matrices if weight.shape[0] == size)
 
 
-def _in_order(seen: Tensor, answers: Tensor) -> Tensor | None:
-    """The rows in their order from the one that fits the first column on, where they are enough and fit."""
-    start, count = int(_nearest(seen[:, :1], answers)), seen.shape[1]
-    if start + count > answers.shape[1]:
+def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> FoundColumns | None:
+    """Those of the columns that are multiples of these rows; None where the first is not among them."""
+    places = _places(seen, answers)
+    if places is None:
         return None
-    places = torch.arange(start, start + count, device=answers.device)
-    found = answers[:, places]
-    return places if _fits(seen, _factors(seen, found) * found) else None
+    factors = _factors(seen, answers[:, places])
+    fits = _fitting(seen, factors * answers[:, places])
+    return FoundColumns(columns[fits], _taken(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
 
 
-def _fits(seen: Tensor, found: Tensor) -> bool:
-    """Whether every column is what was found; what subtracting the bias rounds is of the size of all columns."""
+def _places(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
+    """The row of each column; None where none is the first column.
+
+    In their order from the one that is the first column on, where they are enough and fit, else those most like them.
+    """
+    start, count = _nearest(seen[:, :1], answers), seen.shape[1]
+    if not _is(seen[:, :1], answers[:, start]):
+        return None
+    places = torch.arange(int(start), int(start) + count, device=answers.device)
+    if int(start) + count <= answers.shape[1] and _is(seen, answers[:, places]):
+        return places
+    return _nearest(seen, answers)
+
+
+def _is(seen: Tensor, found: Tensor) -> bool:
+    """Whether every column is a multiple of what was found."""
+    return bool(_fitting(seen, _factors(seen, found) * found).all())
+
+
+def _fitting(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
+    """Which columns are what was found; what subtracting the bias rounds is of the size of all columns."""
     border = SAME * seen.norm(dim=0) + torch.finfo(seen.dtype).eps * seen.norm()
-    return bool(((seen - found).norm(dim=0) <= border).all())
+    fits: Tensor = (seen - found).norm(dim=0) <= border
+    return fits
 
 
-def _nearest(seen: Tensor, answers: Tensor) -> Tensor:
+def _nearest(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
     """The row of each column whose answers have the most similar direction, whatever their sign and length."""
     unit = torch.nn.functional.normalize(answers, dim=0)
-    return torch.cat([(part.mT @ unit).abs().argmax(1) for part in torch.split(seen, AT_ONCE, dim=1)])
+    return torch.cat([(part.mT @ unit).abs_().argmax(1) for part in torch.split(seen, AT_ONCE, dim=1)])
 
 
 def _factors(seen: Tensor, found: Tensor) -> Float[Tensor, " columns"]:

@@ -148,7 +148,7 @@ class Reader:
             return
         query_key = whole.select(finite)
         complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
-        sink.add_layer(factors.site.layer, linalg.layer_symmetry(whole) if complete else None)
+        sink.add_layer(factors.site.layer, linalg.layer_symmetry(factors.summed) if complete else None)
         keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
         norms = query_key.query.norm(dim=(1, 2)) * keys  # the scale is in the null, as it is in what is measured
         nulls = self._null_of(query_key, analyzers)
