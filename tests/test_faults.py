@@ -347,7 +347,7 @@ def test_what_answers_in_the_place_of_a_hub_is_named(monkeypatch, body):
     try:
         api = huggingface_hub.HfApi(endpoint=f"http://127.0.0.1:{server.server_port}")
         with pytest.raises(ModelError, match="no model hub"):
-            Hub("org/name", None)._names(api)
+            Hub("org/name", None)._described(api)
     finally:
         server.shutdown()
         server.server_close()

@@ -146,7 +146,7 @@ def _gram(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns co
     for start in range(0, len(gram), size):
         rows = slice(start, start + size)
         gram[rows, start:] = factor[:, rows].mT @ factor[:, start:]
-        gram[start:, rows] = gram[rows, start:].mT
+        gram[start + size :, rows] = gram[rows, start + size :].mT
     return gram
 
 
