@@ -51,7 +51,7 @@ LARGEST = 5_000
 @pytest.fixture(autouse=True)
 def _watched() -> None:
     """Each test checks its own calls."""
-    watch.seen.clear()
+    watch.begin()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ from importlib import import_module
 from pkgutil import walk_packages
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import jaxtyping
 import numpy
@@ -43,6 +44,9 @@ NOUNS = (Rotation, attnlens.records.QueryKey, attnlens.records.Call)
 NAMES = {"Bool": Bool, "Float": Float, "Int": Int, "Rotation": Rotation, "Tensor": torch.Tensor, "nn": torch.nn}
 """Names in their annotations, which they import for type checkers only."""
 
+PLAIN = {bool, float, int, type(None)}
+"""Classes of whose objects the checks see nothing more."""
+
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 """As mypy does, it takes a whole number where a float is asked for."""
 
@@ -52,6 +56,16 @@ seen: set[tuple] = set()
 
 Checking every step of a solver's loop again would double the time of its tests.
 """
+_known: dict[int, tuple[ref[object], int]] = {}
+"""What was read of frozen dataclasses, by their ids: they are handed from call to call and never change."""
+_numbers: dict[object, int] = {}
+"""What was read → its number, the same for two that say the same, and sooner hashed."""
+
+
+def begin() -> None:
+    """Forget what other tests checked."""
+    for held in (seen, _known, _numbers):
+        held.clear()
 
 
 def once(*, typechecker: Callable) -> Callable:
@@ -59,12 +73,17 @@ def once(*, typechecker: Callable) -> Callable:
 
     def decorated(function: Callable) -> Callable:
         if isinstance(function, type):
-            return jaxtyped(function, typechecker=typechecker)
+            if is_dataclass(function) and "__init__" in vars(function):
+                function.__init__ = checking(function.__init__, unread=1)  # of `self` there is nothing yet
+            return function
+        return checking(function)
+
+    def checking(function: Callable, unread: int = 0) -> Callable:
         slow = cache(lambda: jaxtyped(function, typechecker=typechecker))  # made when it is first called
 
         @wraps(function)
         def fast(*args: object, **options: object) -> object:
-            key = (id(function.__code__), *map(_kind, args), *options, *map(_kind, options.values()))
+            key = (id(function.__code__), *map(_kind, args[unread:]), *options, *map(_kind, options.values()))
             if jaxtyping.config.jaxtyping_disable or key in seen:
                 return function(*args, **options)
             found = slow()(*args, **options)
@@ -78,7 +97,8 @@ def once(*, typechecker: Callable) -> Callable:
 
 def _kind(given: object) -> object:
     """What of an argument the checks see: shapes, types, words and classes; which one a long collection is."""
-    return _reader(type(given))(given)
+    kind = type(given)
+    return kind if kind in PLAIN else _reader(kind)(given)
 
 
 @cache
@@ -94,8 +114,24 @@ def _reader(kind: type) -> Callable[[Any], object]:
         return lambda given: (kind, *given, *map(_kind, given.values())) if len(given) <= 8 else id(given)
     if is_dataclass(kind):
         names = [field.name for field in fields(kind)]
-        return lambda given: (kind, *(_kind(getattr(given, name)) for name in names))
+
+        def read(given: object) -> object:
+            return kind, *[_kind(getattr(given, name)) for name in names]
+
+        return _once_each(read) if kind.__dataclass_params__.frozen else read
     return id if issubclass(kind, Iterable) else lambda _: kind
+
+
+def _once_each(read: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The same reader, which reads an object once, and gives a number."""
+
+    def number(given: Any) -> int:
+        held = _known.get(id(given))
+        if held is None or held[0]() is not given:
+            held = _known[id(given)] = ref(given), _numbers.setdefault(read(given), len(_numbers))
+        return held[1]
+
+    return number
 
 
 def import_rooms() -> None:
@@ -106,7 +142,7 @@ def import_rooms() -> None:
         getattr(attnlens.records, name)  # each file is imported by its first use
     for noun in NOUNS:
         vars(sys.modules[noun.__module__]).update(NAMES)
-        jaxtyped(noun, typechecker=checked)
+        once(typechecker=checked)(noun)
     rooms = [f"attnlens.{room}" for room in ROOMS]
     typing.TYPE_CHECKING = True  # annotations are strings whose names the rooms import for type checkers only
     try:
