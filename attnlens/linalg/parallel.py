@@ -62,6 +62,8 @@ def _in_pool(function: Callable[..., Tensor], stacks: list[Tensor], workers: int
         with torch.set_grad_enabled(gradients):
             return function(*piece)
 
+    if threads == workers == 1:  # this thread is what the pool's only one would be
+        return [*map(run, pieces)]
     try:
         return list(_pool(workers).map(run, pieces))
     finally:
