@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import watch
+from threadpoolctl import threadpool_limits
 
 # The tests say themselves when they are offline; huggingface_hub reads this once, when it is first imported.
 os.environ.pop("HF_HUB_OFFLINE", None)
@@ -25,6 +26,7 @@ from attnlens.texts.sources import SAMPLE_NAMES, Content  # noqa: E402
 
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
 torch.set_num_threads(1)
+threadpool_limits(1, user_api="blas")  # numpy's and scipy's, which wait by counting
 gc.freeze()  # what was imported stays: a full collection need not go through it again
 gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
 
