@@ -82,6 +82,7 @@ def test_a_unit_that_fails_is_partial_with_its_reason_and_the_same_whoever_reads
     here = patched(*asked(tmp_path / "here.json"))
     assert here.returncode == 0, here.stderr
     assert patchy.read_text() == "1\n1\n", "tried once more"
+    assert "failed" not in here.stderr, "--no-progress"
     assert "PARTIAL: 24 of 32 heads, because weights of layer 1: ZeroDivisionError: no such luck" in here.stdout
     elsewhere = patched(*asked(tmp_path / "elsewhere.json", "--jobs", "2"))
     assert elsewhere.returncode == 0, elsewhere.stderr
@@ -90,6 +91,13 @@ def test_a_unit_that_fails_is_partial_with_its_reason_and_the_same_whoever_reads
     for name in ("here", "elsewhere"):
         strict = patched(*asked(tmp_path / f"{name}.json", "--strict", *["--jobs", "2"] * (name == "elsewhere")))
         assert strict.returncode == 3, strict.stderr
+
+
+def test_a_unit_that_fails_is_named_as_it_does(patchy, tmp_path):
+    words = [word for word in asked(tmp_path / "a.json") if word != "--no-progress"]
+    found = patched(*words)
+    assert "weights of layer 1 failed: ZeroDivisionError: no such luck. The others are read.\n" in found.stderr
+    assert found.stderr.index("failed") < found.stderr.index("Wrote"), "before the end"
 
 
 def test_what_is_finished_stays_where_a_unit_failed_and_the_same_command_mends_the_report(

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -113,14 +114,33 @@ def told(error: BaseException) -> int:
 
 @contextmanager
 def progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar with ETA on a terminal, else one plain line now and then; yields (stage, done, total) → None."""
-    if not shown:
-        yield lambda _stage, _done, _total: None
-    elif _may_move() and not (talk := console(stderr=True)).is_dumb_terminal:
-        with _bars(talk) as tell:
-            yield tell
-    else:
-        yield _plain()
+    """A progress bar with ETA on a terminal, else one plain line now and then; yields (stage, done, total) → None.
+
+    What fails meanwhile without ending the run is said as it does.
+    """
+    with _warnings(shown=shown):
+        if not shown:
+            yield lambda _stage, _done, _total: None
+        elif _may_move() and not (talk := console(stderr=True)).is_dumb_terminal:
+            with _bars(talk) as tell:
+                yield tell
+        else:
+            yield _plain()
+
+
+@contextmanager
+def _warnings(*, shown: bool) -> Iterator[None]:
+    """Inside, what the library logs is a line on stderr, or nothing."""
+    import logging  # late, as all that only the work needs
+
+    handler = logging.Handler()
+    handler.emit = lambda record: say(record.getMessage()) if shown else None  # type: ignore[method-assign]
+    log = logging.getLogger("attnlens")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _may_move() -> bool:
@@ -146,12 +166,22 @@ def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _plain() -> Callable[[str, int, int], None]:
+    """Tells a stage's progress every few seconds, with the time left at its rate since it was last told."""
     last = time.monotonic()
+    told: dict[str, tuple[float, int]] = {}
 
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last >= PLAIN_SECONDS:
-            last = time.monotonic()
-            say(f"{stage}: {done} of {total}")
+        now = time.monotonic()
+        then, before = told.setdefault(stage, (now, done))
+        if now - last < PLAIN_SECONDS:
+            return
+        last, told[stage] = now, (now, done)
+        left = f", {_duration((now - then) * (total - done) / (done - before))} left" if before < done < total else ""
+        say(f"{stage}: {done} of {total}{left}")
 
     return tell
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from attnlens.engines.local_processes import threads_each
 from attnlens.errors import AttnlensError, OutputError, UsageError
 from attnlens.records import ShardPart
 from attnlens.unit_files import OTHER_WORK, Folder, UnitFiles, store_of, work_root
+from attnlens.wording import clean
 
+LOG = logging.getLogger("attnlens")
 OWN_MEMORY = "memory:"
 """How addresses begin of what fsspec keeps in one process."""
 UNSEEN = "its file is not here: workers and this process need one folder for --work"
@@ -215,7 +218,7 @@ def read_units(
 ) -> None:
     """Enter what each unit found, or why it failed; an error of ours is of what all units share, and ends the run.
 
-    Any other is the unit's own, unless none could be read.
+    Any other is the unit's own, which is logged, unless none could be read.
     """
     first: BaseException | None = None
     for done in reader.through(frame):
@@ -225,6 +228,7 @@ def read_units(
             first = first or done.error
             missing[done.unit] = str(done.reason)
             reader.failed(done.unit, missing[done.unit])
+            LOG.warning("%s failed: %s. The others are read.", done.unit.name, clean(missing[done.unit]).rstrip("."))
         else:
             found[done.unit] = done.value
         tell(done.unit)

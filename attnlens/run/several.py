@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from attnlens.run.fingerprint import versions
 from attnlens.run.inspect.pipeline import inspected
 from attnlens.run.progress import Progress, silent
 from attnlens.unit_files import UnitFiles, key_of, store_of, work_root
+from attnlens.wording import clean
 
+LOG = logging.getLogger("attnlens")
 SAY_LIST = "Write one model a line: a hub id, a folder or a file."
 OUTER = ("shard", "engine", "jobs", "address")
 """Options that share out the models, and not a model's own work."""
@@ -113,6 +116,8 @@ def inspect_each(
     found: dict[str, ModelOutcome] = {}
     for done, outcome in enumerate(_outcomes(survey, mine, given)):
         found[outcome.model] = outcome
+        if outcome.report is None:
+            LOG.warning("%s has no report: %s", outcome.model, clean(outcome.said))
         progress("models", done + 1, len(mine))
     return [found[model] for model in mine]
 

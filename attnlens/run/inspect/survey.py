@@ -32,6 +32,9 @@ from attnlens.run.inspect.units import WorkUnit
 from attnlens.run.inspect.work import Calls, InspectionReader
 from attnlens.run.progress import Interrupted, Progress, timed
 
+ALL = "units"
+"""What progress calls the units of all stages."""
+
 
 class UnitInterrupted(KeyboardInterrupt):
     """The user stopped a unit; `calls` are what it had noted down."""
@@ -42,19 +45,28 @@ class UnitInterrupted(KeyboardInterrupt):
 
 
 def stages(progress: Progress, units: Sequence[WorkUnit], batches: Sequence[int]) -> Callable[[WorkUnit], None]:
-    """Tells of each stage how much is done: sites whose weights are read, sequences, passes of gatherers."""
+    """Tells of each stage how much is done: sites whose weights are read, sequences, passes of gatherers.
+
+    Where there are several, it tells of all units too.
+    """
     sizes = {unit: 1 if unit.batch is None else batches[unit.batch] for unit in units}
     totals: Counter[str] = Counter()
     for unit, size in sizes.items():
         totals[unit.stage] += size
     done: Counter[str] = Counter()
+    several = len(totals) > 1
 
     def tell(unit: WorkUnit) -> None:
         done[unit.stage] += sizes[unit]
         progress(unit.stage, done[unit.stage], totals[unit.stage])
+        if several:
+            done[ALL] += 1
+            progress(ALL, done[ALL], len(units))
 
     for stage in list(totals)[:1]:
         progress(stage, 0, totals[stage])
+    if several:
+        progress(ALL, 0, len(units))
     return tell
 
 
