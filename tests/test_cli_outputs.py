@@ -14,13 +14,15 @@ from reports import synthetic_report
 from swap_reports import swap_report
 
 from attnlens import plots
-from attnlens.cli import delivery
+from attnlens.cli import delivery, show
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import read_report
 from attnlens.render.pictures import is_file
+from attnlens.run.inspect.survey import stages
+from attnlens.run.inspect.units import WorkUnit
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
@@ -239,3 +241,16 @@ def test_a_terminal_is_animated_unless_it_is_asked_not_to():
     for variable in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
         assert "\x1b" not in on_a_terminal(*words, **variable), variable
     assert "\x1b" not in attnlens(*words, FORCE_COLOR="1").stderr, "nor is a pipe"
+
+
+def test_plain_lines_tell_of_all_units_and_of_the_time_left(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
+    with show.progress(shown=True) as tell:
+        units = [WorkUnit("weights", ()), *(WorkUnit("tokens", (), batch) for batch in range(9))]
+        more = stages(tell, units, [2] * 9)
+        for unit in units:
+            clock[0] += 4.0
+            more(unit)
+    lines = ["units: 3 of 10, 0:00:28 left", "units: 6 of 10, 0:00:16 left", "units: 9 of 10, 0:00:04 left"]
+    assert capsys.readouterr().err.splitlines() == lines

@@ -168,20 +168,18 @@ def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
 def _plain() -> Callable[[str, int, int], None]:
     """Tells a stage's progress every few seconds, with the time left at its rate since it was last told."""
     last = time.monotonic()
-    told: dict[str, tuple[float, int]] = {}
+    marks: dict[str, tuple[float, int]] = {}
 
     def tell(stage: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        then, before = told.setdefault(stage, (now, done))
+        then, before = marks.setdefault(stage, (now, done))
         if now - last < PLAIN_SECONDS:
             return
-        last, told[stage] = now, (now, done)
-        left = f", {_duration((now - then) * (total - done) / (done - before))} left" if before < done < total else ""
-        say(f"{stage}: {done} of {total}{left}")
+        last, marks[stage] = now, (now, done)
+        line = f"{stage}: {done} of {total}"
+        if before < done < total:
+            line += f", {timedelta(seconds=round((now - then) * (total - done) / (done - before)))} left"
+        say(line)
 
     return tell
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -228,7 +228,7 @@ def read_units(
             first = first or done.error
             missing[done.unit] = str(done.reason)
             reader.failed(done.unit, missing[done.unit])
-            LOG.warning("%s failed: %s. The others are read.", done.unit.name, clean(missing[done.unit]).rstrip("."))
+            LOG.warning("%s failed: %s", done.unit.name, clean(missing[done.unit]))
         else:
             found[done.unit] = done.value
         tell(done.unit)

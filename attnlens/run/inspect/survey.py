@@ -57,11 +57,11 @@ def stages(progress: Progress, units: Sequence[WorkUnit], batches: Sequence[int]
     several = len(totals) > 1
 
     def tell(unit: WorkUnit) -> None:
-        done[unit.stage] += sizes[unit]
-        progress(unit.stage, done[unit.stage], totals[unit.stage])
-        if several:
+        if several:  # first, as plain lines have room for one
             done[ALL] += 1
             progress(ALL, done[ALL], len(units))
+        done[unit.stage] += sizes[unit]
+        progress(unit.stage, done[unit.stage], totals[unit.stage])
 
     for stage in list(totals)[:1]:
         progress(stage, 0, totals[stage])
