@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol
 
+from platformdirs import user_cache_path
+
 from attnlens.addresses import StoreAddress, place_of
 from attnlens.errors import OutputError
 from attnlens.files import make_folder, write_atomically
@@ -64,8 +66,7 @@ def work_root(work: str | os.PathLike[str] | None) -> str:
 
 def cached(name: str) -> Path:
     """The folder of that name in the user's cache, which may not be there yet."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "attnlens" / name
+    return user_cache_path("attnlens", appauthor=False) / name
 
 
 class Store(Protocol):

@@ -335,6 +335,7 @@ def test_submitit_runs_units_on_this_machine_and_tries_again_what_failed_or_was_
         found = by_unit(completed(workers, partial(units.killed_once, tmp_path), range(1, 4)))
         assert found == {n: (n, None) for n in range(1, 4)}
         failed = by_unit(completed(workers, units.fail_always, (2, 4), attempts=1))
+    assert list((tmp_path / "jobs").rglob("*_log.err")), "what a job that failed printed stays"
     assert begun(tmp_path) == {1: 1, 2: 2, 3: 1}
     assert failed[2] == (None, "There is no text.")
     assert failed[4][1].endswith("UnpicklableError: ab")
@@ -358,6 +359,7 @@ def test_slurms_own_variables_say_how_long_a_job_may_take(limit, slurm, tmp_path
         monkeypatch.setenv("SBATCH_TIMELIMIT", limit)
     with engine("slurm", jobs=1, folder=tmp_path / "jobs") as workers:
         assert workers.submit(units.square, 3).result() == 9
+    assert not (tmp_path / "jobs").exists(), "where none failed nothing stays"
     [found] = slurm.glob("*.limit")
     assert found.read_text() == (limit or "60")
     [script] = slurm.glob("*.sh")

@@ -34,6 +34,7 @@ from sealing import flipped, seal, unit_of, unsealed
 import attnlens
 from attnlens import requests, run
 from attnlens.engines import ray_cluster, readers
+from attnlens.engines.slurm_jobs import SlurmWorkers
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.run import fingerprint
@@ -361,17 +362,23 @@ def test_the_program_reads_its_shard_from_torchruns_variables(tmp_path):
         assert len(finished(tmp_path)) == 2 * (rank + 1)
 
 
-def test_two_processes_give_one_processs_bytes_and_read_anew_where_that_is_asked(few, read, tmp_path):
-    attnlens.inspect("demo", **FEW, shard="1/2", work=tmp_path)
+def test_four_processes_give_one_processs_bytes_and_one_reads_what_they_wrote(whole, read, tmp_path):
+    attnlens.inspect("demo", **ASKED, shard="1/2", work=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in finished(tmp_path)}
-    assert len(before) == len(read) == 2
+    assert len(before) == len(read) == UNITS // 2
     read.clear()
-    anew = attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path, jobs=2, resume=False)
-    assert bytes_of(anew.model_copy(update={"part": None})) == few
+    with forkserver.workers():
+        anew = attnlens.inspect("demo", **ASKED, shard="1/1", work=tmp_path, jobs=4, resume=False)
+    assert bytes_of(anew.model_copy(update={"part": None})) == whole
     assert read == [], "others read"
-    assert all(path.stat().st_mtime_ns > then for path, then in before.items()), "and did not go on from what was there"
-    again = attnlens.inspect("demo", **FEW, work=tmp_path, jobs=2)
-    assert bytes_of(again) == few, "for which no process is begun"
+    written = {path: path.stat().st_mtime_ns for path in finished(tmp_path)}
+    assert len(written) == UNITS
+    assert all(written[path] > then for path, then in before.items()), "and did not go on from what was there"
+    one = attnlens.inspect("demo", **ASKED, shard="1/1", work=tmp_path, jobs=1)
+    assert bytes_of(one.model_copy(update={"part": None})) == whole
+    assert read == [], "nothing was left to read"
+    assert {path: path.stat().st_mtime_ns for path in finished(tmp_path)} == written
+    assert bytes_of(attnlens.inspect("demo", **ASKED, work=tmp_path, jobs=2)) == whole, "for which no process is begun"
 
 
 # --- two runs at once -----------------------------------------------------------------------------------------------
@@ -862,7 +869,7 @@ def test_a_ray_cluster_of_three_workers_that_loses_one_gives_the_same_bytes(whol
     assert read == [], "others read"
 
 
-def test_jobs_of_slurm_give_the_same_bytes(few, read, tmp_path, monkeypatch):
+def test_jobs_of_slurm_give_the_same_bytes_and_leave_nothing(few, read, tmp_path, monkeypatch):
     states = clusters.slurm(tmp_path, monkeypatch)
     attnlens.inspect("demo", **FEW, shard="1/2", work=tmp_path / "work")
     read.clear()
@@ -870,9 +877,22 @@ def test_jobs_of_slurm_give_the_same_bytes(few, read, tmp_path, monkeypatch):
         report = attnlens.inspect("demo", **FEW, engine="slurm", jobs=2, work=tmp_path / "work")
     assert bytes_of(report) == few
     assert read == []
+    assert not (tmp_path / "work").exists()
     [script] = states.glob("*.sh")
     assert "#SBATCH --array=0-1%2" in script.read_text().splitlines()
     assert len(list(states.glob("*.state"))) == 2
+
+
+def test_submitits_own_processes_give_the_same_bytes(read, tmp_path, monkeypatch):
+    asked = FEW | {"layers": [1]}
+    here = bytes_of(attnlens.inspect("demo", **asked))
+    states = clusters.slurm(tmp_path, monkeypatch)
+    monkeypatch.setitem(SlurmWorkers.__init__.__kwdefaults__, "cluster", "local")
+    read.clear()
+    assert bytes_of(attnlens.inspect("demo", **asked, engine="slurm", work=tmp_path / "work")) == here
+    assert read == []
+    assert not (tmp_path / "work").exists()
+    assert list(states.iterdir()) == [], "sbatch was not asked"
 
 
 def test_a_worker_that_finds_another_model_is_refused_by_its_name(tmp_path):

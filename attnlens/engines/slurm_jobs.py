@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
@@ -84,8 +86,9 @@ class _Running:
 class SlurmWorkers:
     """Jobs of Slurm, at most `jobs` of an array at a time, each with `threads` processors, `gpus` devices, `minutes`.
 
-    `folder` must be seen by all nodes. Slurm's own variables (SBATCH_TIMELIMIT, SBATCH_PARTITION, SBATCH_ACCOUNT) stand
-    above what the jobs' script asks for. Raises UsageError where submitit or Slurm's programs are missing.
+    `folder` must be seen by all nodes; what jobs print and return stays there where one of them failed. Slurm's own
+    variables (SBATCH_TIMELIMIT, SBATCH_PARTITION, SBATCH_ACCOUNT) stand above what the jobs' script asks for. Raises
+    UsageError where submitit or Slurm's programs are missing.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class SlurmWorkers:
         check_programs(PROGRAMS if cluster == "slurm" else ())
         submitit: Any = import_module("submitit")
         self.jobs = jobs
-        self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster, slurm_max_num_timeout=REQUEUES)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(dir=folder))  # of these jobs alone: others may work in the same place
+        self._executor = submitit.AutoExecutor(folder=self._folder, cluster=cluster, slurm_max_num_timeout=REQUEUES)
         self._executor.update_parameters(
             name="attnlens",
             timeout_min=minutes,
@@ -112,6 +117,7 @@ class SlurmWorkers:
         )
         self._given: SimpleQueue[tuple[RequeuedCall[Any], Future[Any]]] = SimpleQueue()
         self._running: list[_Running] = []
+        self._has_failed = False
         self._closed, self._cancelled = Event(), Event()
         self._thread = Thread(target=self._watch, name="slurm", daemon=True)
         self._thread.start()
@@ -157,8 +163,9 @@ class SlurmWorkers:
             while not self._cancelled.is_set():
                 is_last = self._closed.is_set()
                 self._begin(self._drained())
-                self._running = [running for running in self._running if not running.is_settled()]
+                self._settle()
                 if is_last and not self._running:
+                    self._clear()
                     return
                 time.sleep(PAUSE)
         finally:
@@ -169,6 +176,23 @@ class SlurmWorkers:
                 if not future.done():
                     future.set_exception(BrokenExecutor("The work was ended."))
 
+    def _settle(self) -> None:
+        """Let go of the jobs that have ended."""
+        left = []
+        for running in self._running:
+            if not running.is_settled():
+                left.append(running)
+            elif running.future.exception() is not None:
+                self._has_failed = True
+        self._running = left
+
+    def _clear(self) -> None:
+        """Remove what the jobs printed and returned, unless somebody wants to know why one failed."""
+        if not self._has_failed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):  # what others keep there
+                self._folder.parent.rmdir()
+
     def _begin(self, given: list[tuple[RequeuedCall[Any], Future[Any]]]) -> None:
         wanted = [(call, future) for call, future in given if future.set_running_or_notify_cancel()]
         for start in range(0, len(wanted), ARRAY):
@@ -176,6 +200,7 @@ class SlurmWorkers:
             try:
                 jobs = self._executor.submit_array([call for call, _ in part])
             except (OSError, RuntimeError, TypeError, AttributeError, pickle.PicklingError) as error:
+                self._has_failed = True
                 for _, future in part:
                     future.set_exception(UsageError(f"Slurm took no jobs: {headline(error)}", "See what sbatch says."))
             else:
