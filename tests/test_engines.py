@@ -112,7 +112,7 @@ def test_a_process_that_dies_takes_its_own_unit_alone_which_is_tried_again(worke
 def test_a_unit_that_always_kills_its_process_is_given_up_and_the_others_end_at_their_first_attempt(three, tmp_path):
     found = by_unit(completed(three, partial(units.killed_always, tmp_path), range(8), attempts=3))
     reason = found.pop(2)[1]
-    assert reason.startswith("Its process ended before it did: for want of memory, killed, or as a script calls")
+    assert reason.startswith("Its process ended before it did: killed, as for want of memory, or as a script calls")
     assert found == {n: (n, None) for n in range(8) if n != 2}
     assert begun(tmp_path) == dict.fromkeys(range(8), 1) | {2: 3}
 

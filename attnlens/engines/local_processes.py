@@ -106,10 +106,8 @@ class LocalWorkers(WaitingThreads):
 
 def _why(error: BrokenProcessPool) -> str:
     if error.__cause__ is None:
-        return (
-            "Its process ended before it did: for want of memory, killed, or as a script calls attnlens outside of "
-            "`if __name__ == '__main__':`."
-        )
+        of_script = "" if _served else ", or as a script calls attnlens outside of `if __name__ == '__main__':`"
+        return f"Its process ended before it did: killed, as for want of memory{of_script}."
     raised = str(error.__cause__).strip().splitlines()[-2]  # below a trace, above the closing quotes
     return f"What it raised can't be read here: {raised}"
 

@@ -28,7 +28,7 @@ def merge(
     all_heads: opt.AllHeads = False,
     **_shared: Any,
 ) -> None:
-    """Join shards of `inspect` or `converge` into one run's report; units in folders go once `--json` is written."""
+    """Join shards of `inspect` or `converge` into one run's report; writing `--json` removes units in folders."""
     outputs = Outputs.of(context.params)
     outputs.check(Inputs.of_report(*(place for place in places if place.endswith(".json"))))
     with interruptible_at_once():
