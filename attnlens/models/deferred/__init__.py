@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.errors import ModelError
+from attnlens.models.deferred.memory import give_back
 from attnlens.models.deferred.shapes import announced, is_announced, one_thread, unspoken, widen, without_choices
 from attnlens.models.quiet import quiet
 from attnlens.records import FileInParts
@@ -110,6 +111,7 @@ class DeferredWeights:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
+        give_back()  # what the module before left
         names = self.needed(module, wanted)
         self.bytes_read += self.files.size(names)
         tensors = {name: _as(tensor, self.rounded_to) for name, tensor in self.files.read(names).items()}

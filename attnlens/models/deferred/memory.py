@@ -1,7 +1,8 @@
-"""How much memory is free here, and whether a model fits into it."""
+"""How much memory is free here, whether a model fits into it, and how what was freed comes back."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,16 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # there is none, or it is "max"
         return None
+
+
+def give_back() -> None:
+    """Give what was freed back to the system, of which glibc keeps the pieces between those that are in use.
+
+    What it keeps grows from layer to layer: 0.1 to 0.2 GB after 36 of an 8 B model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
