@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def _connect(ray: Any, address: str, processors: int) -> None:
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody
     try:
-        ray.init(address=address, log_to_driver=False, **own)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **own)
     except Exception as error:  # Ray raises Exception itself, and no narrower class, where its programs don't start
         raise _refused(address, error) from error
     _keep_from_stdout(ray._private.worker)
