@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from sealing import flipped, seal, unit_of, unsealed
 
 import attnlens
 from attnlens import requests, run
-from attnlens.engines import ray_cluster, readers
+from attnlens.engines import readers
 from attnlens.engines.slurm_jobs import SlurmWorkers
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.records import Report
@@ -811,62 +810,6 @@ def test_a_unit_that_is_cut_off_at_an_address_is_named_and_addresses_that_nobody
 
 
 # --- clusters -------------------------------------------------------------------------------------------------------
-
-
-def descendants(of: int) -> set[int]:
-    """The numbers of the processes below one."""
-    parents = {}
-    for state in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(state.parent.name)] = int(state.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = {of}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {of}
-
-
-TASK = f"ray::{ray_cluster._called.__name__}".encode()
-"""How Ray names a process that is at work on a unit."""
-
-
-def tasks() -> list[int]:
-    """The processes of this test's cluster that are at work on a unit."""
-    found = []
-    for pid in descendants(os.getpid()):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if words.startswith(TASK):  # Ray's agents are called ray::… too, and a node ends with its agent
-            found.append(pid)
-    return found
-
-
-def test_a_ray_cluster_of_three_workers_that_loses_one_gives_the_same_bytes(whole, read, tmp_path):
-    killed: list[int] = []
-    ended = threading.Event()
-
-    def kill() -> None:
-        while not ended.is_set():
-            if len(finished(tmp_path)) >= 3 and (there := tasks()):
-                os.kill(there[0], signal.SIGKILL)
-                killed.append(len(finished(tmp_path)))
-                return
-            time.sleep(0.002)
-
-    with clusters.ray_cluster() as address:
-        thread = threading.Thread(target=kill)
-        thread.start()
-        try:
-            report = attnlens.inspect("demo", **ASKED, engine="ray", address=address, jobs=3, work=tmp_path)
-        finally:
-            ended.set()
-            thread.join()
-    assert bytes_of(report) == whole
-    assert [3 <= count < UNITS for count in killed] == [True]
-    assert read == [], "others read"
 
 
 def test_jobs_of_slurm_give_the_same_bytes_and_leave_nothing(few, read, tmp_path, monkeypatch):
