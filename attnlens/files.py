@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import reprlib
 import secrets
 import shlex
@@ -13,6 +14,7 @@ import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,7 +109,7 @@ def written(value: object) -> str:
 
 
 TEMPORARY = ".attnlens."
-"""How the name of a file begins that is still being written; the writing process's number follows."""
+"""How the name of a file begins that is still being written; the writing machine and process follow."""
 
 
 def sha256(path: Path) -> str:
@@ -204,7 +206,7 @@ def write_atomically(path: Path | StoreAddress, content: bytes) -> None:
 
 def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None:
     _clear_litter(target.parent)
-    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}.{secrets.token_hex(8)}")
+    temporary = target.with_name(f"{TEMPORARY}{machine()}.{os.getpid()}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
             if found is not None:  # before the content, which may be private
@@ -217,22 +219,28 @@ def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None
 
 
 def _clear_litter(folder: Path) -> None:
-    """Remove what a killed run left there: temporary files of this user whose process is gone."""
-    for left in folder.glob(f"{TEMPORARY}*.*"):
-        process = left.name.removeprefix(TEMPORARY).partition(".")[0]
+    """Remove what a killed run left there: temporary files of this user and machine whose process is gone."""
+    for left in folder.glob(f"{TEMPORARY}{machine()}.*.*"):
+        process = left.name.split(".")[3]
         with suppress(OSError):  # another run may clear it as well, or it is not ours
             if process.isdecimal() and left.stat().st_uid == os.getuid() and not _lives(int(process)):
                 left.unlink()
 
 
+@cache
+def machine() -> str:
+    """What tells this machine, or container, from others that number their processes anew and write there too."""
+    numbering = Path("/proc/self/ns/pid")
+    told = f"{platform.node()} {numbering.readlink() if numbering.is_symlink() else ''}"
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
 def _lives(process: int) -> bool:
-    """Whether there is such a process on this machine."""
+    """Whether there is such a process on this machine. Raises PermissionError where it is another user's."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
     return True
 
 
@@ -260,8 +268,7 @@ def _deeper(value: object, most: int) -> bool:
 
 
 def _takes_bytes_as_they_come(found: os.stat_result) -> bool:
-    special = not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
-    return special or _own_stream(found) is not None
+    return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or _own_stream(found) is not None
 
 
 def _own_stream(found: os.stat_result) -> int | None:

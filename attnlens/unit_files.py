@@ -16,7 +16,7 @@ from platformdirs import user_cache_path
 
 from attnlens.addresses import StoreAddress, place_of
 from attnlens.errors import OutputError
-from attnlens.files import make_folder, write_atomically
+from attnlens.files import make_folder, with_home, write_atomically
 
 RUN = "run.json"
 """The file in a run's folder that says what the run is, and which units it has."""
@@ -61,7 +61,10 @@ def _name(run: str, unit: str) -> str:
 
 def work_root(work: str | os.PathLike[str] | None) -> str:
     """The place in which work is kept: the one that was named, or a folder in the user's cache."""
-    return str(cached("work")) if work is None else os.fspath(work)
+    if work is None:
+        return str(cached("work"))
+    place = place_of(os.fspath(work))
+    return str(with_home(str(place))) if isinstance(place, Path) else str(place)
 
 
 def cached(name: str) -> Path:
@@ -252,9 +255,9 @@ class UnitFiles:
         if before is None or not readable(before):
             self.store.write(self.description, content)
 
-    def where(self, unit: str) -> str:
-        """The whole name of a unit's file, and which unit it is."""
-        return f"{self.store}/{self.name(unit)} ({unit})"
+    def where(self, unit: str, end: str = "") -> str:
+        """The whole name of a unit's file, which may have an `end`, and which unit it is."""
+        return f"{self.store}/{self.name(unit)}{end} ({unit})"
 
     def file(self, unit: str) -> bytes | None:
         """A unit's file; None where it is not finished. Raises OutputError where it can't be read."""
@@ -276,7 +279,7 @@ class UnitFiles:
     def failure(self, unit: str) -> str | None:
         """Why a unit could not be read at its last try; None where it could. Raises OutputError for a damaged file."""
         content = self.store.read(self.name(unit) + FAILED)
-        return None if content is None else unsealed(self.run, unit, content, self.where(unit) + FAILED).decode()
+        return None if content is None else unsealed(self.run, unit, content, self.where(unit, FAILED)).decode()
 
     def files_of(self, units: Iterable[str]) -> list[str]:
         """The names of the files that there may be of a run, the one by which others know it first."""

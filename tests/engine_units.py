@@ -90,6 +90,10 @@ def interrupted(_):
     return "lived on"
 
 
+def folder(_):
+    return str(Path.cwd())
+
+
 def sleep(folder, unit):
     (Path(folder) / f"{unit}.pid").write_text(str(os.getpid()))
     time.sleep(60)

@@ -24,6 +24,7 @@ from attnlens import hooks, models
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.hooks import identity
 from attnlens.models import placement
+from attnlens.models.deferred import memory
 from attnlens.tracer import mode
 
 ON_DISK: Mapping[str, Any] = {"device_map": "auto", "max_cpu_memory": "1KB"}
@@ -137,6 +138,30 @@ def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     refused(UsageError, lambda: models.load("demo", device_map="auto"), "accelerate", "attnlens[big]")
     ended(program("inspect", "demo", "--device-map", "auto", "--device", "cpu"), "--device ")
+
+
+@pytest.mark.parametrize(
+    ("told", "group", "limit", "taken", "files"),
+    [
+        ("0::/", ".", "memory.max", "memory.current", "inactive_file"),
+        ("0::/slurm/job_7/step_0", "slurm/job_7", "memory.max", "memory.current", "inactive_file"),
+        ("1:cpu:/\n4:memory:/job", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+    ids=["container", "job", "first version's root", "first version's job"],
+)
+def test_what_a_control_group_or_one_above_it_leaves_is_free(told, group, limit, taken, files, tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1000 kB\n")
+    (tmp_path / "own").write_text(f"{told}\n")
+    (tmp_path / "groups" / group).mkdir(parents=True)
+    for name, place in (("MEMINFO", "meminfo"), ("OWN_GROUPS", "own"), ("GROUPS", "groups")):
+        monkeypatch.setattr(memory, name, tmp_path / place)
+    assert memory.free_memory() == 1000 * 1024
+    for name, content in ((limit, "500000"), (taken, "300000"), ("memory.stat", f"file 7\n{files} 50000\n")):
+        (tmp_path / "groups" / group / name).write_text(content)
+    assert memory.free_memory() == 250_000
+    (tmp_path / "groups" / group / limit).write_text("max")
+    assert memory.free_memory() == 1000 * 1024
 
 
 def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 from clusters import paths
 
 from attnlens.engines import Done, completed, engine
-from attnlens.engines.local_processes import LocalWorkers
+from attnlens.engines.local_processes import LocalWorkers, threads_each
 from attnlens.engines.slurm_jobs import SlurmWorkers
 from attnlens.errors import AttnlensError, UsageError
 
@@ -123,6 +123,19 @@ def test_workers_that_always_die_end_the_run_in_two_lines(one, count, yielded):
     assert len(str(caught.value).splitlines()) == 2
     assert len(found) == yielded
     assert one.submit(units.square, 3).result() == 9
+
+
+def test_a_unit_whose_workers_are_always_lost_is_missing_alone_where_others_ended_before(one):
+    [done] = completed(one, units.kill, range(1), others=True)
+    assert done.reason.startswith("Its process ended before it did")
+
+
+def test_processes_share_the_cores_that_are_allowed(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_each(jobs) for jobs in (1, 3, 8, 9)] == [8, 2, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert [threads_each(jobs) for jobs in (1, 2, 8)] == [4, 2, 1]
 
 
 def interrupted(workers, folder, count):

@@ -43,6 +43,12 @@ def test_a_ray_cluster_of_three_workers_loses_one_in_the_middle_and_ends_every_u
         assert failed[5] == (5, None)
 
 
+def test_a_ray_worker_sees_paths_from_the_folder_of_who_asks(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RayWorkers(1, cluster) as workers:
+        assert workers.submit(units.folder, 0).result() == str(tmp_path)
+
+
 def test_a_study_trains_on_a_ray_cluster_what_it_trains_here(cluster, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()

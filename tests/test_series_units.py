@@ -18,6 +18,7 @@ from sealing import flipped, seal, unsealed
 
 import attnlens
 from attnlens import run
+from attnlens.engines import readers
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.run.inspect.survey import Inspection
@@ -264,3 +265,9 @@ def test_what_makes_no_sense_is_refused(places, tmp_path):
     refused(UsageError, lambda: run.merge(str(tmp_path / "a"), str(tmp_path / "b")), "different runs")
     ended(program("converge", "--shard", "1/2"), "--shard belongs to checkpoints")
     ended(program("converge", "--head", "0.1", "--jobs", "2"), "--jobs belongs to checkpoints")
+
+
+def test_a_series_of_which_no_checkpoint_could_be_read_says_why():
+    frame = kept.SeriesFrame(versions={}, options={}, content="", checkpoints=["one", "two"], digests=["1", "2"])
+    reasons = {frame.units[0]: readers.OTHERS, frame.units[1]: "OSError: no such luck"}
+    refused(ModelError, lambda: kept.series_report(frame, {}, {}, reasons), "No checkpoint could be read: OSError")

@@ -10,7 +10,7 @@ from program import python
 from program import refused as ended
 
 import attnlens
-from attnlens import run
+from attnlens import requests, run
 from attnlens.errors import ModelError, TooLargeError, UsageError
 from attnlens.run import several
 
@@ -80,6 +80,21 @@ def test_another_text_under_the_same_name_is_read(models, read, tmp_path):
     assert len(read) == 2
     told = json.loads(outcome.report.read_text())["settings"]["texts"][0]["sha256"]
     assert told == attnlens.inspect(models[0], **asked).settings.texts[0].sha256
+
+
+def test_what_determines_a_report_besides_the_model_is_in_the_name_of_its_work(tmp_path, monkeypatch):
+    """A text in the user's home, and an adapter's files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    (tmp_path / "adapter").mkdir()
+    given = requests.checked(requests.InspectRequest, {"text": ["~/text.txt"], "adapter": str(tmp_path / "adapter")})
+    before = several._files(tmp_path, {}, given).run
+    assert several._files(tmp_path, {}, given).run == before, "a control"
+    (tmp_path / "adapter" / "weights").write_bytes(b"one")
+    between = several._files(tmp_path, {}, given).run
+    (tmp_path / "text.txt").write_text("pack my box with five dozen liquor jugs, said he. " * 20)
+    assert len({before, between, several._files(tmp_path, {}, given).run}) == 3
 
 
 def test_lists_that_make_no_sense_are_refused(models, tmp_path):

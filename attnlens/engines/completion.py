@@ -46,12 +46,17 @@ def tried(function: Callable[[Unit], Value], unit: Unit, *, attempts: int = ATTE
 
 
 def completed(
-    workers: Workers, function: Callable[[Unit], Value], units: Iterable[Unit], *, attempts: int = ATTEMPTS
+    workers: Workers,
+    function: Callable[[Unit], Value],
+    units: Iterable[Unit],
+    *,
+    attempts: int = ATTEMPTS,
+    others: bool = False,
 ) -> Iterator[Done[Unit, Value]]:
     """Each unit as it is done; one whose function raised, or whose worker was lost, is tried `attempts` times in all.
 
     The function is to write files itself and return little. Raises AttnlensError where workers are lost again and again
-    and no unit ends, and what the engine raises where it can't run any.
+    and no unit ends, nor `others` of the run did before, and what the engine raises where it can't run any.
     """
     finished: SimpleQueue[Future[Done[Unit, Value]]] = SimpleQueue()
     left: dict[Future[Done[Unit, Value]], tuple[Unit, int]] = {}
@@ -63,11 +68,10 @@ def completed(
 
     for unit in units:
         submit(unit, 1)
-    most, lost, ended = LOSSES * attempts * workers.jobs, 0, not left
+    most, lost, ended = LOSSES * attempts * workers.jobs, 0, others or not left
     try:
         while left:
-            future = finished.get()
-            unit, attempt = left.pop(future)
+            unit, attempt = left.pop(future := finished.get())
             is_lost, done = _outcome(future, unit)
             lost, ended = (lost + 1, ended) if is_lost else (0, True)
             if lost > most:

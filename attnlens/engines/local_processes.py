@@ -48,8 +48,10 @@ def prepare(jobs: int) -> None:
 
 
 def threads_each(jobs: int) -> int:
-    """How many threads each of so many processes has, which share the cores."""
-    return max(1, (os.cpu_count() or 1) // jobs)
+    """How many threads each of so many processes has: they share the cores that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = os.environ.get(THREADS[0], "")
+    return max(1, (min(cores, int(allowed)) if allowed.isdecimal() else cores) // jobs)
 
 
 class LocalWorkers(WaitingThreads):

@@ -7,8 +7,10 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -49,7 +51,7 @@ class RayWorkers(WaitingThreads):
         with self._lock:
             if self._stopped:
                 raise BrokenExecutor("The work was ended.")
-            task = self._remote.remote(function, *arguments)
+            task = self._remote.remote(str(Path.cwd()), function, *arguments)
             self._tasks.add(task)
         try:
             found: T = self._ray.get(task)
@@ -86,7 +88,10 @@ def _named(address: str | None) -> str:
     return address or os.environ.get("RAY_ADDRESS") or HERE
 
 
-def _called(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+def _called(folder: str, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """In a worker, which begins where Ray was started: the value of a call whose paths are seen from that folder."""
+    with suppress(OSError):  # a node that does not have it says what it lacks itself
+        os.chdir(folder)
     return function(*arguments)
 
 

@@ -194,8 +194,10 @@ class EngineUnits(KeptUnits[Unit, Value]):
         if not waiting:
             return
         with engine(self.given["engine"], **resources(self.given)) as workers:
-            for done in completed(workers, self.elsewhere, list(waiting)):
+            others = len(waiting) < len(self.units(frame))
+            for done in completed(workers, self.elsewhere, list(waiting), others=others):
                 yield self._told(waiting[done.unit], done)
+        self._describe(frame)  # where another run has cleared it meanwhile, units lie there that nobody could tell
 
     def _told(self, unit: Unit, done: Done[str, None]) -> Done[Unit, Value]:
         """What came of a unit, of which its worker says that it is done."""

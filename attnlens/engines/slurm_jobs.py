@@ -20,7 +20,9 @@ from types import TracebackType
 from typing import Any, Generic, Self
 
 from attnlens.engines.workers import T, Ts, headline
-from attnlens.errors import UsageError
+from attnlens.errors import OutputError, UsageError
+from attnlens.files import make_folder
+from attnlens.unit_files import OTHER_WORK
 
 PROGRAMS = ("sbatch", "srun", "sacct", "scancel")
 """Without sacct nobody would hear of a job that was lost."""
@@ -30,6 +32,8 @@ REQUEUES = 1000
 """Times that a job that ran out of its time is queued again; its function goes on from its own files."""
 PAUSE = 1.0
 """Seconds between two looks at what has ended."""
+AGAIN = 8
+"""How often a folder is made again that others remove."""
 LATE = 15.0
 """Seconds that the file of a result may come after the end of its job."""
 
@@ -86,7 +90,7 @@ class _Running:
 class SlurmWorkers:
     """Jobs of Slurm, at most `jobs` of an array at a time, each with `threads` processors, `gpus` devices, `minutes`.
 
-    `folder` must be seen by all nodes; what jobs print and return stays there where one of them failed. Slurm's own
+    `folder` must be seen by all nodes; what jobs print and return stays there where one of them was lost. Slurm's own
     variables (SBATCH_TIMELIMIT, SBATCH_PARTITION, SBATCH_ACCOUNT) stand above what the jobs' script asks for. Raises
     UsageError where submitit or Slurm's programs are missing.
     """
@@ -104,8 +108,7 @@ class SlurmWorkers:
         check_programs(PROGRAMS if cluster == "slurm" else ())
         submitit: Any = import_module("submitit")
         self.jobs = jobs
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(dir=folder))  # of these jobs alone: others may work in the same place
+        self._folder = _own_folder(Path(folder))
         self._executor = submitit.AutoExecutor(folder=self._folder, cluster=cluster, slurm_max_num_timeout=REQUEUES)
         self._executor.update_parameters(
             name="attnlens",
@@ -187,7 +190,7 @@ class SlurmWorkers:
         self._running = left
 
     def _clear(self) -> None:
-        """Remove what the jobs printed and returned, unless somebody wants to know why one failed."""
+        """Remove what the jobs printed and returned, unless somebody wants to know why one was lost."""
         if not self._has_failed:
             shutil.rmtree(self._folder, ignore_errors=True)
             with suppress(OSError):  # what others keep there
@@ -205,6 +208,19 @@ class SlurmWorkers:
                     future.set_exception(UsageError(f"Slurm took no jobs: {headline(error)}", "See what sbatch says."))
             else:
                 self._running += [_Running(job, future) for job, (_, future) in zip(jobs, part, strict=True)]
+
+
+def _own_folder(parent: Path) -> Path:
+    """A new folder for the jobs of one run. Raises OutputError where it can't be made."""
+    for _ in range(AGAIN):
+        make_folder(parent)
+        try:
+            return Path(tempfile.mkdtemp(dir=parent))
+        except FileNotFoundError:  # another run has ended, and removed what was empty
+            continue
+        except OSError as error:
+            raise OutputError(f"The folder {parent} can't be written: {error.strerror}.", OTHER_WORK) from None
+    raise OutputError(f"The folder {parent} is removed as soon as it is made.", OTHER_WORK)
 
 
 def _raised(text: str) -> str:

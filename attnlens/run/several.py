@@ -16,11 +16,11 @@ from attnlens.arguments import dataset_rows, public
 from attnlens.engines import Done, completed, engine, tried
 from attnlens.engines.readers import check_work, resources
 from attnlens.errors import UsageError
-from attnlens.files import make_folder, read_bytes, sha256, write_atomically
+from attnlens.files import make_folder, read_bytes, sha256, with_home, write_atomically
 from attnlens.models.locate import commit_of
-from attnlens.requests import InspectRequest
+from attnlens.requests import InspectRequest, reading
 from attnlens.requests.work_options import KeptRequest
-from attnlens.run.fingerprint import versions
+from attnlens.run.fingerprint import code_of, versions
 from attnlens.run.inspect.pipeline import inspected
 from attnlens.run.progress import Progress, silent
 from attnlens.unit_files import UnitFiles, key_of, store_of, work_root
@@ -30,7 +30,7 @@ LOG = logging.getLogger("attnlens")
 SAY_LIST = "Write one model a line: a hub id, a folder or a file."
 OUTER = ("shard", "engine", "jobs", "address")
 """Options that share out the models, and not a model's own work."""
-READ = ("text", "pairs", "image", "audio")
+READ = ("text", "pairs", "image", "audio", "adapter")
 """Options that name files whose content decides what is found."""
 
 
@@ -132,11 +132,16 @@ def _refuse_one_name(models: Sequence[str]) -> None:
 
 
 def _files(folder: Path, more: Mapping[str, Any], given: Mapping[str, Any]) -> UnitFiles:
-    """Where it is noted which models are done: under a name of the options, what is read, the versions."""
+    """Where it is noted which models are done: under a name of the options, what is read, analyzers' code, versions."""
     asked = {name: str(value) for name, value in more.items() if name not in (*OUTER, *KeptRequest.__annotations__)}
     read = [str(part) for name in READ for part in _listed(given[name])]
-    facts = {"to": str(folder.resolve()), "options": asked, "versions": versions()}
-    hashes = {path: sha256(Path(path)) for path in read if Path(path).is_file()}
+    adapted = given["adapter"] is not None
+    chosen, _ = reading.chosen(
+        reading.settings(given), given["analyzers"], given["select"], given["show"], adapted=adapted
+    )
+    code = [code_of(one).hex() for one in chosen]
+    facts = {"to": str(folder.resolve()), "options": asked, "versions": versions(), "code": code}
+    hashes = {str(file): sha256(file) for path in read for file in _files_in(with_home(path))}
     rows = {path: texts.read(path, offline=given["offline"]).text for path in read if dataset_rows(path)}
     key = key_of(facts | {"read": hashes | rows})
     return UnitFiles(store_of(work_root(given["work"])), key, ".done", "models.txt")
@@ -164,10 +169,13 @@ def _stamp(model: str, given: Mapping[str, Any]) -> str:
     commit = commit_of(model, given.get("revision"), offline=given.get("offline", False))
     if commit is not None:
         return commit
-    path = Path(model).expanduser()
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
-    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    found = [(str(file), file.stat()) for file in _files_in(with_home(model))]
     return key_of({"files": [(name, one.st_size, one.st_mtime_ns) for name, one in found]}) if found else ""
+
+
+def _files_in(path: Path) -> list[Path]:
+    """The files of a folder and of those in it; a file itself; none where there is neither."""
+    return [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def _slug(model: str) -> str:

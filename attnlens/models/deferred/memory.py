@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 MEMINFO = Path("/proc/meminfo")
-GROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+VERSIONS = {
+    "": ("", ("memory.max", "memory.current", "inactive_file")),
+    "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+}
+"""Controller, as Linux lists it → the folder of its groups, and how a limit and what is taken are called there."""
 GIB = 2**30
 
 
@@ -26,21 +32,33 @@ def free_memory() -> int | None:
     for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
-    most, taken = (_number(GROUP / name) for name in ("memory.max", "memory.current"))
-    if most is not None and taken is not None:
-        found.append(most - taken + _pages_of_files())
+    found += [left for group, names in _groups() if (left := _left(group, *names)) is not None]
     if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(found, default=None)
 
 
-def _pages_of_files() -> int:
-    """Bytes of files that a control group counts as taken and gives back when they are wanted."""
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control groups that bound this process's memory: its own, and those that hold that one; a job's is one."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & VERSIONS.keys():
+            root, names = VERSIONS[controller]
+            own = GROUPS / root / path.lstrip("/")
+            # a container sees its own group as the root, whatever it is called outside
+            yield from ((group, names) for group in (own, *own.parents) if group.is_relative_to(GROUPS / root))
+
+
+def _left(group: Path, limit: str, usage: str, of_files: str) -> int | None:
+    """What a group leaves; pages of files are counted as taken, and given back when they are wanted."""
+    most, taken = _number(group / limit), _number(group / usage)
+    if most is None or taken is None:
+        return None
     try:
-        lines = (GROUP / "memory.stat").read_text().splitlines()
+        lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        lines = []
+    return most - taken + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} "))
 
 
 def _number(path: Path) -> int | None:

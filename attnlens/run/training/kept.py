@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attnlens.engines.readers import EngineUnits, KeptUnits, shard_of
+from attnlens.engines.readers import OTHERS, EngineUnits, KeptUnits, shard_of
 from attnlens.errors import ModelError
 from attnlens.files import sha256
 from attnlens.models.locate import Location
@@ -139,12 +139,15 @@ def series_report(
 ) -> Report:
     """The report of a series whose checkpoints were read so; those without a reading have a reason.
 
-    Raises ModelError where two of them have not the same heads.
+    Raises ModelError where none could be read, or two of them have not the same heads.
     """
+    reasons = missing or {}
     done = [found[unit] for unit in frame.units if unit in found]
+    if not done:
+        reason = next(reason for reason in reasons.values() if reason != OTHERS)
+        raise ModelError(f"No checkpoint could be read: {reason}.", "Run it again; what is finished is kept.")
     for reading in done[1:]:
         refuse_other_heads(done[0], reading)
-    reasons = missing or {}
     late = [
         Skipped(site=frame.checkpoints[unit.place], reason=reasons.get(unit, INTERRUPTED))
         for unit in frame.units
