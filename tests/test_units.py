@@ -393,6 +393,20 @@ def test_two_programs_that_work_in_one_folder_at_once_both_report_rightly(whole,
     assert finished(tmp_path / "work") == []
 
 
+def test_a_shard_whose_folder_another_run_clears_can_be_merged_still(few, tmp_path):
+    """What was finished before is read again by who comes next; what is written after is told by its run.json."""
+
+    def clear(_stage: str, done: int, _total: int) -> None:
+        if done == 2:
+            attnlens.inspect("demo", **FEW, work=tmp_path)
+
+    attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path, progress=clear)
+    assert len(finished(tmp_path)) == 2
+    refused(UsageError, lambda: run.merge(str(tmp_path)), "2 of 4 units are missing")
+    attnlens.inspect("demo", **FEW, shard="1/1", work=tmp_path)
+    assert bytes_of(run.merge(str(tmp_path))) == few
+
+
 @pytest.mark.parametrize("moment", [1, 5, UNITS - 1])
 def test_a_run_that_ends_and_clears_in_the_middle_of_another_does_it_no_harm(moment, whole, tmp_path):
     other = []

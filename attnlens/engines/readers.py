@@ -111,6 +111,7 @@ class KeptUnits(UnitReader[Unit, Value]):
         """What came of each unit."""
         self._describe(frame)
         yield from super().through(frame)
+        self._describe(frame)  # another run may have cleared it, and units were written after
 
     def _describe(self, frame: Framed[Unit]) -> None:
         self.files.describe(frame.model_dump_json().encode(), partial(_is_frame, type(frame)))
@@ -197,7 +198,7 @@ class EngineUnits(KeptUnits[Unit, Value]):
             others = len(waiting) < len(self.units(frame))
             for done in completed(workers, self.elsewhere, list(waiting), others=others):
                 yield self._told(waiting[done.unit], done)
-        self._describe(frame)  # where another run has cleared it meanwhile, units lie there that nobody could tell
+        self._describe(frame)
 
     def _told(self, unit: Unit, done: Done[str, None]) -> Done[Unit, Value]:
         """What came of a unit, of which its worker says that it is done."""
