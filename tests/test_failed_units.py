@@ -91,6 +91,7 @@ def test_a_unit_that_fails_is_partial_with_its_reason_and_the_same_whoever_reads
     for name in ("here", "elsewhere"):
         strict = patched(*asked(tmp_path / f"{name}.json", "--strict", *["--jobs", "2"] * (name == "elsewhere")))
         assert strict.returncode == 3, strict.stderr
+        assert "PARTIAL: 24 of 32 heads, because weights of layer 1" in strict.stderr
 
 
 def test_a_unit_that_fails_is_named_as_it_does(patchy, tmp_path):
@@ -122,6 +123,7 @@ def test_shards_of_which_a_unit_failed_merge_to_the_partial_report_of_one_run(pa
     for index, path in enumerate(reports, 1):
         assert patched(*asked(path, *work, "--shard", f"{index}/2")).returncode == 0
     for places in (reports, [tmp_path / "work"]):
+        assert patched("merge", *places, "--strict", "-q").returncode == 3
         done = patched("merge", *places, "--json", merged)
         assert done.returncode == 0, done.stderr
         assert "PARTIAL: 24 of 32 heads, because weights of layer 1: ZeroDivisionError: no such luck" in done.stdout
@@ -135,7 +137,7 @@ def test_shards_of_which_a_unit_failed_merge_to_the_partial_report_of_one_run(pa
     assert patched(*asked(reports[1], *work, "--shard", "2/2")).returncode == 0
     monkeypatch.setenv("PATCHY", "none")
     assert patched(*asked(whole)).returncode == 0
-    assert patched("merge", tmp_path / "work", reports[0], "--json", merged).returncode == 0
+    assert patched("merge", tmp_path / "work", reports[0], "--json", merged, "--strict").returncode == 0
     assert timeless(read(merged)) == timeless(read(whole))
     assert not (tmp_path / "work").exists()
 

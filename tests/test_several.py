@@ -6,6 +6,7 @@ import fake_hub
 import pytest
 import tiny
 from hostile import refused
+from program import attnlens as attnlens_program
 from program import python
 from program import refused as ended
 
@@ -100,6 +101,7 @@ def test_what_determines_a_report_besides_the_model_is_in_the_name_of_its_work(t
 def test_lists_that_make_no_sense_are_refused(models, tmp_path):
     names = [str(tmp_path / "s/a-b"), str(tmp_path / "s/a b")]
     refused(UsageError, lambda: run.inspect_each(names, tmp_path / "reports"), "would have one name")
+    refused(UsageError, lambda: run.inspect_each([names[0]] * 2, tmp_path / "reports"), "is listed twice")
     refused(UsageError, lambda: run.inspect_each(models, tmp_path / "reports", text=["-"]), "stdin")
     listed = tmp_path / "list.txt"
     for content, said in ((b"\n# none\n", "lists no model"), (b"\xff\xfe\xff", "no text in UTF-8")):
@@ -229,3 +231,13 @@ def test_a_model_of_which_a_unit_failed_is_read_again(models, read, tmp_path, mo
     read.clear()
     run.inspect_each(models[:1], tmp_path / "reports", **WEIGHTS)
     assert read == models[:1]
+
+
+def test_a_quiet_program_names_the_model_that_has_no_report(models, tmp_path):
+    (tmp_path / "list.txt").write_text(f"{models[0]}\n{tmp_path / 'gone'}\n")
+    words = "--source", "weights", "--analyzer", "symmetry", "-q"
+    done = attnlens_program("inspect", "--models", tmp_path / "list.txt", "--reports", tmp_path / "reports", *words)
+    assert (done.returncode, done.stdout) == (0, "")
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"{tmp_path / 'gone'}: ")
+    assert second == "1 of 2 models have no report."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from attnlens.cli.show import console
+from attnlens.cli.show import console, say
 from attnlens.errors import IdentityError
 from attnlens.wording import clean, counted, listed
 
@@ -32,6 +32,8 @@ def end_strictly(report: Report) -> None:
     for sentence in unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
     left = [one for one in report.coverage.skipped if report.part is None or not one.reason.endswith(OTHERS)]
+    if left and not report.coverage.complete:
+        say(report.coverage.sentence)
     if report.model.unexpected or (left and not report.coverage.complete):
         raise typer.Exit(PARTLY)
 

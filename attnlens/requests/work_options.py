@@ -152,7 +152,11 @@ class SharedRequest(KeptRequest, EngineRequest, total=False):
     jobs: Annotated[
         int,
         Option(
-            "How many units are read at once; each process loads the model.", 1, panel=WORK, least=1, most=MOST_JOBS
+            "How many units are read at once, each by a process that opens the model itself.",
+            1,
+            panel=WORK,
+            least=1,
+            most=MOST_JOBS,
         ),
     ]
 

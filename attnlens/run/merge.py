@@ -24,7 +24,7 @@ from attnlens.unit_files import FAILED, RUN, Store, UnitFiles, store_of, unseale
 
 AnyFrame = Frame | SeriesFrame
 NamedUnit = TypeVar("NamedUnit", WorkUnit, CheckpointUnit)
-SAY_ONE = "Give folders and reports of one run alone."
+SAY_ONE = "Give folders and reports of one run alone; --work DIR holds one folder for each run."
 SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
 
 
@@ -190,7 +190,7 @@ def _lying(run: Store, frame: AnyFrame, end: str = "") -> dict[str, tuple[bytes,
     named = {unit.name: files.name(unit.name) + end for unit in frame.units}
     contents = {unit: run.read(name) for unit, name in named.items() if name in there}
     found = {unit: content for unit, content in contents.items() if content is not None}
-    return _opened(found, frame.key, {unit: f"{named[unit]} ({unit})" for unit in found})
+    return _opened(found, frame.key, {unit: f"{run}/{named[unit]} ({unit})" for unit in found})
 
 
 def _frame(content: bytes, where: str) -> AnyFrame:

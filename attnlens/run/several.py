@@ -123,12 +123,15 @@ def inspect_each(
 
 
 def _refuse_one_name(models: Sequence[str]) -> None:
-    """Raise UsageError where the reports of two models would have one name, on some disk."""
+    """Raise UsageError where a model is listed twice, or the reports of two would have one name on some disk."""
     taken: dict[str, str] = {}
     for model in models:
-        other = taken.setdefault(_slug(model).casefold(), model)
-        if other is not model:
+        other = taken.get(_slug(model).casefold())
+        if other == model:
+            raise UsageError(f"{model} is listed twice.", "Leave it out once.")
+        if other is not None:
             raise UsageError(f"The reports of {other} and {model} would have one name.", "Leave out one of them.")
+        taken[_slug(model).casefold()] = model
 
 
 def _files(folder: Path, more: Mapping[str, Any], given: Mapping[str, Any]) -> UnitFiles:

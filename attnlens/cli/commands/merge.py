@@ -11,6 +11,7 @@ from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import guarded, interruptible_at_once
+from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import working
 
 Places = Annotated[
@@ -26,9 +27,10 @@ def merge(
     places: Places,
     windows_csv: opt.WindowsCsv = None,
     all_heads: opt.AllHeads = False,
+    strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
-    """Join shards of `inspect` or `converge` into one run's report; writing `--json` removes units in folders."""
+    """Join shards of `inspect` or `converge` into one run's report; `--json` removes the units that folders hold."""
     outputs = Outputs.of(context.params)
     outputs.check(Inputs.of_report(*(place for place in places if place.endswith(".json"))))
     with interruptible_at_once():
@@ -39,3 +41,5 @@ def merge(
     deliver(outputs, report)
     if outputs.json is not None:
         written()
+    if strict:
+        end_strictly(report)

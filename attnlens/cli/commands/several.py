@@ -41,8 +41,11 @@ def inspect_each(model: str | None, given: Mapping[str, Any]) -> None:
     listed = run.models_in(given["models"])
     with working(Outputs.of(given)) as tell:
         found = run.inspect_each(listed, given["reports"], progress=tell, **settings)
-    for outcome in found if not given["quiet"] else ():
-        typer.echo(f"{outcome.model}: {outcome.said}" + (f" → {outcome.report}" if outcome.report else ""))
+    for outcome in found:
+        if outcome.report is None and given["quiet"]:
+            say(f"{outcome.model}: {outcome.said}")
+        elif not given["quiet"]:
+            typer.echo(f"{outcome.model}: {outcome.said}" + (f" → {outcome.report}" if outcome.report else ""))
     failed = [outcome for outcome in found if outcome.report is None]
     if len(failed) == len(found):
         first = failed[0]

@@ -92,9 +92,13 @@ def first_difference(one: Frame, other: Frame) -> str | None:
     if one.from_files != other.from_files:
         return "the model was loaded in one and read from its files in the other, as --from-files does everywhere"
     contents = [facts.pop("content") for facts in (ours, theirs)]
-    other_content = "the config, what is fed or an analyzer's code is another" if len({*contents}) > 1 else None
+    other_content = (
+        "the config, some weights, what is fed or an analyzer's code is another" if len({*contents}) > 1 else None
+    )
     found = difference(ours, theirs) or other_content
     ids = one.model.id, other.model.id
+    if found is not None and ".stamp is " in found:
+        found += ", the file's time of change: copy with times (cp -p)"
     if found is not None and found.startswith("model.") and ids[0] != ids[1]:
         return f"model.id is {ids[0]} in one and {ids[1]} in the other, and {found}"
     return found
