@@ -51,7 +51,7 @@ def refused(where: str) -> OutputError:
     """The error for a file that is no unit of work, or not the one that it should be."""
     return OutputError(
         f"{where} is damaged, another unit's, or not of this version.",
-        "Run its inspect again with --no-resume; where it came in a report, run that shard again.",
+        "Run the command that read it again with --no-resume; where it came in a report, run that shard again.",
     )
 
 

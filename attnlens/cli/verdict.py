@@ -32,9 +32,10 @@ def end_strictly(report: Report) -> None:
     for sentence in unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
     left = [one for one in report.coverage.skipped if report.part is None or not one.reason.endswith(OTHERS)]
-    if left and not report.coverage.complete:
+    partial = left and not report.coverage.complete
+    if partial:
         say(report.coverage.sentence)
-    if report.model.unexpected or (left and not report.coverage.complete):
+    if report.model.unexpected or partial:
         raise typer.Exit(PARTLY)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Generic, Self
 from attnlens.engines.workers import T, Ts, headline
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import make_folder
-from attnlens.unit_files import OTHER_WORK
+from attnlens.unit_files import CLEARED, OTHER_WORK
 
 PROGRAMS = ("sbatch", "srun", "sacct", "scancel")
 """Without sacct nobody would hear of a job that was lost."""
@@ -32,8 +32,6 @@ REQUEUES = 1000
 """Times that a job that ran out of its time is queued again; its function goes on from its own files."""
 PAUSE = 1.0
 """Seconds between two looks at what has ended."""
-AGAIN = 8
-"""How often a folder is made again that others remove."""
 LATE = 15.0
 """Seconds that the file of a result may come after the end of its job."""
 
@@ -212,7 +210,7 @@ class SlurmWorkers:
 
 def _own_folder(parent: Path) -> Path:
     """A new folder for the jobs of one run. Raises OutputError where it can't be made."""
-    for _ in range(AGAIN):
+    for _ in range(CLEARED):
         make_folder(parent)
         try:
             return Path(tempfile.mkdtemp(dir=parent))

@@ -20,7 +20,7 @@ from attnlens.choices import STUDIES
 from attnlens.engines import Workers, check_engine, engine
 from attnlens.engines.readers import refuse_stdin
 from attnlens.errors import UsageError
-from attnlens.files import check_folder, make_folder
+from attnlens.files import check_folder, make_folder, with_home
 from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
 from attnlens.requests.fields import checked
@@ -65,7 +65,7 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     names = STUDIES if table(name) == ALL else (name,)
     check_engine(asked["engine"], asked["address"])
     scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
-    folder = Path(asked["work"]) if asked["work"] is not None else cached("study")
+    folder = with_home(str(asked["work"])) if asked["work"] is not None else cached("study")
     check_work(folder)
     if asked["save"] is not None:
         check_folder(Path(asked["save"]))
