@@ -20,10 +20,10 @@ from attnlens.kernels import parsed
 from attnlens.run.swap import saved as room
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.healing import changed_weights
+from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.restored import load_swapped
 from attnlens.run.swap.saved import UnsavedError, save_swapped
-from attnlens.run.swap.session import Swapping
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
 
@@ -37,14 +37,14 @@ def inputs(demo):
 def healed(demo, tmp_path_factory):
     """A healed and fitted demo: its folder, its report, its weights and swaps as they were in memory."""
     folder, kept = tmp_path_factory.mktemp("saved") / "healed", {}
-    honest = Swapping._record
+    honest = KernelRun._record
 
-    def keeping(self, candidate, *rest):
-        kept.update(candidate=candidate, sites=self.sites)
-        return honest(self, candidate, *rest)
+    def keeping(self, *given):
+        kept.update(candidate=self.candidate, sites=self.session.sites)
+        return honest(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Swapping, "_record", keeping)
+        patch.setattr(KernelRun, "_record", keeping)
         report = swap_kernel(demo, "rbf", heads=[1, 4], fit=True, heal=4, save=folder, **READ)
     return folder, report.swap, kept["candidate"], kept["sites"]
 

@@ -271,7 +271,7 @@ def check_work(given: Mapping[str, Any]) -> None:
 
 def refuse_stdin(given: Mapping[str, Any]) -> None:
     """Raise UsageError where a text comes from stdin."""
-    if "-" in map(str, given["text"]):
+    if "-" in map(str, (*given["text"], *given.get("calibration", ()), given.get("prompts"))):
         raise UsageError("A text from stdin can't be read by several processes.", "Write it to a file.")
 
 

@@ -198,7 +198,7 @@ class CompareRequest(SeriesRequest, total=False):
     ]
 
 
-class SwapRequest(ModelRequest, HealingRequest, total=False):
+class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
     """What `swap_kernel` can be asked for, beside the kernels."""
 
     part: Annotated[

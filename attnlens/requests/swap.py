@@ -59,6 +59,7 @@ class SwapOptions:
     def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
         """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
         _refuse_shared_stdin(asked)
+        _refuse_shared_save(asked)
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:
@@ -163,6 +164,16 @@ def _refuse_shared_stdin(asked: Mapping[str, Any]) -> None:
     reading = [f"--{name}" for name, files in given.items() if "-" in files]
     if len(reading) > 1:
         raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
+
+
+def _refuse_shared_save(asked: Mapping[str, Any]) -> None:
+    """Raise UsageError where a model is to be saved that this process does not make."""
+    shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
+    if asked["save"] is not None and shared:
+        raise UsageError(
+            f"--save writes the one model that this process makes, and --{shared[0]} shares several kernels out.",
+            f"Leave out --{shared[0]}, or --save.",
+        )
 
 
 def _check_fit(kernel: Kernel, *, alone: bool) -> None:

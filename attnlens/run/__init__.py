@@ -10,7 +10,7 @@ from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
 from attnlens.run.several import inspect_each, models_in
 from attnlens.run.study import study
-from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.run.swap.pipeline import swap_kernel, swapped
 from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.restored import Swapped, load_swapped
 from attnlens.run.swap.saved import UnsavedError
@@ -43,5 +43,6 @@ __all__ = [
     "sound",
     "study",
     "swap_kernel",
+    "swapped",
     "verify",
 ]

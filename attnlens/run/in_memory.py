@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from attnlens import hooks, models
+from attnlens import hooks, models, requests
 from attnlens.arguments import shown
 from attnlens.errors import UsageError
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo
+from attnlens.requests.work_options import WorkRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,3 +82,14 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
         for parameter in learning:
             parameter.requires_grad_(True)
+
+
+def refuse_work(given: Mapping[str, Any], request: Any) -> None:
+    """Raise UsageError for a model in memory whose work is to be kept or read elsewhere: no file says which it is."""
+    every = requests.options(request)
+    asked = [name for name in requests.options(WorkRequest) if name in every and given[name] != every[name].default]
+    if asked:
+        raise UsageError(
+            f"The model is in memory, where no other process finds it, so that {asked[0]} would be ignored.",
+            "Give its name or folder, or leave the option out.",
+        )

@@ -1,4 +1,4 @@
-"""Joins the parts of a sharded inspection, or series of checkpoints: the report has the bytes of one run's."""
+"""Joins the parts of a sharded run of inspect, converge or swap-kernel: the report has the bytes of one run's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -18,14 +18,48 @@ from attnlens.run.inspect.packing import unpacked
 from attnlens.run.inspect.sink import Handed
 from attnlens.run.inspect.units import WorkUnit
 from attnlens.run.inspect.work import SUFFIX, difference, first_difference
+from attnlens.run.swap.units import readings
+from attnlens.run.swap.units.readings import KernelUnit, SwapFrame, swap_report
 from attnlens.run.training import kept
 from attnlens.run.training.kept import CheckpointUnit, SeriesFrame, series_report
 from attnlens.unit_files import FAILED, RUN, Store, UnitFiles, store_of, unsealed
 
-AnyFrame = Frame | SeriesFrame
-NamedUnit = TypeVar("NamedUnit", WorkUnit, CheckpointUnit)
+AnyFrame = Frame | SeriesFrame | SwapFrame
+NamedUnit = TypeVar("NamedUnit", WorkUnit, CheckpointUnit, KernelUnit)
 SAY_ONE = "Give folders and reports of one run alone; --work DIR holds one folder for each run."
 SAY_SHARDS = "Give the folders that --work named, or the JSON reports of all shards."
+
+
+@dataclass(frozen=True)
+class SharedKind:
+    """A kind of run that can be shared out."""
+
+    said: str
+    """What a run of it is called."""
+    frame: type[AnyFrame]
+    """What describes a run."""
+    mark: bytes
+    """What stands in the JSON of that and of no other kind's."""
+    suffix: str
+    """How the names of units' files end."""
+    unpack: Callable[[bytes, str], Any]
+    """What a unit's file holds."""
+    report: Callable[[Any, Mapping[Any, Any], Mapping[str, float], Mapping[Any, str]], Report]
+    """The report, from what was found of units; those that are missing have a reason."""
+
+
+def _inspected(
+    frame: Frame, found: Mapping[WorkUnit, Sequence[Handed]], timings: Mapping[str, float], missing: Any
+) -> Report:
+    return assembled(frame, found, timings, missing=missing)[0]
+
+
+KINDS = (
+    SharedKind("a series of checkpoints", SeriesFrame, b'"checkpoints":', kept.SUFFIX, kept.unpacked, series_report),
+    SharedKind("a run of swap-kernel", SwapFrame, b'"kernels":', readings.SUFFIX, readings.unpacked, swap_report),
+    SharedKind("an inspection", Frame, b"", SUFFIX, unpacked, _inspected),
+)
+"""The last is what is none of the others."""
 
 
 @dataclass
@@ -99,13 +133,9 @@ def _joined(frame: AnyFrame, parts: FoundUnits) -> Report:
     if not parts.units:
         name, reason = next(iter(parts.failed.items()))
         raise UsageError(f"No unit could be read: {name}: {reason}.", "Run the shards once more, then merge again.")
-    if isinstance(frame, SeriesFrame):
-        readings = {unit: kept.unpacked(*parts.units[unit.name]) for unit in frame.units if unit.name in parts.units}
-        return series_report(frame, readings, {}, _reasons(frame.units, parts))
-    found: Mapping[WorkUnit, Sequence[Handed]] = {
-        unit: unpacked(*parts.units[unit.name]) for unit in frame.units if unit.name in parts.units
-    }
-    return assembled(frame, found, {}, missing=_reasons(frame.units, parts))[0]
+    kind = _kind_of(frame)
+    found = {unit: kind.unpack(*parts.units[unit.name]) for unit in frame.units if unit.name in parts.units}
+    return kind.report(frame, found, {}, _reasons(frame.units, parts))
 
 
 def _reasons(units: Sequence[NamedUnit], parts: FoundUnits) -> dict[NamedUnit, str]:
@@ -113,17 +143,17 @@ def _reasons(units: Sequence[NamedUnit], parts: FoundUnits) -> dict[NamedUnit, s
     return {unit: parts.failed[unit.name] for unit in units if unit.name not in parts.units}
 
 
-def _suffix(frame: AnyFrame) -> str:
-    return SUFFIX if isinstance(frame, Frame) else kept.SUFFIX
+def _kind_of(frame: AnyFrame) -> SharedKind:
+    return next(kind for kind in KINDS if type(frame) is kind.frame)
 
 
 def _difference(one: AnyFrame, other: AnyFrame) -> str | None:
     """The first field in which two runs differ."""
     if isinstance(one, Frame) and isinstance(other, Frame):
         return first_difference(one, other)
-    if type(one) is not type(other):
-        return "one is of a model, the other of a series of checkpoints"
-    return difference(one.model_dump(), other.model_dump())
+    if isinstance(one, Frame) or isinstance(other, Frame) or type(one) is not type(other):
+        return f"one is {_kind_of(one).said}, the other {_kind_of(other).said}"
+    return difference(one.facts, other.facts)
 
 
 def _told(frame: AnyFrame, parts: FoundUnits, missing: Sequence[str]) -> str:
@@ -176,7 +206,7 @@ def _of_folder(root: str, parts: FoundUnits) -> None:
         if content is not None:
             frame = _frame(content, str(run))
             parts.add(frame, str(run))
-            files = UnitFiles(run, frame.key, _suffix(frame))
+            files = UnitFiles(run, frame.key, _kind_of(frame).suffix)
             parts.folders.append((run, files.files_of(unit.name for unit in frame.units)))
             parts.units |= _lying(run, frame)
             parts.failed |= {unit: reason.decode() for unit, (reason, _) in _lying(run, frame, FAILED).items()}
@@ -185,7 +215,7 @@ def _of_folder(root: str, parts: FoundUnits) -> None:
 
 def _lying(run: Store, frame: AnyFrame, end: str = "") -> dict[str, tuple[bytes, str]]:
     """What the files of units hold in a run's folder, by unit; their names may have an `end`."""
-    files = UnitFiles(run, frame.key, _suffix(frame))
+    files = UnitFiles(run, frame.key, _kind_of(frame).suffix)
     there = set(run.names())
     named = {unit.name: files.name(unit.name) + end for unit in frame.units}
     contents = {unit: run.read(name) for unit, name in named.items() if name in there}
@@ -194,18 +224,14 @@ def _lying(run: Store, frame: AnyFrame, end: str = "") -> dict[str, tuple[bytes,
 
 
 def _frame(content: bytes, where: str) -> AnyFrame:
+    kind = next(kind for kind in KINDS if kind.mark in content)
     try:
-        frame: AnyFrame = _kind(content).model_validate_json(content)
+        frame = kind.frame.model_validate_json(content)
     except ValidationError as error:
         named = ".".join(map(str, error.errors()[0]["loc"])) or "what is in it"
         raise UsageError(
             f"{where} was written by another version, or damaged: {named} does not fit.", "Run its shards once more."
         ) from None
     if not frame.sound:
-        raise UsageError(f"{where} is damaged: its sites or batches do not fit.", "Run its shards once more.")
+        raise UsageError(f"{where} is damaged: its units do not fit.", "Run its shards once more.")
     return frame
-
-
-def _kind(content: bytes) -> type[Frame | SeriesFrame]:
-    """What describes a run by its fields: that of a series has checkpoints."""
-    return SeriesFrame if b'"checkpoints":' in content else Frame

@@ -28,12 +28,12 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 @contextmanager
 def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
-    """Enter how long the block took, in seconds, whichever way it ends."""
+    """Add how long the block took to its stage's seconds, whichever way it ends."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        timings[stage] = time.perf_counter() - start
+        timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - start
 
 
 def telling(progress: Progress, stage: str, total: int) -> Tell:

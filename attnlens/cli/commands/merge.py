@@ -1,4 +1,4 @@
-"""The command `merge`, which joins the parts of a sharded inspection."""
+"""The command `merge`, which joins the parts of a sharded run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def merge(
     strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
-    """Join shards of `inspect` or `converge` into one run's report; `--json` removes the units that folders hold."""
+    """Join shards of a run into the report of one run; `--json` removes the units that folders hold."""
     outputs = Outputs.of(context.params)
     outputs.check(Inputs.of_report(*(place for place in places if place.endswith(".json"))))
     with interruptible_at_once():

@@ -15,7 +15,7 @@ from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import guarded, interruptible_at_once, say
 from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import named_model, working
+from attnlens.cli.work import begin_workers, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import SwapRequest
 from attnlens.requests.healing import STATE
@@ -53,13 +53,14 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
     settings = asked(given)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
+    begin_workers(settings)
     with interruptible_at_once():
         from attnlens import run
 
-    stopped, unsaved = False, None
+    stopped, unsaved, written = False, None, None
     with working(outputs) as tell:
         try:
-            report = run.swap_kernel(name, progress=tell, **settings)
+            report, written = run.swapped(name, progress=tell, **settings)
         except run.Interrupted as stop:
             report, stopped = stop.report, True
             _say_state(given["heal_checkpoint"])
@@ -72,6 +73,8 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
     deliver(outputs, report, interrupted=stopped, saved=saved)
     if unsaved is not None:
         raise unsaved
+    if written is not None:
+        written()
     if given["strict"]:
         end_strictly(report)
 
@@ -83,7 +86,7 @@ def _say_state(folder: str | None) -> None:
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.swap_kernel`, checked.
+    """The arguments of `run.swapped`, checked.
 
     Raises UsageError for words that make no sense or contradict each other, TextError for a stdin that is not there.
     """

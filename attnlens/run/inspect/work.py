@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attnlens import requests
 from attnlens.engines.readers import (
     EngineUnits,
     KeptUnits,
@@ -19,9 +18,9 @@ from attnlens.engines.readers import (
     is_elsewhere,
     shard_of,
 )
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import ModelError
 from attnlens.requests import InspectRequest
-from attnlens.requests.work_options import WorkRequest
+from attnlens.run.in_memory import refuse_work
 from attnlens.run.inspect.assembly import Frame
 from attnlens.run.inspect.packing import packed, unpacked
 from attnlens.run.inspect.sink import Handed
@@ -125,16 +124,7 @@ def reader_of(
     Raises UsageError for a model in memory whose work is to be kept or read elsewhere: no file says which it is.
     """
     if not isinstance(model, str | os.PathLike):
-        asked = [
-            name
-            for name in requests.options(WorkRequest)
-            if given[name] != requests.options(InspectRequest)[name].default
-        ]
-        if asked:
-            raise UsageError(
-                f"The model is in memory, where no other process finds it, so that {asked[0]} would be ignored.",
-                "Give its name or folder, or leave the option out.",
-            )
+        refuse_work(given, InspectRequest)
         return UnitReader(read)
     here = kept_units(given, frame, read)
     if not isinstance(here, KeptUnits):

@@ -124,27 +124,25 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     return Prompts(ids.to(device), mask.to(device), content.name)
 
 
-def agreements(
-    model: PreTrainedModel, prompts: Prompts | str, asked: int, variants: Mapping[Name, Variant], progress: Tell
-) -> tuple[dict[Name, dict[str, Any]], list[str]]:
-    """The field of an Outcome for each changed model, or the reason why it has none; and what a reader must know.
+def own_continuation(model: PreTrainedModel, prompts: Prompts | str, asked: int) -> tuple[Continued | str, list[str]]:
+    """How the model continues the prompts itself, or why it does not; and what a reader must know."""
+    if isinstance(prompts, str):
+        return prompts, []
+    tokens = room(model, prompts, asked)
+    notes = [f"Greedy continuations are of {tokens} tokens, not {asked}: the model reads no more."]
+    return continued(model, prompts, tokens), notes if 0 < tokens < asked else []
 
-    The original's own continuations are made once.
-    """
-    notes: list[str] = []
-    own: Continued | str = prompts if isinstance(prompts, str) else ""
-    if not isinstance(prompts, str):
-        tokens = room(model, prompts, asked)
-        if 0 < tokens < asked:
-            notes.append(f"Greedy continuations are of {tokens} tokens, not {asked}: the model reads no more.")
-        own = continued(model, prompts, tokens)
-        progress(1)
+
+def agreements(
+    model: PreTrainedModel, own: Continued | str, variants: Mapping[Name, Variant], progress: Tell
+) -> dict[Name, dict[str, Any]]:
+    """The field of an Outcome for each changed model, against the original's own continuations; or why it has none."""
     found: dict[Name, dict[str, Any]] = {}
     for name, variant in variants.items():
         one = own if isinstance(own, str) else agreement(model, own, variant)
         found[name] = {"reasons": {"agreement": one}} if isinstance(one, str) else {"agreement": one}
         progress(1)
-    return found, notes
+    return found
 
 
 def room(model: PreTrainedModel, prompts: Prompts, asked: int) -> int:

@@ -47,6 +47,11 @@ class TokenLosses:
             rows.append(_from_front(found.double().cpu(), there, torch.nan))
         self.back.append(_from_front(evidence(ids, targets)[there], there, 0))
 
+    def joined(self) -> TokenLosses:
+        """The same with all batches in one."""
+        before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
+        return TokenLosses([before], [after], [_rows(self.back, 0)])
+
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """The change on each of 8 parts of the sequences, equally long but for rounding; fewer on fewer tokens."""
         before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)

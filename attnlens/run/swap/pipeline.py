@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Unpack
+from typing import Any, Unpack
 
 from attnlens import models, texts
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
+from attnlens.engines.readers import check_work
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.healing import Amount
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
+from attnlens.run.in_memory import refuse_work
 from attnlens.run.outcomes.agreement import of_file, prompts_of
-from attnlens.run.progress import Interrupted, Progress, silent
+from attnlens.run.progress import Progress, silent
 from attnlens.run.swap.ranks import calibration, search
-from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
+from attnlens.run.swap.units.work import SwapWork
 from attnlens.texts.targets import check_input, feed
 
 FITTING, HEALING, MOST_HEALING = 32, 512, 16384
@@ -40,8 +42,39 @@ def swap_kernel(
     """The loss, predictions and hidden states of a model under other kernels, against the model itself.
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
-    options of `SwapRequest`. Raises UsageError, ModelError, TextError, OutputError, IdentityError, Interrupted.
+    options of `SwapRequest`. What is finished of a model that is named is kept, and the same call goes on from there.
+    Raises UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted, which carries what was
+    finished.
     """
+    report, written = swapped(model, kernels, progress=progress, **more)
+    written()
+    return report
+
+
+def swapped(
+    model: str | PathLike[str] | models.Loaded = "demo",
+    kernels: Words = KERNEL,
+    *,
+    progress: Progress = silent,
+    **more: Unpack[SwapRequest],
+) -> tuple[Report, Callable[[], None]]:
+    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    given = checked(SwapRequest, more)
+    if isinstance(model, models.Loaded):
+        refuse_work(given, SwapRequest)
+    else:
+        check_work(given)
+    work = prepared(model, kernels, more, progress)
+    return work.run(), work.clear
+
+
+def prepared(
+    model: str | PathLike[str] | models.Loaded,
+    kernels: Words,
+    more: Mapping[str, Any],
+    progress: Progress = silent,
+) -> SwapWork:
+    """The run that was asked for: its model loaded and proven, its texts cut."""
     start = time.perf_counter()
     given = checked(SwapRequest, more)
     options = SwapOptions.of(kernels, given)
@@ -57,24 +90,11 @@ def swap_kernel(
     _refuse_same(contents, others)
     prompts = None if lines is None else of_file(loaded, lines)
     cut = feeding.cut_of(asked, given)
-    work = _prepared(loaded, options, asked, contents, others, cut, progress)
-    work.prompts = prompts_of(loaded.model, work.fed, work.task, prompts) if options.generate else work.prompts
-    return _reported(work, start)
-
-
-def _reported(work: Swapping, start: float) -> Report:
-    """The run's report; raises Interrupted or UnsavedError, which hold it.
-
-    The first where the user ended the run early, the second where the changed model could not be saved.
-    """
-    swaps = work.run()
-    work.timings["all"] = time.perf_counter() - start
-    report = work.report(swaps)
-    if work.interrupted:
-        raise Interrupted(report)
-    if work.unsaved is not None:
-        raise UnsavedError(work.unsaved, report)
-    return report
+    session = _prepared(loaded, options, asked, contents, others, cut, progress)
+    if options.generate:
+        session.prompts = prompts_of(loaded.model, session.fed, session.task, prompts)
+    session.survey()
+    return SwapWork(session, given, None if isinstance(model, models.Loaded) else model, start)
 
 
 def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Content]) -> None:

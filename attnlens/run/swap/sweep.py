@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnlens import hooks, texts
 from attnlens.attention import Route
@@ -16,6 +17,7 @@ from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
 from attnlens.run.outcomes.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.run.progress import Tell
+from attnlens.run.swap.units.parts import Keep, made_anew
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
 from attnlens.texts.targets import NOTHING, Fed, asking, states_of
 
@@ -89,27 +91,62 @@ def sweep(
     design: Design,
     path: Route,
     progress: Tell,
+    keep: Keep = made_anew,
 ) -> Alone:
-    """What each unit alone does to each sequence; blocks before it are not computed again."""
+    """What each unit alone does to each sequence; blocks before it are not computed again.
+
+    `keep` may know what an earlier run found of a batch and a site.
+    """
     blocks = hooks.blocks(loaded.model, batches[0].inputs)
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)
-    for fed in batches:
-        with hooks.recorded(blocks) as given:
-            own = _run(loaded, fed, task)
-        before.append(_losses(own, own, fed, task))
+    for number, fed in enumerate(batches):
+        batch = SweptBatch(loaded, sites, swaps, fed, task, path, blocks)
         for unit in chosen:
             site, head = unit
-            alone = {site: _alone(swaps[site], head)}
-            with hooks.replace(loaded.model, sites, alone, path), hooks.resumed(blocks, given, site):
-                new = _run(loaded, fed, task)
-            after[unit].append(_losses(own, new, fed, task))
+            name = f"batch {number}, {site.name}, " + ("all heads" if head is None else f"head {head}")
+            found = keep(name, partial(batch.losses, site, head))
+            after[unit].append(found["changed"])
             progress(1)
+        before.append(found["own"])
     every = torch.cat([_sizes(fed, task) for fed in batches])
     kept = (every > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
     return Alone(list(chosen), torch.cat(before), changed, every[kept], kept, design.select(kept), tested)
+
+
+@dataclass
+class SweptBatch:
+    """A batch on which units are swapped alone."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]
+    swaps: hooks.Swaps
+    fed: Fed
+    task: Task
+    path: Route
+    blocks: list[tuple[str, nn.Module]]
+    """Of the model, in the order of execution."""
+
+    @cached_property
+    def original(self) -> tuple[dict[str, Any], Tensor]:
+        """What each block gives under the model's own kernel, and what is predicted."""
+        with hooks.recorded(self.blocks) as given:
+            return given, _run(self.loaded, self.fed, self.task)
+
+    @cached_property
+    def own_losses(self) -> Tensor:
+        """The original's loss of each sequence."""
+        return _losses(self.original[1], self.original[1], self.fed, self.task)
+
+    def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
+        """The original's loss of each sequence, and the same with a head of a site, or all of them, swapped."""
+        given, own = self.original
+        alone = {site: _alone(self.swaps[site], head)}
+        with hooks.replace(self.loaded.model, self.sites, alone, self.path), hooks.resumed(self.blocks, given, site):
+            new = _run(self.loaded, self.fed, self.task)
+        return {"own": self.own_losses, "changed": _losses(own, new, self.fed, self.task)}
 
 
 def _tested(effects: Sequence[Effect], differences: Tensor, sizes: Tensor, design: Design, seed: int) -> list[Effect]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -59,9 +59,14 @@ class SeriesFrame(BaseModel):
     """A hash of each one's files."""
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """All that determines what its units find."""
+        return self.model_dump(mode="json")
+
+    @property
     def key(self) -> str:
-        """What names the run: a hash of all that determines what its units find."""
-        return key_of(self.model_dump(mode="json"))
+        """What names the run: a hash of these."""
+        return key_of(self.facts)
 
     @property
     def sound(self) -> bool:

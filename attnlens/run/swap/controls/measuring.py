@@ -1,10 +1,10 @@
-"""Collects all that is compared with the original: each kernel at each stage, and each control once."""
+"""Collects all that is compared with the original: a kernel at each stage, and its controls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -15,12 +15,12 @@ from attnlens.models import Loaded
 from attnlens.records import Site
 from attnlens.run.outcomes.differences import Differences, Variant
 from attnlens.run.swap.candidate import Candidate
-from attnlens.run.swap.controls.alternatives import healed_far_part, one_window
+from attnlens.run.swap.controls.alternatives import healed_far_part
 
 EXACT: Route = "auto"
 """How controls are computed, whatever is asked for: a path that is asked for is the kernel's, and all are exact."""
 
-
+Value = TypeVar("Value")
 Weights = Mapping[str, Tensor] | None
 """Healed weights by name, where there are any."""
 
@@ -33,7 +33,7 @@ class Changing(Protocol):
 
 
 def prepare(
-    candidates: Sequence[Candidate],
+    candidate: Candidate,
     shapes: Mapping[Site, HeadShape],
     loaded: Loaded,
     inputs: Mapping[str, Tensor],
@@ -41,23 +41,21 @@ def prepare(
     *,
     controls: bool,
 ) -> None:
-    """Find each candidate's state and controls, and leave those out that a site refuses on these inputs."""
-    for candidate in candidates:
-        candidate.weigh(shapes)
-        candidate.controls = candidate.controls if controls else []
-        for control in candidate.controls:
-            control.refuse(loaded, inputs, partial(changing, path=EXACT))
+    """Find a candidate's state and controls, and leave those out that a site refuses on these inputs."""
+    candidate.weigh(shapes)
+    candidate.controls = candidate.controls if controls else []
+    for control in candidate.controls:
+        control.refuse(loaded, inputs, partial(changing, path=EXACT))
 
 
-def variants(candidates: Sequence[Candidate], changing: Changing) -> dict[object, Variant]:
-    """Every candidate at every stage, by its number and stage, and every control that is not another's too."""
-    found: dict[object, Variant] = {}
-    for index, candidate in enumerate(candidates):
-        for stage, swaps in candidate.stages.items():
-            found[index, stage] = changing(swaps, candidate.weights if stage == "healed" else None)
-    for candidate in candidates:
-        found |= {one.key: changing(one.swaps, one.weights, path=EXACT) for one in candidate.controls if one.swaps}
-    return found
+def variants(candidate: Candidate, changing: Changing, known: Container[object]) -> dict[object, Variant]:
+    """The candidate at every stage, and every control by its key, without those that are `known`."""
+    found: dict[object, Variant] = {
+        stage: changing(swaps, candidate.weights if stage == "healed" else None)
+        for stage, swaps in candidate.stages.items()
+    }
+    controls = [one for one in candidate.controls if one.swaps and one.key not in known]
+    return found | {one.key: changing(one.swaps, one.weights, path=EXACT) for one in controls}
 
 
 def healed(candidate: Candidate, changing: Changing, shapes: Mapping[Site, HeadShape]) -> dict[object, Variant]:
@@ -74,19 +72,20 @@ def keep_healed(candidate: Candidate, found: Mapping[object, Differences]) -> No
     candidate.measured |= {one.key: found[one.key] for one in candidate.controls if one.weights}
 
 
-def keep_differences(candidates: Sequence[Candidate], found: Mapping[object, Differences]) -> None:
-    """Give each candidate what was measured of its stages and controls, and all the same window."""
-    for index, candidate in enumerate(candidates):
-        candidate.found |= {stage: found[index, stage] for stage in candidate.stages}
-        candidate.measured = {one.key: found[one.key] for one in candidate.controls if one.swaps}
-    windows = one_window([candidate.window for candidate in candidates], next(iter(found.values())).by_token)
-    for candidate, window in zip(candidates, windows, strict=True):
-        candidate.window = window
+def keep_differences(candidate: Candidate, found: Mapping[object, Differences]) -> None:
+    """Give the candidate what was measured of its stages and controls."""
+    candidate.found |= {stage: found[stage] for stage in candidate.stages}
+    candidate.measured = {one.key: found[one.key] for one in candidate.controls if one.swaps}
 
 
-def keep_agreements(candidates: Sequence[Candidate], found: Mapping[object, dict[str, Any]]) -> None:
-    """Give each candidate the agreements of its stages and controls."""
-    for index, candidate in enumerate(candidates):
-        candidate.agreements = {stage: found[index, stage] for stage in candidate.stages}
-        for control in candidate.controls:
-            control.agreement = found[control.key] if control.swaps else {}
+def keep_agreements(candidate: Candidate, found: Mapping[object, dict[str, Any]]) -> None:
+    """Give the candidate the agreements of its stages and controls."""
+    candidate.agreements = {stage: found[stage] for stage in candidate.stages}
+    for control in candidate.controls:
+        control.agreement = found[control.key] if control.swaps else {}
+
+
+def common(candidate: Candidate, found: Mapping[object, Value]) -> dict[object, Value]:
+    """What was found of the controls that another kernel may have, too: not of those with parameters of their own."""
+    own = [one for one in candidate.controls if one.weights or any(swap.kernel.fitted for swap in one.swaps.values())]
+    return {one.key: found[one.key] for one in candidate.controls if one not in own and one.key in found}

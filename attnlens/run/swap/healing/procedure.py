@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from attnlens.run.swap.resources import peak_of
 from attnlens.statistics import paired_difference
 from attnlens.texts import Batches
 from attnlens.texts.targets import Fed
+from attnlens.unit_files import key_of
 
 NO_PEAK = "this platform does not tell it"
 DIVERGED = "it diverged"
@@ -49,6 +51,10 @@ class Procedure:
     """What is evaluated."""
     seed: int
     teller: Callable[[str, int], Tell]
+    state: Path | None = None
+    """The folder in which a state is kept where none was asked for, in one of its own."""
+    resume: bool = True
+    """Whether to go on from a state."""
 
     def run(self) -> tuple[Healing, Healer]:
         """The swap healed."""
@@ -81,9 +87,7 @@ class Procedure:
             seed=self.seed,
             recompute=asked.checkpointing,
         )
-        folder = None
-        if asked.folder is not None:
-            folder = StateFolder(asked.folder / name if control else asked.folder, self._identity(swaps))
+        folder = self._folder(swaps, name)
         found: list[Healing] = []
         tell = self.teller(name, int(asked.amount.number))
         evaluate = lambda: mean_loss(self.loaded.model, self.fed, self.task)  # noqa: E731  # one expression
@@ -91,6 +95,13 @@ class Procedure:
         peak = peak_of(self.loaded.model, lambda: found.append(heal(healer, *work)))
         reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
         return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
+
+    def _folder(self, swaps: hooks.Swaps, name: str) -> StateFolder | None:
+        """Where the state is kept: as asked for, or by what decides the healing's numbers."""
+        identity, asked = self._identity(swaps), self.asked.folder
+        if asked is not None:
+            return StateFolder(asked / name if name == "control" else asked, identity, self.resume)
+        return None if self.state is None else StateFolder(self.state / key_of(identity), identity, self.resume)
 
     def _check_goal(self) -> None:
         """Raise UsageError where there is no text to learn."""

@@ -22,6 +22,7 @@ from attnlens.records import HealingStep, HealingTraining, Record
 from attnlens.requests.healing import STATE
 from attnlens.run.swap.healing.course import Course, adamw
 from attnlens.run.swap.healing.held_out import Best, Distances, put_back
+from attnlens.unit_files import Folder
 
 TENSORS = re.compile(r"healing-[0-9]{1,15}\.safetensors")
 """How the file with the numbers is called: by the step that they are of."""
@@ -59,9 +60,9 @@ class SavedHealing(Record):
 class StateFolder:
     """A folder with the state of one healing."""
 
-    def __init__(self, folder: Path, identity: dict[str, str]) -> None:
-        """`identity` names what decides the healing's numbers."""
-        self.folder, self.identity = folder, identity
+    def __init__(self, folder: Path, identity: dict[str, str], resume: bool = True) -> None:
+        """`identity` names what decides the healing's numbers; `resume`: whether to go on from a state."""
+        self.folder, self.identity, self.resume = folder, identity, resume
 
     def save(self, course: Course, best: Best, seen: Sequence[tuple[float, Distances]], facts: dict[str, Any]) -> None:
         """Write the numbers under a name of their own, then the facts that name them, then remove the last ones."""
@@ -91,7 +92,7 @@ class StateFolder:
                 left.unlink(missing_ok=True)
 
     def load(self) -> SavedHealing | None:
-        """The facts, or None where there are none yet.
+        """The facts, or None where there are none yet, or the healing is to begin anew.
 
         Raises UsageError where they can't be read, or belong to another healing, by the name of what differs.
         """
@@ -111,7 +112,7 @@ class StateFolder:
                     f"{written(mine)}.",
                     ANEW,
                 )
-        return saved
+        return saved if self.resume else None
 
     def restore(self, saved: SavedHealing, course: Course, best: Best) -> list[tuple[float, Distances]]:
         """Put course and best numbers where they were, and give the distances of this stage's checks.
@@ -132,6 +133,12 @@ class StateFolder:
         if sha256(path) != saved.sha256:
             raise ValueError(saved.sha256)
         return load_file(path)
+
+
+def clear_state(folder: Path) -> None:
+    """Remove the states that a run kept in folders of this one, which are of healings that are finished."""
+    for state in [*folder.glob("*"), folder]:
+        Folder(state).remove([STATE, *(one.name for one in state.glob("*") if TENSORS.fullmatch(one.name))])
 
 
 def _tensors(course: Course, best: Best, seen: Sequence[tuple[float, Distances]]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from attnlens.run.swap.predictors.joined import FEWEST_HEADS
 from attnlens.run.swap.predictors.readings import SweptMeasures, head_measures
 from attnlens.run.swap.predictors.swept import all_swept, swept_in_order
 from attnlens.run.swap.sweep import Alone, Unit, sweep, units
+from attnlens.run.swap.units.parts import Keep, made_anew
 from attnlens.statistics import Design
 from attnlens.texts.targets import Fed
 
@@ -45,7 +46,12 @@ class Sweeping:
     """What predicts harm is sought among; read for the first kernel whose heads are swept, and the same for all."""
 
     def swept(
-        self, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], timings: dict[str, float]
+        self,
+        swap: Swap,
+        swaps: hooks.Swaps,
+        teller: Callable[[str, int], Tell],
+        timings: dict[str, float],
+        keep: Keep = made_anew,
     ) -> Swap:
         """The same record with the effect of each head or layer alone, and what predicted that of heads."""
         what, seed, over = str(self.options.sweep), self.settings.seed, self.over
@@ -54,11 +60,11 @@ class Sweeping:
             measures = None
         else:
             measures = self._measures(chosen, teller, timings)
-        tell = teller(f"sweep {swap.kernel}", len(chosen) * len(over.fed))
+        tell = teller("sweep", len(chosen) * len(over.fed))
 
         def alone(some: Sequence[Unit]) -> Alone:
-            work = (self.loaded, self.sites, swaps, some, over.fed, self.task, over.design, self.options.path, tell)
-            return sweep(*work)
+            work = (self.loaded, self.sites, swaps, some, over.fed, self.task, over.design, self.options.path)
+            return sweep(*work, tell, keep)
 
         if measures is None:
             return swap.model_copy(update={"sweep": alone(chosen).effects(seed)})
