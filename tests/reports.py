@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -274,3 +276,9 @@ def timeless(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: timeless(part) for name, part in value.items() if name not in TIMES}
     return [timeless(part) for part in value] if isinstance(value, list) else value
+
+
+def bytes_of(report: Report | Path | str) -> str:
+    """A report, or the file of one, without what times and memory were."""
+    content = report.to_json() if isinstance(report, Report) else Path(report).read_text()
+    return json.dumps(timeless(json.loads(content)))

@@ -11,8 +11,9 @@ from pathlib import Path
 import clusters
 import engine_units as units
 import pytest
+from reports import bytes_of
 from test_engines import LOST, begun, begun_process, by_unit, ends, interrupted
-from test_units import ASKED, UNITS, bytes_of, finished
+from test_units import ASKED, UNITS, finished
 
 import attnlens
 from attnlens.engines import completed, engine, ray_cluster

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import pytest
 from hostile import refused
 from program import attnlens as program
 from program import refused as ended
-from reports import timeless
+from reports import bytes_of
 from sealing import flipped, seal, unsealed
 
 import attnlens
 from attnlens import run
 from attnlens.engines import readers
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.records import Report
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.training import kept, series
 from attnlens.run.training.series import Series
@@ -28,12 +26,6 @@ from attnlens.run.training.series import Series
 CHECKPOINTS = Path(attnlens.__file__).parent / "demo" / "checkpoints"
 ASKED: dict[str, Any] = {"analyzers": ["symmetry"], "tokens": 16, "sequences": 4, "layers": [0, 1]}
 WORDS = "--analyzer", "symmetry", "--tokens", "16", "--sequences", "4", "--layers", "0,1", "--no-progress"
-
-
-def of(report: Report | Path) -> str:
-    """A report without what times and memory were."""
-    content = report.to_json() if isinstance(report, Report) else report.read_text()
-    return json.dumps(timeless(json.loads(content)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +50,7 @@ def places(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(places, tmp_path_factory) -> str:
     """What a run that nothing disturbs reports."""
-    return of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path_factory.mktemp("whole") / "work"))
+    return bytes_of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path_factory.mktemp("whole") / "work"))
 
 
 @pytest.fixture
@@ -91,10 +83,10 @@ def test_a_series_in_shards_by_the_program_merges_to_one_runs_bytes(places, whol
     for parts in ((tmp_path / "1.json", tmp_path / "2.json"), (tmp_path / "2.json", tmp_path / "1.json"), (folder,)):
         merged = program("merge", *parts, "--json", tmp_path / "merged.json")
         assert merged.returncode == 0, merged.stderr
-        assert of(tmp_path / "merged.json") == whole
+        assert bytes_of(tmp_path / "merged.json") == whole
     assert not folder.exists()
     other = attnlens.converge_checkpoints(places, **ASKED | {"seed": 1, "windows": "random"})
-    assert of(other) != whole, "a control"
+    assert bytes_of(other) != whole, "a control"
 
 
 def test_two_processes_read_what_one_reads(places, whole, tmp_path):
@@ -111,7 +103,7 @@ def test_two_processes_read_what_one_reads(places, whole, tmp_path):
         tmp_path / "r.json",
     )
     assert done.returncode == 0, done.stderr
-    assert of(tmp_path / "r.json") == whole
+    assert bytes_of(tmp_path / "r.json") == whole
     assert not (tmp_path / "work").exists()
 
 
@@ -119,7 +111,7 @@ def test_other_processes_read_what_is_not_there(places, whole, read, tmp_path):
     attnlens.converge_checkpoints(places, **ASKED, shard="1/2", work=tmp_path)
     read.clear()
     with forkserver.workers():
-        assert of(attnlens.converge_checkpoints(places, **ASKED, jobs=2, work=tmp_path)) == whole
+        assert bytes_of(attnlens.converge_checkpoints(places, **ASKED, jobs=2, work=tmp_path)) == whole
     assert read == []
 
 
@@ -127,7 +119,7 @@ def test_jobs_of_slurm_read_checkpoints(places, whole, read, tmp_path, monkeypat
     states = clusters.slurm(tmp_path, monkeypatch)
     with forkserver.workers():
         found = attnlens.converge_checkpoints(places, **ASKED, engine="slurm", jobs=2, work=tmp_path / "work")
-    assert of(found) == whole
+    assert bytes_of(found) == whole
     assert read == []
     assert len(list(states.glob("*.state"))) == 3
 
@@ -141,7 +133,7 @@ def test_a_series_goes_on_from_the_checkpoints_that_are_finished(places, whole, 
         attnlens.converge_checkpoints(places, **ASKED, work=tmp_path, progress=stop)
     assert len(units(tmp_path)) == 2
     read.clear()
-    assert of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)) == whole
+    assert bytes_of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)) == whole
     assert read == ["step-00100"]
     assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
     attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)
@@ -190,7 +182,7 @@ def test_a_checkpoint_that_fails_is_missing_with_its_reason_and_is_read_again_by
     assert len(units(tmp_path)) == 2
     fails.clear()
     read.clear()
-    assert of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)) == whole
+    assert bytes_of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)) == whole
     assert read == ["step-00030"]
 
 
@@ -210,7 +202,7 @@ def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_a
     assert "in step-00030, weights of layer 1: ZeroDivisionError: odd" in report.coverage.sentence
     fails.clear()
     names.clear()
-    assert of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)) == whole
+    assert bytes_of(attnlens.converge_checkpoints(places, **ASKED, work=tmp_path)) == whole
     assert names == ["weights of layer 1"]
 
 

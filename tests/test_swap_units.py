@@ -21,7 +21,7 @@ from hostile import refused, saved
 from program import attnlens as program
 from program import environment_with
 from program import refused as ended
-from reports import timeless
+from reports import bytes_of
 from safetensors.torch import load, save
 from sealing import flipped, seal, unsealed
 
@@ -54,12 +54,6 @@ def words_of(asked: dict[str, Any]) -> list[str]:
 WORDS = [word for kernel in KERNELS for word in ("--kernel", kernel)]
 
 
-def of(report: Report | Path) -> str:
-    """A report without what times and memory were."""
-    content = report.to_json() if isinstance(report, Report) else report.read_text()
-    return json.dumps(timeless(json.loads(content)))
-
-
 def units(folder: Path) -> list[Path]:
     """The files of finished kernels."""
     return sorted(folder.glob("*/*.kernel"))
@@ -79,13 +73,6 @@ def other_weights(place: Path) -> None:
     path.write_bytes(save(tensors, {"format": "pt"}))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def whole(demo) -> Report:
     """What a run reports of which nothing is kept."""
@@ -95,7 +82,7 @@ def whole(demo) -> Report:
 @pytest.fixture(scope="module")
 def healed(demo) -> str:
     """The same of a healing."""
-    return of(attnlens.swap_kernel(demo, "rbf", **HEALED))
+    return bytes_of(attnlens.swap_kernel(demo, "rbf", **HEALED))
 
 
 @pytest.fixture
@@ -130,11 +117,13 @@ def swept(monkeypatch) -> list[tuple[int, int | None]]:
 def test_what_is_kept_changes_no_number_and_nothing_stays_of_it(demo, whole, tmp_path):
     folder = tmp_path / "work"
     found = attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=folder)
-    assert of(found) == of(whole)
+    assert bytes_of(found) == bytes_of(whole)
     assert found.windows == whole.windows
     assert list(found.windows.values) == list(whole.windows.values)
     assert not folder.exists()
-    assert of(attnlens.swap_kernel(demo, KERNELS, **SWEPT | {"seed": 1, "windows": "random"})) != of(whole), "a control"
+    assert bytes_of(attnlens.swap_kernel(demo, KERNELS, **SWEPT | {"seed": 1, "windows": "random"})) != bytes_of(
+        whole
+    ), "a control"
 
 
 def test_a_run_that_stops_at_any_moment_goes_on_to_the_same_bytes(whole, read, swept, tmp_path):
@@ -158,7 +147,7 @@ def test_a_run_that_stops_at_any_moment_goes_on_to_the_same_bytes(whole, read, s
         assert len(units(folder)) == kernels - (more == 0), "the last part's kernel is not finished"
         read.clear()
         swept.clear()
-        assert of(attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=folder)) == of(whole)
+        assert bytes_of(attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=folder)) == bytes_of(whole)
         assert read == KERNELS[kernels - (more == 0) :]
         assert len(swept) == PARTS - stop_at
         assert not folder.exists()
@@ -190,7 +179,7 @@ def test_an_interrupted_run_reports_the_kernels_that_it_measured(whole, tmp_path
 def test_a_run_that_is_killed_goes_on_to_the_same_bytes(whole, healed, swept, tmp_path):
     """Once in a sweep and once in a healing, whose state is that of its last check."""
     for name, kernels, asked, there, expected in (
-        ("sweep", KERNELS, SWEPT, lambda folder: len(units(folder)) == 1 and len(parts(folder)) > 1, of(whole)),
+        ("sweep", KERNELS, SWEPT, lambda folder: len(units(folder)) == 1 and len(parts(folder)) > 1, bytes_of(whole)),
         ("heal", ["rbf"], HEALED, lambda folder: list(folder.rglob(STATE)) != [], healed),
     ):
         folder, report = tmp_path / name, tmp_path / f"{name}.json"
@@ -207,7 +196,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(whole, healed, swept, tm
         assert not report.exists()
         swept.clear()
         found = attnlens.swap_kernel("demo", kernels, **asked, work=folder)
-        assert of(found) == expected
+        assert bytes_of(found) == expected
         if name == "sweep":
             assert 0 < len(swept) <= PARTS - PARTS // 3, "the first kernel is finished"
         assert not folder.exists()
@@ -237,7 +226,7 @@ def test_a_healing_goes_on_from_its_last_check_and_with_no_resume_begins_anew(he
         assert units(folder) == [], "what was interrupted is no finished kernel"
         steps.clear()
         monkeypatch.setattr(Course, "advance", advance)
-        assert of(attnlens.swap_kernel("demo", "rbf", **HEALED, work=folder, resume=resume)) == healed
+        assert bytes_of(attnlens.swap_kernel("demo", "rbf", **HEALED, work=folder, resume=resume)) == healed
         assert not folder.exists()
         first.append(steps[0])
     assert first == [10, 0], "from the last check"
@@ -245,11 +234,11 @@ def test_a_healing_goes_on_from_its_last_check_and_with_no_resume_begins_anew(he
 
 def test_a_folder_of_heal_checkpoint_stays_and_is_gone_on_from(healed, tmp_path):
     asked = HEALED | {"heal_checkpoint": tmp_path / "state"}
-    assert of(attnlens.swap_kernel("demo", "rbf", **asked, work=tmp_path / "work")) == healed
+    assert bytes_of(attnlens.swap_kernel("demo", "rbf", **asked, work=tmp_path / "work")) == healed
     assert (tmp_path / "state" / STATE).is_file()
     assert not (tmp_path / "work").exists()
     other = attnlens.swap_kernel("demo", "rbf", **asked | {"resume": False}, work=tmp_path / "work")
-    assert of(other) == healed
+    assert bytes_of(other) == healed
 
 
 def test_a_model_that_could_not_be_saved_is_not_swept_again(demo, swept, monkeypatch, tmp_path):
@@ -263,7 +252,7 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(demo, swept, monkeyp
     assert len(swept) == PARTS // 3
     swept.clear()
     found = attnlens.swap_kernel("demo", "rbf", **SWEPT, work=tmp_path / "work", save=tmp_path / "model")
-    assert of(found) == of(attnlens.swap_kernel(demo, "rbf", **SWEPT))
+    assert bytes_of(found) == bytes_of(attnlens.swap_kernel(demo, "rbf", **SWEPT))
     assert len(swept) == PARTS // 3, "of the run in memory, a control"
     assert (tmp_path / "model" / "attnlens.json").is_file()
     assert not (tmp_path / "work").exists()
@@ -318,7 +307,7 @@ def test_shards_by_the_program_merge_to_one_runs_bytes(whole, tmp_path):
     for where in (shards, [folder]):
         merged = program("merge", *where, "--json", tmp_path / "merged.json")
         assert merged.returncode == 0, merged.stderr
-        assert of(tmp_path / "merged.json") == of(whole)
+        assert bytes_of(tmp_path / "merged.json") == bytes_of(whole)
     assert not folder.exists()
 
 
@@ -339,7 +328,7 @@ def test_two_processes_measure_what_one_measures(whole, tmp_path):
     made = "--work", tmp_path / "work", "--json", tmp_path / "r.json"
     done = program("swap-kernel", "demo", *WORDS, *words_of(SWEPT), "--jobs", "2", *made)
     assert done.returncode == 0, done.stderr
-    assert of(tmp_path / "r.json") == of(whole)
+    assert bytes_of(tmp_path / "r.json") == bytes_of(whole)
     assert not (tmp_path / "work").exists()
 
 
@@ -347,7 +336,7 @@ def test_jobs_of_slurm_measure_kernels(whole, read, tmp_path, monkeypatch):
     states = clusters.slurm(tmp_path, monkeypatch)
     with forkserver.workers():
         found = attnlens.swap_kernel("demo", KERNELS, **SWEPT, engine="slurm", jobs=2, work=tmp_path / "work")
-    assert of(found) == of(whole)
+    assert bytes_of(found) == bytes_of(whole)
     assert read == []
     assert len(list(states.glob("*.state"))) == 3
 
@@ -359,14 +348,14 @@ def test_two_runs_in_one_folder_at_once_do_not_harm_each_other(whole, tmp_path):
     def begin(name: str) -> None:
         done = program(*command, tmp_path / name)
         assert done.returncode == 0, done.stderr
-        found.append(of(tmp_path / name))
+        found.append(bytes_of(tmp_path / name))
 
     threads = [threading.Thread(target=begin, args=(f"{number}.json",)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [of(whole)] * 2
+    assert found == [bytes_of(whole)] * 2
     assert not (tmp_path / "work").exists()
 
 
@@ -391,7 +380,7 @@ def test_a_kernel_that_fails_is_missing_with_its_reason_and_is_measured_by_the_n
     assert len(units(tmp_path / "work")) == 2
     tries["fails"] = -1
     read.clear()
-    assert of(attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")) == of(whole)
+    assert bytes_of(attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")) == bytes_of(whole)
     assert read == ["window:12"]
     assert not (tmp_path / "work").exists()
 
@@ -467,7 +456,7 @@ def test_a_damaged_part_is_refused_and_no_resume_goes_round_it(whole, tmp_path):
         path.write_bytes(flipped(path.read_bytes(), 20))
     refused(OutputError, lambda: attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work"), "--no-resume")
     again = attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work", resume=False)
-    assert of(again) == of(whole)
+    assert bytes_of(again) == bytes_of(whole)
     assert not (tmp_path / "work").exists()
 
 

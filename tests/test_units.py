@@ -26,7 +26,7 @@ from hostile import refused, saved
 from program import attnlens as program
 from program import environment_with
 from program import refused as ended
-from reports import timeless
+from reports import bytes_of, timeless
 from safetensors.torch import save
 from sealing import flipped, seal, unit_of, unsealed
 
@@ -35,7 +35,6 @@ from attnlens import requests, run
 from attnlens.engines import readers
 from attnlens.engines.slurm_jobs import SlurmWorkers
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
-from attnlens.records import Report
 from attnlens.run import fingerprint
 from attnlens.run.inspect import work
 from attnlens.run.inspect.packing import FORM, packed, unpacked
@@ -56,13 +55,6 @@ THREE = ("1/3", "2/3", "3/3")
 def told_at(unit: int) -> tuple[str, int]:
     """What progress tells when so many units are read: of the layers' weights first, then of the batches."""
     return ("weights", unit) if unit <= 4 else ("tokens", unit - 4)
-
-
-def bytes_of(report: Report | Path | str) -> str:
-    """A report, or the file of one, without what times and memory were."""
-    if isinstance(report, Report):
-        return json.dumps(timeless(json.loads(report.to_json())))
-    return json.dumps(timeless(json.loads(Path(report).read_text())))
 
 
 def finished(folder: Path) -> list[Path]:
