@@ -332,6 +332,19 @@ def test_two_processes_measure_what_one_measures(whole, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
+def test_ranks_of_a_budget_and_of_a_plan_are_those_of_one_process(demo, tmp_path):
+    asked = {"tokens": 16, "sequences": 4, "generate": 0, "controls": False}
+    first = {"layers": [1], "budget": "loss:10%"}
+    budget = attnlens.swap_kernel(demo, "rank:group=1", **asked, **first)
+    for more, here in ((first, budget), ({"ranks": budget.plan}, None)):
+        here = here or attnlens.swap_kernel(demo, "rank", **asked, **more)
+        with forkserver.workers():
+            kernel = "rank:group=1" if more is first else "rank"
+            there = attnlens.swap_kernel("demo", kernel, **asked, **more, jobs=2, work=tmp_path / "work")
+        assert bytes_of(there) == bytes_of(here)
+        assert there.plan is not None
+
+
 def test_jobs_of_slurm_measure_kernels(whole, read, tmp_path, monkeypatch):
     states = clusters.slurm(tmp_path, monkeypatch)
     with forkserver.workers():
@@ -360,13 +373,14 @@ def test_two_runs_in_one_folder_at_once_do_not_harm_each_other(whole, tmp_path):
 
 
 def test_a_kernel_that_fails_is_missing_with_its_reason_and_is_measured_by_the_next_run(
-    whole, read, monkeypatch, tmp_path
+    whole, read, swept, monkeypatch, tmp_path
 ):
     counting, tries = KernelRun.read, Counter()
 
     def failing(self):
         if self.candidate.kernel.spelling == "window:12" and tries["fails"] >= 0:
             tries["fails"] += 1
+            counting(self)
             raise ZeroDivisionError("odd")
         return counting(self)
 
@@ -378,10 +392,13 @@ def test_a_kernel_that_fails_is_missing_with_its_reason_and_is_measured_by_the_n
         ("kernel window:12", "ZeroDivisionError: odd")
     ]
     assert len(units(tmp_path / "work")) == 2
+    assert len(parts(tmp_path / "work")) == PARTS // 3, "of the one that failed"
     tries["fails"] = -1
+    swept.clear()
     read.clear()
     assert bytes_of(attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")) == bytes_of(whole)
     assert read == ["window:12"]
+    assert swept == [], "its parts are finished"
     assert not (tmp_path / "work").exists()
 
 
@@ -407,7 +424,7 @@ def test_a_worker_that_finds_another_model_refuses(tmp_path):
     from attnlens.run.swap.pipeline import prepared
 
     one = prepared(str(place), ["rbf", "window:4"], asked)
-    words, key = (str(place), ["rbf", "window:4"], one.given), one.frame.key
+    words, key = one.words, one.frame.key
     work.read_elsewhere(words, key, one.frame.units[0].name)
     assert len(units(tmp_path / "work")) == 1, "a control"
     work._opened.clear()

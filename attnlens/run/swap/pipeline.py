@@ -78,6 +78,7 @@ def prepared(
     start = time.perf_counter()
     given = checked(SwapRequest, more)
     options = SwapOptions.of(kernels, given)
+    words = (None if isinstance(model, models.Loaded) else str(model), kernels, dict(given))
     given["layers"], given["heads"] = options.reach(given["layers"], given["heads"])
     loading, asked = feeding.loading_of(more, model), reading.settings(given)
     named = texts.read_each(reading.files(given), offline=given["offline"])
@@ -94,7 +95,7 @@ def prepared(
     if options.generate:
         session.prompts = prompts_of(loaded.model, session.fed, session.task, prompts)
     session.survey()
-    return SwapWork(session, given, None if isinstance(model, models.Loaded) else model, start)
+    return SwapWork(session, words, start)
 
 
 def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Content]) -> None:

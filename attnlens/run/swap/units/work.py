@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,9 @@ APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts",
 """Options that name files whose content decides what is found, or what is written beside the report."""
 PART, HEALING = ".part", "healing"
 """How the names of a kernel's parts end, and the folder beside them with the state of its healing."""
-Words = tuple[str, list[str], Mapping[str, Any]]
-"""Model, kernels and options, as another process is told them."""
+Words = tuple[str | None, requests.Words, Mapping[str, Any]]
+"""Model, kernels and options, checked, as another process is told them; no model for one in memory, of which nothing is
+kept."""
 
 
 @dataclass
@@ -49,10 +49,8 @@ class SwapWork:
     """The kernels of one run."""
 
     session: Swapping
-    given: Mapping[str, Any]
-    """The options, checked."""
-    model: str | PathLike[str] | None
-    """What names the model; None for one in memory, of which nothing is kept."""
+    words: Words
+    """What was asked for."""
     start: float
     """When the run began."""
     unsaved: OutputError | None = None
@@ -88,9 +86,14 @@ class SwapWork:
         )
 
     @property
+    def given(self) -> Mapping[str, Any]:
+        """The options, checked."""
+        return self.words[2]
+
+    @property
     def kept(self) -> bool:
         """Whether what is finished is kept."""
-        return self.model is not None and can_keep(self.given["work"])
+        return self.words[0] is not None and can_keep(self.given["work"])
 
     @property
     def _store(self) -> Store:
@@ -103,9 +106,7 @@ class SwapWork:
             return UnitReader(self.read_unit)
         if not is_elsewhere(self.given):
             return self.kept_units()
-        return self.kept_units(
-            partial(read_elsewhere, (str(self.model), self.frame.kernels, self.given), self.frame.key)
-        )
+        return self.kept_units(partial(read_elsewhere, self.words, self.frame.key))
 
     def kept_units(self, elsewhere: Callable[[str], None] | None = None) -> KeptUnits[KernelUnit, KernelReading]:
         """Kernels that are read here and kept; or by other processes, which `elsewhere` is for."""
@@ -176,8 +177,8 @@ class SwapWork:
         parts.clear()
 
     def clear(self) -> None:
-        """Remove what is kept, when the report is written."""
-        for unit in self.units.units(self.frame) if self.kept else ():
+        """Remove what is kept, when the report is written; of a kernel that failed it stays."""
+        for unit in self.units.units(self.frame) if self.kept and not self.units.lacking else ():
             self.drop(unit)
         self.units.clear(self.frame)
         for empty in (self._store.inside(self.frame.key), self._store) if self.kept else ():
@@ -203,7 +204,7 @@ def read_elsewhere(words: Words, run: str, name: str) -> None:
 
     if run not in _opened:
         _opened.clear()
-        _opened[run] = prepared(*words)
+        _opened[run] = prepared(str(words[0]), *words[1:])
     work = _opened[run]
     if work.frame.key != run:
         raise ModelError(
