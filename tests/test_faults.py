@@ -246,8 +246,8 @@ def test_whatever_ends_a_verb_has_its_code(here, capsys, monkeypatch, verb, erro
     def failing(*_, **__):
         raise error
 
-    job = {"converge": "converge_synthetic", "inspect": "inspected"}.get(verb, verb.replace("-", "_"))
-    monkeypatch.setattr(run, job, failing)
+    jobs = {"converge": "converge_synthetic", "inspect": "inspected", "swap-kernel": "swapped"}
+    monkeypatch.setattr(run, jobs.get(verb, verb), failing)
     assert exit_code([verb, "--no-progress"]) == code
     shown = capsys.readouterr()
     assert said in shown.err
