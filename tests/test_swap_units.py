@@ -127,9 +127,9 @@ def test_what_is_kept_changes_no_number_and_nothing_stays_of_it(demo, whole, tmp
 
 
 def test_a_run_that_stops_at_any_moment_goes_on_to_the_same_bytes(whole, read, swept, tmp_path):
-    """Nine times, after as many parts of sweeps: no kernel and no part that is finished is measured again."""
+    """Five times, after as many parts of sweeps: no kernel and no part that is finished is measured again."""
     moments = random.Random(0)  # noqa: S311
-    for time_of in range(9):
+    for time_of in range(5):
         folder, stop_at = tmp_path / str(time_of), moments.randrange(1, PARTS)
         left = stop_at
 
