@@ -27,11 +27,13 @@ from sealing import flipped, seal, unsealed
 
 import attnlens
 from attnlens import run
+from attnlens.engines.readers import OTHERS
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.requests.healing import STATE
 from attnlens.run.swap.healing.course import Course
 from attnlens.run.swap.one_kernel import KernelRun
+from attnlens.run.swap.pipeline import prepared
 from attnlens.run.swap.sweep import SweptBatch
 from attnlens.run.swap.units import readings, work
 
@@ -258,7 +260,9 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(demo, swept, monkeyp
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize("change", ["weights", "config", "kernels", "options", "text", "calibration", "prompts"])
+@pytest.mark.parametrize(
+    "change", ["weights", "config", "generation_config", "kernels", "options", "text", "calibration", "prompts"]
+)
 def test_no_kernel_of_another_model_text_or_call_is_taken_up(change, read, tmp_path):
     place = saved(tmp_path / "model")
     files = {name: tmp_path / f"{name}.txt" for name in ("text", "calibration", "prompts")}
@@ -281,6 +285,8 @@ def test_no_kernel_of_another_model_text_or_call_is_taken_up(change, read, tmp_p
     elif change == "config":
         path = place / "config.json"
         path.write_text(path.read_text().replace('"resid_pdrop": 0.1', '"resid_pdrop": 0.2'))
+    elif change == "generation_config":
+        (place / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     elif change == "kernels":
         kernels.append("window:4")
     elif change == "options":
@@ -421,8 +427,6 @@ def test_an_error_of_ours_ends_the_run_and_keeps_what_is_finished(read, monkeypa
 def test_a_worker_that_finds_another_model_refuses(tmp_path):
     place = saved(tmp_path / "model")
     asked = {"tokens": 16, "sequences": 2, "generate": 0, "allow_foreign_text": True, "work": tmp_path / "work"}
-    from attnlens.run.swap.pipeline import prepared
-
     one = prepared(str(place), ["rbf", "window:4"], asked)
     words, key = one.words, one.frame.key
     work.read_elsewhere(words, key, one.frame.units[0].name)
@@ -520,7 +524,34 @@ def test_a_run_of_which_no_kernel_could_be_measured_says_why(tmp_path, monkeypat
     monkeypatch.setattr(KernelRun, "read", failing)
     with pytest.raises(ZeroDivisionError, match="odd"):
         attnlens.swap_kernel("demo", KERNELS, **ASKED, work=tmp_path)
-    report = tmp_path / "r.json"
-    monkeypatch.undo()
-    attnlens.swap_kernel("demo", KERNELS, **ASKED, shard="1/3", work=tmp_path / "w")
-    assert not report.exists()
+    frame = prepared("demo", KERNELS, {**ASKED}).frame
+    reasons = {frame.units[0]: OTHERS, frame.units[1]: "OSError: no such luck"}
+    refused(ModelError, lambda: readings.swap_report(frame, {}, {}, reasons), "No kernel could be measured: OSError")
+
+
+def test_two_healings_in_one_folder_at_once_keep_a_state_that_can_be_gone_on_from(healed, tmp_path):
+    command = ["swap-kernel", "demo", "--kernel", "rbf", *words_of(HEALED), "--work", str(tmp_path / "work"), "--json"]
+    found: list[str] = []
+
+    def begin(number: int) -> None:
+        done = program(*command, tmp_path / f"{number}.json")
+        assert done.returncode == 0, done.stderr
+        found.append(bytes_of(tmp_path / f"{number}.json"))
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [healed] * 2
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_state_is_removed_by_who_replaces_it_alone(demo, tmp_path):
+    """What another run has written meanwhile stays; the control: the file before is gone."""
+    other = tmp_path / "state" / "healing-7.safetensors"
+    other.parent.mkdir()
+    other.write_bytes(b"another run's")
+    attnlens.swap_kernel(demo, "rbf", **HEALED, heal_checkpoint=tmp_path / "state")
+    names = sorted(path.name for path in other.parent.iterdir())
+    assert names == ["healing-24.safetensors", "healing-7.safetensors", STATE]

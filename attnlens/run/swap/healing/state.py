@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import stat
@@ -65,14 +66,18 @@ class StateFolder:
         self.folder, self.identity, self.resume = folder, identity, resume
 
     def save(self, course: Course, best: Best, seen: Sequence[tuple[float, Distances]], facts: dict[str, Any]) -> None:
-        """Write the numbers under a name of their own, then the facts that name them, then remove the last ones."""
+        """Write the numbers under a name of their own, then the facts that name them, then remove the last ones.
+
+        Not others, which the same command may be writing there at the same time.
+        """
         make_folder(self.folder)
-        name = f"healing-{course.step}.safetensors"
-        write_atomically(self.folder / name, save(_tensors(course, best, seen)))
+        name, content = f"healing-{course.step}.safetensors", save(_tensors(course, best, seen))
+        last = self._last()
+        write_atomically(self.folder / name, content)
         saved = SavedHealing(
             identity=self.identity,
             tensors=name,
-            sha256=sha256(self.folder / name),
+            sha256=hashlib.sha256(content).hexdigest(),
             stage=course.stage,
             begun=course.begun,
             step=course.step,
@@ -87,9 +92,16 @@ class StateFolder:
             **facts,
         )
         write_atomically(self.folder / STATE, (json.dumps(saved.model_dump(mode="json"), indent=1) + "\n").encode())
-        for left in self.folder.glob("healing-*.safetensors"):
-            if TENSORS.fullmatch(left.name) and left.name != name:
-                left.unlink(missing_ok=True)
+        if last is not None and last != name:
+            (self.folder / last).unlink(missing_ok=True)
+
+    def _last(self) -> str | None:
+        """The file with numbers that the facts name now."""
+        try:
+            named = read_object(self.folder / STATE, UsageError, ANEW).get("tensors")
+        except UsageError:  # there are none, or another run that is at its end has removed them
+            return None
+        return named if isinstance(named, str) and TENSORS.fullmatch(named) else None
 
     def load(self) -> SavedHealing | None:
         """The facts, or None where there are none yet, or the healing is to begin anew.

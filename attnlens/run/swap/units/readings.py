@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from attnlens.engines.readers import OTHERS
 from attnlens.errors import FAILURES, ModelError
 from attnlens.records import (
     Control,
@@ -98,7 +99,7 @@ class SwapFrame(BaseModel):
     options: dict[str, str]
     """What was asked for."""
     content: str
-    """A hash of the config, of all that is fed, of the plan given, and of the analyzers' own code."""
+    """A hash of the configs, of all that is fed, of the plan given, and of the analyzers' own code."""
     kernels: list[str]
     """Their spellings, in the order asked for."""
     model: ModelInfo
@@ -185,7 +186,7 @@ def swap_report(
     reasons = missing or {}
     done = {unit: found[unit] for unit in frame.units if unit in found}
     if not done:
-        reason = next(iter(reasons.values()))
+        reason = next(reason for reason in reasons.values() if reason != OTHERS)
         raise ModelError(f"No kernel could be measured: {reason}.", "Run it again; what is finished is kept.")
     late = [
         Skipped(site=f"kernel {unit.name}", reason=reasons.get(unit, INTERRUPTED))

@@ -68,6 +68,7 @@ class SwapWork:
         facts = {
             "fed": [content_of(session.loaded, (), one, own) for one in read],
             "prompts": str(session.prompts if isinstance(session.prompts, str) else session.prompts.ids.tolist()),
+            "generation": str(getattr(session.loaded.model, "generation_config", None)),
             "plan": None if options.ranks is None else options.ranks.model_dump_json(),
         }
         heads = [session.heads_of[site] if its is None else len(its) for site, its in session.chosen.items()]
