@@ -491,7 +491,7 @@ def test_the_state_of_another_healing_is_refused_by_what_differs(unbroken, tmp_p
     said = " ".join(done.output.split())
     assert done.exit_code == 2
     assert "is of another healing" in said
-    assert "Give --heal-checkpoint a new folder, or remove this one to begin anew." in said
+    assert "Add --no-resume to begin anew, or give --heal-checkpoint another folder." in said
     assert named in said
 
 

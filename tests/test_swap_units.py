@@ -234,13 +234,26 @@ def test_a_healing_goes_on_from_its_last_check_and_with_no_resume_begins_anew(he
     assert first == [10, 0], "from the last check"
 
 
-def test_a_folder_of_heal_checkpoint_stays_and_is_gone_on_from(healed, tmp_path):
+def test_a_folder_of_heal_checkpoint_stays_and_is_gone_on_from(healed, monkeypatch, tmp_path):
+    honest, steps = Course.advance, []
+
+    def advance(self):
+        steps.append(self.step)
+        return honest(self)
+
+    monkeypatch.setattr(Course, "advance", advance)
     asked = HEALED | {"heal_checkpoint": tmp_path / "state"}
     assert bytes_of(attnlens.swap_kernel("demo", "rbf", **asked, work=tmp_path / "work")) == healed
     assert (tmp_path / "state" / STATE).is_file()
     assert not (tmp_path / "work").exists()
+    assert len(steps) == 24
+    assert bytes_of(attnlens.swap_kernel("demo", "rbf", **asked, work=tmp_path / "work")) == healed
+    assert len(steps) == 24, "all is there"
+    (tmp_path / "state" / STATE).write_text("{")
+    refused(UsageError, lambda: attnlens.swap_kernel("demo", "rbf", **asked, work=tmp_path / "work"), "--no-resume")
     other = attnlens.swap_kernel("demo", "rbf", **asked | {"resume": False}, work=tmp_path / "work")
     assert bytes_of(other) == healed
+    assert len(steps) == 48
 
 
 def test_a_model_that_could_not_be_saved_is_not_swept_again(demo, swept, monkeypatch, tmp_path):
@@ -294,6 +307,37 @@ def test_no_kernel_of_another_model_text_or_call_is_taken_up(change, read, tmp_p
     else:
         files[change].write_text("pack my box\n" if change == "prompts" else "said he of five dozen liquor jugs. " * 40)
     assert call() == ["rbf", "window:4"][: len(kernels)]
+
+
+def test_no_kernel_of_another_form_prompt_or_fit_is_taken_up(read, swept, monkeypatch, tmp_path):
+    small: dict[str, Any] = {"tokens": 16, "sequences": 4, "controls": False, "work": tmp_path / "work"}
+    keys = set()
+    for kernel in ("rank", "rank:group=1"):
+        keys.add(prepared("demo", kernel, small | {"budget": "loss:10%", "generate": 0, "layers": [1]}).frame.key)
+    assert len(keys) == 2
+    for name, lines in (("one", "0\n0z\n"), ("two", "00\n0z\n")):
+        (tmp_path / name).write_text(lines)
+        keys.add(prepared("demo", "rbf", small | {"prompts": tmp_path / name, "generate": 2}).frame.key)
+    assert len(keys) == 4
+    one = prepared("demo", "rbf", small | {"generate": 0})
+    assert one.frame.key == prepared("demo", "rbf", small | {"generate": 0}).frame.key, "a control"
+    monkeypatch.setattr(work, "code_of", lambda _kernel: b"changed")
+    assert one.frame.key != prepared("demo", "rbf", small | {"generate": 0}).frame.key
+
+    def stop(stage: str, done: int, _total: int) -> None:
+        if stage == "sweep" and done == 3:
+            raise KeyboardInterrupt
+
+    asked = small | {"sweep": "layers", "fit": True, "generate": 0}
+    for changed, left in ((False, 1), (True, 4)):
+        with pytest.raises(run.Interrupted):
+            attnlens.swap_kernel("demo", "rbf", **asked, progress=stop, resume=False)
+        swept.clear()
+        with monkeypatch.context() as patch:
+            if changed:  # as on another machine, whose sums are rounded otherwise
+                patch.setattr("attnlens.run.swap.one_kernel.digest_of", lambda _fitted: "another")
+            attnlens.swap_kernel("demo", "rbf", **asked)
+        assert len(swept) == left
 
 
 # --- shared out -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from traceback import clear_frames
 from typing import Generic, TypeVar
 
 from attnlens.engines.workers import Workers, headline
-from attnlens.errors import FAILURES, AttnlensError
+from attnlens.errors import FAILURES, AttnlensError, TextError, UsageError
 
 Unit = TypeVar("Unit")
 Value = TypeVar("Value")
@@ -36,10 +36,15 @@ class Done(Generic[Unit, Value]):
 
 
 def tried(function: Callable[[Unit], Value], unit: Unit, *, attempts: int = ATTEMPTS) -> Done[Unit, Value]:
-    """What comes of a unit in this process, where it is tried as often as an engine tries it."""
+    """What comes of a unit in this process, where it is tried as often as an engine tries it.
+
+    Not where words or a text are refused, which they would be again.
+    """
     for _ in range(attempts - 1):
         try:
             return Done(unit, function(unit), None)
+        except (UsageError, TextError) as error:
+            return Done(unit, None, _reason(error), error)
         except NAMED:  # what it held of memory is free when it is tried again
             continue
     return _attempted(function, unit)

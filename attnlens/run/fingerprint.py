@@ -17,7 +17,7 @@ import attnlens
 from attnlens import texts
 from attnlens.hooks import Reached
 from attnlens.models import Loaded
-from attnlens.registry import Analyzer, Gathering
+from attnlens.registry import Analyzer, Gathering, KernelInfo
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -65,8 +65,8 @@ def content_of(
     return found.hexdigest()
 
 
-def code_of(one: Analyzer | Gathering) -> bytes:
-    """The file that an analyzer stands in: another package may change its own without a new version of this one."""
-    own: Any = inspect.unwrap(one.function if isinstance(one, Analyzer) else one.begin)
+def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
+    """The file that an analyzer or a kernel stands in: another package may change its own, and this one's version not."""
+    own: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
     source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
     return Path(source).read_bytes() if source is not None and Path(source).is_file() else b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
 from attnlens.run.swap.controls import measuring
 from attnlens.run.swap.fit import MOST_FITTED, fit, passes
 from attnlens.run.swap.gates import leaks
-from attnlens.run.swap.healing import Procedure, changed_weights, control_of
+from attnlens.run.swap.healing import Procedure, changed_weights, control_of, digest_of
 from attnlens.run.swap.ranks.from_plan import given
 from attnlens.run.swap.ranks.savings import planned
 from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
@@ -30,9 +31,10 @@ from attnlens.run.swap.resources import enough_memory
 from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.session import Swapping
 from attnlens.run.swap.sites import Local, locally
-from attnlens.run.swap.units.parts import Keep, made_anew
+from attnlens.run.swap.units.parts import Keep, Tensors, made_anew
 from attnlens.run.swap.units.readings import KernelFacts, KernelReading, losses_of
 from attnlens.texts.targets import meanings
+from attnlens.unit_files import key_of
 
 UNSWEPT = "The sweep was interrupted before it was finished."
 
@@ -210,9 +212,14 @@ class KernelRun:
     def _swept(self, swap: Swap) -> Swap:
         """The same record with the effects of heads or layers alone; where the user ends that early, without."""
         # of the stage before healing
-        stages = [swaps for stage, swaps in self.candidate.stages.items() if stage != "healed"]
+        last = [swaps for stage, swaps in self.candidate.stages.items() if stage != "healed"][-1]
+        fitted = key_of({site.name: digest_of(dict(one.kernel.fitted)) for site, one in last.items()})
+
+        def keep(name: str, make: Callable[[], Tensors]) -> Tensors:
+            return self.keep(f"{name}, parameters {fitted}", make)  # another machine's fit may be another
+
         try:
-            return self.session.sweeping.swept(swap, stages[-1], self._teller, self.session.timings, self.keep)
+            return self.session.sweeping.swept(swap, last, self._teller, self.session.timings, keep)
         except KeyboardInterrupt:
             self.interrupted = True
             return swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]})

@@ -118,11 +118,11 @@ class Procedure:
         files = "".join(file.sha256 for file in info.files)
         return {
             "attnlens": tool().version,
-            "model": _digest([files]) if files else _digest_of(dict(self.loaded.model.state_dict())),
+            "model": _digest([files]) if files else digest_of(dict(self.loaded.model.state_dict())),
             "type of numbers": str(self.loaded.model.dtype),
             "kernel": next(iter(kernels.values())).spelling,
             "choice of sites and heads": _digest([str(sorted(heads.items()))]),
-            "fitted parameters": _digest(_digest_of(dict(kernel.fitted)) for kernel in kernels.values()),
+            "fitted parameters": _digest(digest_of(dict(kernel.fitted)) for kernel in kernels.values()),
             "seed": str(self.seed),
             "--heal": str(asked.amount),
             "--heal-on": asked.goal,
@@ -131,8 +131,8 @@ class Procedure:
             "--heal-control": str(asked.control),
             "--eta": f"{self.options.eta} {self.options.convention}",
             "--path": self.options.path,
-            "calibration text": _digest(_digest_of(batch.inputs) for batch in self.calibrated),
-            "evaluation text": _digest(_digest_of(one.inputs) for one in self.fed),
+            "calibration text": _digest(digest_of(batch.inputs) for batch in self.calibrated),
+            "evaluation text": _digest(digest_of(one.inputs) for one in self.fed),
         }
 
 
@@ -158,7 +158,7 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _digest_of(tensors: Mapping[str, Tensor]) -> str:
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """A hash of names and numbers."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

@@ -27,7 +27,7 @@ from attnlens.unit_files import Folder
 
 TENSORS = re.compile(r"healing-[0-9]{1,15}\.safetensors")
 """How the file with the numbers is called: by the step that they are of."""
-ANEW = "Give --heal-checkpoint a new folder, or remove this one to begin anew."
+ANEW = "Add --no-resume to begin anew, or give --heal-checkpoint another folder."
 
 
 class SavedHealing(Record):
@@ -108,7 +108,7 @@ class StateFolder:
 
         Raises UsageError where they can't be read, or belong to another healing, by the name of what differs.
         """
-        if not (self.folder / STATE).exists():
+        if not (self.resume and (self.folder / STATE).exists()):
             return None
         found = read_object(self.folder / STATE, UsageError, ANEW)
         try:
@@ -124,7 +124,7 @@ class StateFolder:
                     f"{written(mine)}.",
                     ANEW,
                 )
-        return saved if self.resume else None
+        return saved
 
     def restore(self, saved: SavedHealing, course: Course, best: Best) -> list[tuple[float, Distances]]:
         """Put course and best numbers where they were, and give the distances of this stage's checks.

@@ -99,7 +99,7 @@ class SwapFrame(BaseModel):
     options: dict[str, str]
     """What was asked for."""
     content: str
-    """A hash of the configs, of all that is fed, of the plan given, and of the analyzers' own code."""
+    """A hash of the configs, of all that is fed, of the plan given, and of the kernels' and analyzers' own code."""
     kernels: list[str]
     """Their spellings, in the order asked for."""
     model: ModelInfo

@@ -23,7 +23,8 @@ from attnlens.engines.readers import (
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.requests.work_options import SharedRequest
-from attnlens.run.fingerprint import content_of, versions
+from attnlens.run.fingerprint import code_of, content_of, versions
+from attnlens.run.outcomes.agreement import Prompts
 from attnlens.run.progress import Interrupted, telling
 from attnlens.run.swap.candidate import Candidate
 from attnlens.run.swap.healing.state import clear_state
@@ -35,7 +36,7 @@ from attnlens.run.swap.units.readings import SUFFIX, KernelReading, KernelUnit, 
 from attnlens.unit_files import Folder, Store, UnitFiles, key_of, store_of, work_root
 from attnlens.wording import counted
 
-APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save", "heal_checkpoint")
+APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
 """Options that name files whose content decides what is found, or what is written beside the report."""
 PART, HEALING = ".part", "healing"
 """How the names of a kernel's parts end, and the folder beside them with the state of its healing."""
@@ -67,7 +68,9 @@ class SwapWork:
         own = registry.beside_sweeps()
         facts = {
             "fed": [content_of(session.loaded, (), one, own) for one in read],
-            "prompts": str(session.prompts if isinstance(session.prompts, str) else session.prompts.ids.tolist()),
+            "prompts": _told(session.prompts),
+            "form": options.form_named,
+            "code": [code_of(kernel.info).hex() for kernel in options.kernels],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
             "plan": None if options.ranks is None else options.ranks.model_dump_json(),
         }
@@ -184,6 +187,12 @@ class SwapWork:
         self.units.clear(self.frame)
         for empty in (self._store.inside(self.frame.key), self._store) if self.kept else ():
             empty.remove([])
+
+
+def _told(prompts: Prompts | str) -> str:
+    if isinstance(prompts, str):
+        return prompts
+    return f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
 
 
 def _state(parts: KeptParts) -> Path | None:
