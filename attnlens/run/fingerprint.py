@@ -66,7 +66,7 @@ def content_of(
 
 
 def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
-    """The file that an analyzer or a kernel stands in: another package may change its own, and this one's version not."""
+    """The file that an analyzer or a kernel stands in: another package may change its own with no new version here."""
     own: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
     source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
     return Path(source).read_bytes() if source is not None and Path(source).is_file() else b""
