@@ -12,6 +12,8 @@ Progress = Callable[[str, int, int], None]
 """(stage, steps done, steps in all)."""
 Tell = Callable[[int], None]
 """(steps more of a stage)."""
+INTERRUPTED = "the run was interrupted"
+"""Why a report lacks what was not finished then."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -19,11 +19,10 @@ from attnlens.run.inspect.sink import Handed, replay
 from attnlens.run.inspect.summary import summarised, windows_of
 from attnlens.run.inspect.units import WorkUnit, units_of
 from attnlens.run.perplexity import guess_notes
+from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.statistics import Design
 from attnlens.unit_files import key_of as hashed
-
-INTERRUPTED = "the run was interrupted"
 
 
 class Frame(BaseModel):

@@ -18,6 +18,7 @@ from attnlens.models.locate import Location
 from attnlens.records import Coverage, File, Head, Report, ShardPart, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run.fingerprint import code_of
+from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.run.training.trajectories import CheckpointReading, training
 from attnlens.texts import Content, Cut
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 SUFFIX = ".checkpoint"
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 """What lies beside weights and determines with them what is read: configs, tokenizers, a model's own code."""
-INTERRUPTED = "the run was interrupted"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from attnlens.records import (
 from attnlens.records.windows import Windows
 from attnlens.run.outcomes.positions import TokenLosses
 from attnlens.run.outcomes.windows import PREDICTED, STATES, placed_windows
+from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate
 from attnlens.run.swap.controls.alternatives import one_window
@@ -43,7 +44,6 @@ FORM = "attnlens kernel 1"
 """The name in a file's metadata of what is no tensor."""
 SIDES = ("before", "after", "back")
 """What is kept of each token: its loss under the original and the changed model, and how far back its evidence is."""
-INTERRUPTED = "the run was interrupted"
 
 
 @dataclass(frozen=True)
