@@ -14,13 +14,20 @@ import csv
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from program import attnlens
+from program import attnlens, python
 
+DEMO = Path(__file__).parent.parent / "attnlens" / "demo"
+LOADED = (
+    "import attnlens, json, torch; model = attnlens.load_swapped('saved').model; "
+    "found = model(torch.arange(24)[None]).logits; json.dump(found.double().sum(-1).tolist(), open('logits.json', 'w'))"
+)
+"""What the saved model predicts, loaded again."""
 FEW = "--sequences 8 --tokens 32 --no-progress"
 REPORT = "--json report.json --csv heads.csv --markdown report.md"
 COMMANDS = {
@@ -42,6 +49,26 @@ COMMANDS = {
     "converge-head": f"converge demo --head 3.2 {FEW} {REPORT} --html report.html",
     "converge-checkpoints": f"converge --checkpoints --layers 1 --heads 0,5 {FEW} {REPORT} --html report.html",
     "doctor": "doctor demo --no-progress --json report.json",
+    "inspect-from-files": f"inspect {DEMO} --source weights --from-files --no-progress {REPORT}",
+    "inspect-shards": f"inspect demo {FEW} --work work --shard 2/2 && inspect demo {FEW} --work work --shard 1/2 && "
+    f"inspect demo {FEW} --work work {REPORT}",
+    "inspect-jobs": f"inspect demo {FEW} --jobs 2 --work work {REPORT}",
+    "swap-shards": f"swap-kernel demo --kernel rbf --kernel linear {FEW} --work work --shard 1/2 && "
+    f"swap-kernel demo --kernel rbf --kernel linear {FEW} --work work {REPORT}",
+    "swap-jobs": f"swap-kernel demo --kernel rbf --kernel linear --sweep layers {FEW} --jobs 2 --work work {REPORT}",
+    "swap-loaded": f"swap-kernel demo --kernel rbf --fit --heal 2 --save saved {FEW} --json report.json && "
+    f"python -c {shlex.quote(LOADED)}",
+    "swap-ranks-of-a-plan": f"swap-kernel demo --kernel rank --budget loss:5% --plan plan.json {FEW} --json first.json "
+    f"&& swap-kernel demo --kernel rank --ranks plan.json {FEW} {REPORT}",
+    "compare": f"compare demo {DEMO / 'checkpoints' / 'step-01000'} {FEW} {REPORT} --html report.html",
+    "compare-weights": f"compare demo {DEMO / 'checkpoints' / 'step-03000'} --source weights --no-progress {REPORT}",
+    "check": f"inspect demo {FEW} --json accepted.json && check accepted.json --baseline baseline.json "
+    "--update-baseline && check accepted.json --rule 'tokens.entropy: min > 0.05' "
+    "--rule 'weights.symmetry: max < 0.01 @layers 0-1' "
+    f"--baseline baseline.json --junit junit.xml {REPORT}",
+    "converge-shards": "converge --checkpoints --layers 1 --heads 0,5 --work work --shard 1/2 "
+    f"{FEW} && converge --checkpoints --layers 1 --heads 0,5 --work work {FEW} {REPORT}",
+    "study": f"study order --seeds 1 --cells language/nowhere --jobs 1 --work work --no-progress {REPORT}",
     "verify": "verify --quick --no-progress --json report.json",
     "list": "list",
     "list-schema": "list schema",
@@ -58,16 +85,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where everything is kept; new")
     parser.add_argument("--against", type=Path, help="what to compare with")
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=COMMANDS, help="run these commands alone")
     asked = parser.parse_args()
-    for name, words in COMMANDS.items():
-        place = asked.folder / name
+    for name in asked.only:
+        words, place = COMMANDS[name], asked.folder / name
         place.mkdir(parents=True)
-        run = attnlens(*words.split(), cwd=place, COLUMNS="120")
-        (place / "stdout.txt").write_text(run.stdout)
-        (place / "stderr.txt").write_text(f"{run.stderr}exit {run.returncode}\n")
-        print(f"{name}: exit {run.returncode}", flush=True)
+        steps = [shlex.split(step) for step in words.split(" && ")]
+        runs = [
+            python(*step[1:], cwd=place) if step[0] == "python" else attnlens(*step, cwd=place, COLUMNS="120")
+            for step in steps
+        ]
+        (place / "stdout.txt").write_text("".join(run.stdout for run in runs[-1:]))
+        (place / "stderr.txt").write_text("".join(f"{run.stderr}exit {run.returncode}\n" for run in runs[-1:]))
+        print(f"{name}: exit {', '.join(str(run.returncode) for run in runs)}", flush=True)
     if asked.against is not None:
-        found = list(differences(asked.against, asked.folder))
+        found = [line for name in asked.only for line in differences(asked.against / name, asked.folder / name)]
         print(*found, f"{len(found)} differences", sep="\n")
         sys.exit(bool(found))
 
@@ -76,13 +108,13 @@ def differences(before: Path, after: Path) -> Iterator[str]:
     """A line for each value that is not the same."""
     kept = {os.path.relpath(path, before) for path in before.rglob("*") if path.is_file()}
     made = {os.path.relpath(path, after) for path in after.rglob("*") if path.is_file()}
-    yield from (f"{name}: missing" for name in sorted(kept - made))
-    yield from (f"{name}: new" for name in sorted(made - kept))
+    yield from (f"{after.name}/{name}: missing" for name in sorted(kept - made))
+    yield from (f"{after.name}/{name}: new" for name in sorted(made - kept))
     for name in sorted(kept & made):
-        if "/saved/" in name:
+        if name.startswith(("saved/", "work/")):
             continue
         first, second = (read(folder / name) for folder in (before, after))
-        yield from (f"{name}: {line}" for line in unlike(first, second))
+        yield from (f"{after.name}/{name}: {line}" for line in unlike(first, second))
 
 
 def read(path: Path) -> Any:
