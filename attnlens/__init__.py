@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from attnlens.run.doctor import doctor as doctor
     from attnlens.run.inspect.capture import capture as capture
     from attnlens.run.inspect.pipeline import inspect as inspect
-    from attnlens.run.merge import merge as merge
-    from attnlens.run.several import inspect_each as inspect_each
     from attnlens.run.study import study as study
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
     from attnlens.run.swap.replaced import replaced as replaced
@@ -65,7 +63,7 @@ _ROOMS = {
     "rules": ("check",),
     "run": (
         *("capture", "compare", "converge_checkpoints", "converge_head", "converge_synthetic", "doctor", "inspect"),
-        *("inspect_each", "load_swapped", "merge", "replaced", "study", "swap_kernel", "verify"),
+        *("load_swapped", "replaced", "study", "swap_kernel", "verify"),
     ),
 }
 _HOMES = {name: f"attnlens.{room}" for room, names in _ROOMS.items() for name in names}

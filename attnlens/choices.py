@@ -18,10 +18,8 @@ Route = Literal["auto", "eager", "fused"]
 """How attention is computed: by the fastest exact path there is; by row tiles; by a fused path or not at all."""
 Convention = Literal["paper", "code"]
 """paper: Chen et al. 2023, Eq. 6 and section 4. code: their repository, which takes means and squares Λ."""
-Engine = Literal["local", "slurm", "ray"]
-"""Where units of work are computed: in processes here, as jobs of Slurm, or on the nodes of a Ray cluster."""
-ENGINES: tuple[Engine, ...] = ("local", "slurm", "ray")
-"""All of them, the one that needs nothing installed first."""
+Engine = Literal["local", "ray"]
+"""Where units of work are computed: in processes here, or on the nodes of a Ray cluster."""
 Space = Literal["input", "projected"]
 """Where a selection problem is posed."""
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}

@@ -76,8 +76,10 @@ COMMANDS = {
     "help": "--help",
     **{f"help-{name}": f"{name} --help" for name in ("inspect", "swap-kernel", "converge", "doctor", "verify", "list")},
 }
-DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds"}
+DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "stamp", "beside_sdpa"}
 """Fields of a report, and beginnings of columns, that are not the same in two runs."""
+PLACE = re.compile(r"[^\s\"'(]*/attnlens/demo")
+"""Where the tree lies that runs."""
 COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[.,;)<])|(?<=, )[0-9.]+$")
 
 
@@ -106,12 +108,14 @@ def main() -> None:
 
 def differences(before: Path, after: Path) -> Iterator[str]:
     """A line for each value that is not the same."""
-    kept = {os.path.relpath(path, before) for path in before.rglob("*") if path.is_file()}
-    made = {os.path.relpath(path, after) for path in after.rglob("*") if path.is_file()}
+    kept, made = (
+        {os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file() and "work" not in path.parts}
+        for folder in (before, after)
+    )
     yield from (f"{after.name}/{name}: missing" for name in sorted(kept - made))
     yield from (f"{after.name}/{name}: new" for name in sorted(made - kept))
     for name in sorted(kept & made):
-        if name.startswith(("saved/", "work/")):
+        if name.startswith("saved/"):
             continue
         first, second = (read(folder / name) for folder in (before, after))
         yield from (f"{after.name}/{name}: {line}" for line in unlike(first, second))
@@ -119,7 +123,7 @@ def differences(before: Path, after: Path) -> Iterator[str]:
 
 def read(path: Path) -> Any:
     """A file's content without what differs from run to run."""
-    text = path.read_text()
+    text = PLACE.sub("DEMO", path.read_text())
     if path.suffix == ".json":
         return json.loads(text)
     if path.suffix == ".csv":

@@ -115,34 +115,6 @@ Png = Annotated[
 Html = Annotated[str | None, output("--html", "Write a self-contained page.")]
 Markdown = Annotated[str | None, output("--markdown", "Write the summary as markdown.")]
 AllHeads = Annotated[bool, option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
-ModelList = Annotated[
-    str | None,
-    option(
-        "--models",
-        panel="Work",
-        metavar="FILE",
-        call_only="read",
-        help="Inspect every model that a file lists, one a line.",
-    ),
-]
-Reports = Annotated[
-    str | None,
-    option(
-        "--reports",
-        panel=OUTPUT,
-        metavar="DIR",
-        call_only="written",
-        help="With --models: write a report of each here.",
-    ),
-]
-DryRun = Annotated[
-    bool,
-    option(
-        "--dry-run",
-        panel="Work",
-        help="With --source weights: read two layers, and tell how many bytes, how much memory and time all will take.",
-    ),
-]
 Strict = Annotated[bool, option("--strict", help="Exit with 3 where a part could not be analysed.")]
 Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")]
 Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]

@@ -17,6 +17,7 @@ import typer
 
 from attnlens.cli import INTERRUPTED, leave
 from attnlens.errors import AttnlensError, is_memory
+from attnlens.runs.work import ShardFinished
 from attnlens.wording import clean, shortened
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 UNUSABLE = 2
 """Exit code where the words of the call or its input can't be used."""
+PARTLY = 3
+"""Exit code if a part could not be done, with --strict."""
 BUG = 70
 """Exit code where attnlens itself went wrong."""
 PLAIN_SECONDS = 10.0
@@ -74,6 +77,10 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except (typer.Exit, SystemExit):
             raise
+        except ShardFinished as shard:
+            for line in str(shard).splitlines():
+                say(line)
+            raise typer.Exit(PARTLY if shard.failed and kwargs.get("strict") else 0) from None
         except BaseException as error:
             if kwargs.get("debug"):
                 traceback.print_exc()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from attnlens.cli.show import console, say
+from attnlens.cli.show import PARTLY, console, say
 from attnlens.errors import IdentityError
 from attnlens.wording import clean, counted, listed
 
@@ -17,22 +17,13 @@ if TYPE_CHECKING:
 REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
 
 
-PARTLY = 3
-"""Exit code where a part could not be done, with --strict."""
-
-
 def end_strictly(report: Report) -> None:
-    """End with PARTLY where something was not analysed, or the files hold tensors that the model has no place for.
-
-    What other shards read is not missing in one's report.
-    """
-    from attnlens.engines.readers import OTHERS
+    """End with PARTLY if something was not analysed, or the files hold tensors that the model has no place for."""
     from attnlens.sentences.reports import unexpected
 
     for sentence in unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
-    left = [one for one in report.coverage.skipped if report.part is None or not one.reason.endswith(OTHERS)]
-    partial = left and not report.coverage.complete
+    partial = not report.coverage.complete
     if partial:
         say(report.coverage.sentence)
     if report.model.unexpected or partial:

@@ -52,7 +52,7 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
 
 def begin_workers(settings: Mapping[str, Any]) -> None:
     """Begin what the processes of --jobs are forked from, which imports what this one imports meanwhile."""
-    if settings.get("engine") == "local" and settings["jobs"] > 1:
-        from attnlens.engines.local_processes import prepare
+    if settings.get("engine") == "local":
+        from attnlens.runs.work import start_server
 
-        prepare(settings["jobs"])
+        start_server(settings["jobs"])

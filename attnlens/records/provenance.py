@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from attnlens.choices import Intervals, Placement, Sources
 from attnlens.records.measures import Count, Number, Record
@@ -42,23 +40,6 @@ class FileInParts(Record):
     """The SHA-256 of its header: names, types, shapes and places of its tensors."""
     stamp: str = ""
     """What tells that it was not changed since: its time of change, or the hub's name of its content."""
-
-
-class ShardPart(Record):
-    """What a report of one shard carries for `merge`."""
-
-    run: str
-    """The run's name: a hash of all that determines what its units find."""
-    index: Annotated[Count, Field(ge=1)]
-    """Which shard, from 1."""
-    count: Annotated[Count, Field(ge=1)]
-    """Of how many."""
-    frame: str
-    """What is known of the run beside its units, as JSON."""
-    units: dict[str, str]
-    """Each finished unit by name, as its file has it, in base64."""
-    failed: dict[str, str] = {}
-    """Each unit that could not be read by name, and why."""
 
 
 class Conventions(Record):

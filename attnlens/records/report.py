@@ -20,7 +20,7 @@ from attnlens.records.coverage import Coverage
 from attnlens.records.experiments import Experiment
 from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
 from attnlens.records.plans import Plan
-from attnlens.records.provenance import File, ModelInfo, Settings, ShardPart, Tool
+from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.selections import AttentionRows, Selection
 from attnlens.records.studies import StudyTable
 from attnlens.records.swaps import Swap
@@ -187,8 +187,6 @@ class Report(Record):
     """
     windows_file: File | None = None
     """The file of --windows-csv that was written with it, and lies beside it."""
-    part: ShardPart | None = None
-    """What `merge` joins, in the report of one shard."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

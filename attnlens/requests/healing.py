@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from attnlens.arguments import LARGEST, shown
 from attnlens.choices import HealingGoal, HealingUnit
-from attnlens.errors import OutputError, UsageError
+from attnlens.errors import UsageError
 
 WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
 UNITS: dict[str, tuple[HealingUnit, float]] = {
@@ -28,8 +26,6 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {
 }
 """What is counted, and how much of it one is."""
 HOW = "Give steps, at least 0, or tokens, or a time: --heal 200, 500ktok, 2Mtok, 90s, 30min or 2h."
-STATE = "healing.json"
-"""The file by which a folder of --heal-checkpoint holds a state."""
 NEEDED = "Add --heal, as in --heal 200, or leave it out."
 
 
@@ -81,8 +77,6 @@ class HealOptions:
     """Whether a copy of the original model is trained equally long."""
     checkpointing: bool = False
     """Whether activations are computed again on the way back."""
-    folder: Path | None = None
-    """Where the state is kept, and resumed from."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> HealOptions | None:
@@ -99,22 +93,9 @@ class HealOptions:
                 "--heal-control: taught by itself, the original model has nothing to learn.",
                 "Add --heal-on text, so that both models learn the text.",
             )
-        folder = None if asked["heal_checkpoint"] is None else Path(asked["heal_checkpoint"])
-        if folder is not None:
-            check_state_folder(folder)
         more = asked["heal_batch"], asked["heal_rank"], goal, asked["heal_control"], asked["heal_checkpointing"]
-        return cls(amount, *more, folder)
+        return cls(amount, *more)
 
 
-NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing", "heal_checkpoint")
+NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing")
 """The options that mean nothing without --heal."""
-
-
-def check_state_folder(folder: Path) -> None:
-    """Raise OutputError where no state can be written: the path is a file's, or its parent can't be written."""
-    real = Path(os.path.realpath(folder))
-    if real.exists() and not real.is_dir():
-        raise OutputError(f"{folder} is not a folder.", "Give --heal-checkpoint the path of a folder.")
-    nearest = next(place for place in (real, *real.parents) if place.exists())
-    if not os.access(nearest, os.W_OK):
-        raise OutputError(f"{folder} can't be written: Permission denied.", "Choose a folder that you can write.")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, TypedDict
 
 from attnlens.choices import HealingGoal
-from attnlens.requests import values
 from attnlens.requests.fields import Option
 from attnlens.requests.healing import Amount
 
@@ -52,14 +50,4 @@ class HealingRequest(TypedDict, total=False):
     ]
     heal_checkpointing: Annotated[
         bool, Option("Healing in less memory: compute activations a second time on the way back.", False)
-    ]
-    heal_checkpoint: Annotated[
-        str | os.PathLike[str] | None,
-        Option(
-            "Keep the state of the healing in this folder; the same command goes on from there.",
-            panel="Output",
-            metavar="DIR",
-            check=values.folder,
-            call_only="written",
-        ),
     ]

@@ -68,8 +68,8 @@ class KeptRequest(TypedDict, total=False):
     work: Annotated[
         str | os.PathLike[str] | None,
         Option(
-            "Keep finished units in this folder, or at an address that fsspec knows (`s3://…`), until the report is "
-            "written; the same command goes on from there.",
+            "Keep finished units in this folder, or at an address such as `s3://bucket/folder`, until the report is "
+            "written; the same command resumes from there.",
             panel=WORK,
             metavar="DIR",
             typed=str | None,
@@ -79,7 +79,7 @@ class KeptRequest(TypedDict, total=False):
         ),
     ]
     resume: Annotated[
-        bool, Option("Go on from units that are finished.", True, panel=WORK, flag="--resume/--no-resume")
+        bool, Option("Resume from units that are finished.", True, panel=WORK, flag="--resume/--no-resume")
     ]
 
 
@@ -123,8 +123,7 @@ class EngineRequest(TypedDict, total=False):
     engine: Annotated[
         Engine,
         Option(
-            "Where units are computed: in processes here (`local`), by jobs of Slurm (`slurm`; `SBATCH_TIMELIMIT` "
-            "and its like say what they ask for), on a Ray cluster (`ray`).",
+            "Where units are computed: in processes here (`local`), or as tasks of a Ray cluster (`ray`).",
             "local",
             panel=WORK,
             metavar="NAME",
@@ -142,8 +141,8 @@ class SharedRequest(KeptRequest, EngineRequest, total=False):
     shard: Annotated[
         str | None,
         Option(
-            "Read only part I of N, counted from 1, as in `2/8`; `auto`: as Slurm's array or torchrun says. `attnlens "
-            "merge` joins the parts.",
+            "Compute only the units of part I of N, counted from 1, as in `2/8`; `auto`: as Slurm's array or torchrun "
+            "says. The same command without --shard computes what is missing and writes the report.",
             panel=WORK,
             metavar="I/N",
             check=shard,
@@ -152,7 +151,7 @@ class SharedRequest(KeptRequest, EngineRequest, total=False):
     jobs: Annotated[
         int,
         Option(
-            "How many units are read at once, each by a process that opens the model itself.",
+            "How many units are computed at once, each by a process that opens the model itself.",
             1,
             panel=WORK,
             least=1,

@@ -3,12 +3,9 @@
 from attnlens.run.compare.pipeline import compare
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
-from attnlens.run.inspect.estimate import estimated
 from attnlens.run.inspect.pipeline import inspect, inspected
-from attnlens.run.merge import merge, merged
 from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
-from attnlens.run.several import inspect_each, models_in
 from attnlens.run.study import study
 from attnlens.run.swap.pipeline import swap_kernel, swapped
 from attnlens.run.swap.replaced import replaced
@@ -29,15 +26,10 @@ __all__ = [
     "converge_head",
     "converge_synthetic",
     "doctor",
-    "estimated",
     "followed",
     "inspect",
-    "inspect_each",
     "inspected",
     "load_swapped",
-    "merge",
-    "merged",
-    "models_in",
     "recompute",
     "replaced",
     "sound",

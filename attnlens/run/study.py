@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,19 +16,18 @@ import torch
 from attnlens import texts
 from attnlens.arguments import public
 from attnlens.choices import STUDIES
-from attnlens.engines import Workers, check_engine, engine
-from attnlens.engines.readers import refuse_stdin
 from attnlens.errors import UsageError
-from attnlens.files import check_folder, make_folder, with_home
+from attnlens.files import check_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
 from attnlens.requests.fields import checked
 from attnlens.requests.study import ALL, StudyRequest, table
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
+from attnlens.runs.work import Store, WorkPlan
 from attnlens.studies.cells import StudyPlan, trained_cells
 from attnlens.studies.findings import table_of
-from attnlens.studies.saved import check_work, save_cells
+from attnlens.studies.saved import save_cells
 from attnlens.studies.scales import Scale, scale_of
 from attnlens.studies.tables import TABLES, PaperCell
 from attnlens.studies.tasks import (
@@ -43,7 +41,6 @@ from attnlens.studies.tasks import (
     translation,
     wikitext,
 )
-from attnlens.unit_files import cached
 from attnlens.wording import listed
 
 
@@ -63,10 +60,9 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     """
     asked = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
-    check_engine(asked["engine"], asked["address"])
+    work = _work(asked)
+    work.check(asked["text"])
     scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
-    folder = with_home(str(asked["work"])) if asked["work"] is not None else cached("study")
-    check_work(folder)
     if asked["save"] is not None:
         check_folder(Path(asked["save"]))
     chosen = _chosen(names, asked)
@@ -74,18 +70,18 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
     _check_names(tasks)
-    make_folder(folder)
     found: list[StudyTable] = []
-    with _workers(asked, folder) as workers:
-        plan = StudyPlan(scales, asked["seed"], folder, workers, kept=asked["save"] is not None)
-        for each, cells in chosen.items():
-            pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
-            trained = trained_cells(pairs, make, plan, progress)
-            if plan.kept:
-                save_cells(Path(asked["save"]) / each, trained, folder)
-            of = [task for task in tasks if any(one is task for _, one in pairs)]
-            missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
-            found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
+    plan = StudyPlan(
+        scales, asked["seed"], work, Store(work.root / "study", {"command": "study"}), kept=asked["save"] is not None
+    )
+    for each, cells in chosen.items():
+        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+        trained = trained_cells(pairs, make, plan, progress)
+        if plan.kept:
+            save_cells(Path(asked["save"]) / each, trained, plan.store)
+        of = [task for task in tasks if any(one is task for _, one in pairs)]
+        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
+        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
     return _report(found, asked, time.perf_counter() - start)
 
 
@@ -188,12 +184,9 @@ def _scale(form: TaskForm, asked: dict[str, Any]) -> Scale:
     return replace(found, seeds=asked["seeds"] or found.seeds)
 
 
-def _workers(asked: dict[str, Any], folder: Path) -> AbstractContextManager[Workers | None]:
-    """Who trains: so many of the engine as were asked for, else one a core; this process on a GPU, or for stdin."""
-    gpus = int(torch.cuda.is_available())
-    jobs = asked["jobs"] or (1 if gpus else os.cpu_count() or 1)
-    if asked["engine"] == "local":
-        return nullcontext() if jobs == 1 or "-" in map(str, asked["text"]) else engine("local", jobs=jobs)
-    refuse_stdin(asked)
-    work = folder / "slurm" if asked["engine"] == "slurm" else None
-    return engine(asked["engine"], jobs=jobs, address=asked["address"], folder=work, gpus=gpus)
+def _work(asked: dict[str, Any]) -> WorkPlan:
+    """Who trains: so many processes as were asked for, else one per core; this process on a GPU, or for stdin."""
+    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
+        jobs = 1
+    return WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from attnlens.engines import Workers
-from attnlens.studies.pool import MakeTasks, Pool, UnitTrainer
+import torch
+
+from attnlens.errors import ModelError
+from attnlens.runs.work import Compute, Store, WorkPlan, run_units
 from attnlens.studies.scales import Scale
 from attnlens.studies.speed import Speed, speeds
 from attnlens.studies.tables import PaperCell
 from attnlens.studies.tasks import StudyTask, TaskForm
 from attnlens.studies.training import Run
-from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of
+from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of, trained
 
 SEARCH_SEED = 1_000_003
 """Of the runs that a rate is chosen by: none of those that are reported."""
+AGAIN = "Run the same command again, with fewer --jobs if memory was short: what is finished is kept."
 Tell = Callable[[str, int, int], None]
+
+
+MakeTasks = Callable[[], Sequence[StudyTask]]
+"""Makes the tasks in another process: their tensors, one a sentence, are too many to be handed over."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +35,10 @@ class StudyPlan:
     """Of each form of task sizes, steps, rates and the number of seeds."""
     seed: int
     """The first seed."""
-    folder: Path
-    """Where finished units are kept."""
-    workers: Workers | None
-    """Who trains; None: this process."""
+    work: WorkPlan
+    """Who trains."""
+    store: Store
+    """Where outcomes are kept."""
     kept: bool
     """Whether the first seed's model is kept at every look."""
 
@@ -48,8 +55,8 @@ class CellResult:
     """Its form and learning rate, as the search chose them."""
     runs: tuple[RunOutcome, ...]
     """One a seed, in the order of seeds."""
-    first_key: str
-    """The name of the first seed's files in the work folder."""
+    first_name: str
+    """The name of the first seed's unit."""
     searched: tuple[tuple[float, float], ...]
     """(learning rate, validation loss) of the search, of the chosen form."""
     speed: Speed
@@ -69,14 +76,36 @@ def trained_cells(
     few steps of each cell are timed.
     """
     tasks = list({id(task): task for _, task in cells}.values())
+    digests = {task.name: digest_of(task) for task in tasks}
     tried = {at: _search_units(cell, task, plan.scales[task.form]) for at, (cell, task) in enumerate(cells)}
     total = sum(map(len, tried.values())) + sum(plan.scales[task.form].seeds for _, task in cells)
-    with Pool(tasks, UnitTrainer(make, plan.folder), plan.workers, total, tell) as pool:
-        searched = pool.outcomes([unit for units in tried.values() for unit in units], "search")
-        chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
-        seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}
-        found = pool.outcomes([unit for units in seeds.values() for unit in units], "train")
-        speed: dict[int, Speed] = {}
+    done = 0
+
+    def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
+        """Train units, or load what is kept of them. Raises ModelError if one could not be trained."""
+
+        def count(_name: str) -> None:
+            nonlocal done
+            done += 1
+            tell(stage, done, total)
+
+        named = {unit.name(digests[unit.task]): unit for unit in units}
+        with one_thread():
+            compute = trainer(named, tasks, plan.store)
+            elsewhere = opened, (make, named, plan.store)
+            found = run_units(list(named), compute, plan.work, plan.store, elsewhere=elsewhere, tell=count)
+        if found.stopped:
+            raise KeyboardInterrupt
+        for name, reason in found.missing.items():
+            raise ModelError(f"A model of {named[name].task} could not be trained: {reason}", AGAIN)
+        return {named[name]: RunOutcome(**value) for name, value in found.values.items()}
+
+    searched = outcomes([unit for units in tried.values() for unit in units], "search")
+    chosen = {at: min(units, key=lambda unit: searched[unit].loss) for at, units in tried.items()}
+    seeds = {at: _seed_units(unit, plan) for at, unit in chosen.items()}
+    found = outcomes([unit for units in seeds.values() for unit in units], "train")
+    speed: dict[int, Speed] = {}
+    with one_thread():
         for task in tasks:
             own = [at for at, (_, of) in enumerate(cells) if of is task]
             speed |= dict(zip(own, speeds([chosen[at] for at in own], task), strict=True))
@@ -86,12 +115,34 @@ def trained_cells(
             task.name,
             chosen[at],
             tuple(found[unit] for unit in seeds[at]),
-            seeds[at][0].key(digest_of(task)),
+            seeds[at][0].name(digests[task.name]),
             tuple((unit.run.rate, searched[unit].loss) for unit in tried[at] if unit.form == chosen[at].form),
             speed[at],
         )
         for at, (cell, task) in enumerate(cells)
     ]
+
+
+def trainer(units: Mapping[str, TrainingUnit], tasks: Sequence[StudyTask], store: Store) -> Compute:
+    """Return what trains the unit of a name."""
+    named = {task.name: task for task in tasks}
+    return lambda name: trained(units[name], named[units[name].task], store)
+
+
+def opened(make: MakeTasks, units: Mapping[str, TrainingUnit], store: Store) -> tuple[Mapping[str, object], Compute]:
+    """Prepare the same training runs in another process: its facts, and what trains its units."""
+    return store.facts, trainer(units, make(), store)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as other processes do, because outcomes depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[TrainingUnit]:

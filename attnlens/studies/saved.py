@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from attnlens.errors import OutputError
-from attnlens.files import check_writable, make_folder, unwritten_folder
+from attnlens.files import make_folder, unwritten_folder
 from attnlens.kernel_transformers import KernelTransformer
 from attnlens.models.quiet import quiet
+from attnlens.runs import work
+from attnlens.runs.work import Store
 from attnlens.studies.tasks import StudyTask
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
         raise unwritten_folder(place, getattr(error, "strerror", None) or str(error)) from None
 
 
-def save_cells(folder: Path, found: Sequence[CellResult], work: Path) -> None:
+def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
     """Copy every cell's kept steps to `folder`/task/cell. Raises OutputError where they can't be written."""
     for one in found:
-        kept = work / one.first_key
+        kept = models_of(store, one.first_name)
         place = folder / slug(one.task) / slug(one.cell.name)
         make_folder(place.parent)
         try:
@@ -51,14 +52,11 @@ def save_cells(folder: Path, found: Sequence[CellResult], work: Path) -> None:
             raise unwritten_folder(place, error.strerror or str(error)) from None
 
 
+def models_of(store: Store, name: str) -> Path:
+    """Return the folder in which the models of a unit are kept."""
+    return Path(store.folder) / "models" / work.slug(name)
+
+
 def slug(name: str) -> str:
     """The name as a folder is called: small letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
-
-
-def check_work(folder: Path) -> None:
-    """Raise OutputError where units of work could not be kept in the folder, which may not be there yet."""
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} can't hold finished work: it is no folder.", "Give a folder with --work.")
-    nearest = folder if folder.is_dir() else next(parent for parent in folder.resolve().parents if parent.exists())
-    check_writable(nearest, may_be_folder=True)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import nn
 
 from attnlens.attention.primal_heads import PrimalHeads, regulariser
 from attnlens.errors import UsageError
+from attnlens.runs.work import Store
 from attnlens.studies.scales import Scale
-from attnlens.studies.states import RunState, read_state, write_state
+from attnlens.studies.states import RunState, restored, save_state
 from attnlens.studies.tasks import NOTHING, cross_entropy, mean_loss
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def train(
     task: StudyTask,
     scale: Scale,
     run: Run,
-    state: Path | None = None,
+    state: Store | None = None,
     watch: Watcher = lambda _step: {},
 ) -> TrainedRun:
     """Minimise the task's loss; `model` ends with the weights of least validation loss.
 
-    Every look's state is kept in the file `state`, from which the same call goes on: the weights, AdamW's moments and
+    Every look's state is kept in the store `state`, from which the same call goes on: the weights, AdamW's moments and
     the random state, so that a run that was killed equals one that was not. A run ends where its loss is not a finite
     number, or where it never predicts better than before its first step: "did not converge". Deterministic on a
     CPU with one thread.
@@ -88,7 +88,7 @@ def train(
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        found = read_state(state, model, optimiser) if state is not None else None
+        found = restored(state, model, optimiser) if state is not None else None
         if found is None:
             found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
         model, optimiser = accelerator.prepare(model, optimiser)
@@ -118,7 +118,7 @@ def _descend(
     scale: Scale,
     task: StudyTask,
     found: RunState,
-    state: Path | None,
+    state: Store | None,
     watch: Watcher,
 ) -> RunState:
     """Steps from the state's own on; the state at the end."""
@@ -139,7 +139,7 @@ def _descend(
             return replace(found, problem=f"its validation loss was no finite number at step {step}")
         found = found.looked(model, reached, watch(step), seconds)
         if state is not None:
-            write_state(state, found, model, optimiser)
+            save_state(state, found, model, optimiser)
         start, before = time.perf_counter(), found.seconds
     first, *others = (loss for _, loss in found.curve)
     if not min(others) < first:

@@ -6,23 +6,18 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 import attnlens
-from attnlens.errors import OutputError
-from attnlens.files import read_object, write_atomically
 from attnlens.kernel_transformers import AttentionForm, KernelTransformer, KernelTransformerConfig, made
+from attnlens.runs.work import Store, key_of
 from attnlens.studies.lens import SEQUENCES, medians
-from attnlens.studies.saved import save_step
+from attnlens.studies.saved import models_of, save_step
 from attnlens.studies.scales import Scale
 from attnlens.studies.tasks import StudyTask, score
 from attnlens.studies.training import Run, train
-
-OTHER_WORK = "Remove the file, or name another folder with --work."
 
 
 @dataclass(frozen=True)
@@ -44,18 +39,17 @@ class TrainingUnit:
     kept: bool = False
     """Whether its model is kept at every look."""
 
-    def key(self, digest: str) -> str:
-        """The name of its files: a hash of all that determines its outcome; `digest` stands for the task's data."""
+    def name(self, digest: str) -> str:
+        """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""
         facts = {
             "version": attnlens.__version__,
             "data": digest,
-            "task": self.task,
             "form": asdict(self.form),
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
             "run": asdict(self.run),
             "what is done": [self.tested, self.watched, self.kept],
         } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # which rounds otherwise
-        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        return f"{self.task} rate {self.run.rate} seed {self.run.seed} {key_of(facts)}"
 
 
 SEARCHED = ("rates", "seeds", "steps", "search_steps")
@@ -89,36 +83,31 @@ class RunOutcome:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-def computed(unit: TrainingUnit, task: StudyTask, folder: Path) -> RunOutcome:
-    """The unit's outcome: read from its file, or trained (on from its last look, if it was killed) and written."""
-    name = unit.key(digest_of(task))
-    done, state = folder / f"{name}.json", folder / f"{name}.safetensors"
-    if done.exists():
-        return _read(done)
+def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
+    """Train a unit, on from its last look if it was killed; returns the fields of its RunOutcome."""
+    name = unit.name(digest_of(task))
     model = model_of(unit, task)
     held = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
         if unit.kept:
-            save_step(model, task, folder / name, step)
+            save_step(model, task, models_of(store, name), step)
         return {} if held is None else medians(model, held)
 
-    trained = train(model.core, task, unit.scale, unit.run, state, watch)
-    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not trained.problem else {}
+    found = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not found.problem else {}
     finite = all(math.isfinite(value) for value in scores.values())
     outcome = RunOutcome(
-        list(trained.curve),
-        list(trained.watched) if unit.watched else [],
-        trained.problem if finite else "its loss on the test set is no finite number",
+        list(found.curve),
+        list(found.watched) if unit.watched else [],
+        found.problem if finite else "its loss on the test set is no finite number",
         scores if finite else {},
         sum(part.numel() for part in model.parameters()),
         sum(module.kernel_parameters for module in model.attentions()),
-        trained.tokens,
-        trained.seconds,
+        found.tokens,
+        found.seconds,
     )
-    write_atomically(done, (json.dumps(asdict(outcome)) + "\n").encode())
-    state.unlink(missing_ok=True)
-    return outcome
+    return asdict(outcome)
 
 
 def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
@@ -153,14 +142,3 @@ def digest_of(task: StudyTask) -> str:
         task.length,
     ]
     return sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _read(path: Path) -> RunOutcome:
-    facts = read_object(path, OutputError, OTHER_WORK)
-    try:
-        found = TypeAdapter(RunOutcome).validate_python(facts)
-    except ValidationError:
-        found = None
-    if found is None or not found.curve:
-        raise OutputError(f"{path} is no outcome of a training run.", OTHER_WORK)
-    return found

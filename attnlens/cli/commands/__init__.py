@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,18 +13,16 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
-from attnlens.cli.commands.merge import merge
 from attnlens.cli.commands.reference import explain, list_
 from attnlens.cli.commands.report import report
-from attnlens.cli.commands.several import inspect_each
 from attnlens.cli.commands.study import study
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs, check_place
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import UNUSABLE, guarded, interruptible_at_once
-from attnlens.cli.verdict import PARTLY, end_strictly, failure
+from attnlens.cli.show import PARTLY, UNUSABLE, guarded, interruptible_at_once
+from attnlens.cli.verdict import end_strictly, failure
 from attnlens.cli.work import begin_workers, check_reading, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import InspectRequest, ModelRequest
@@ -78,19 +75,10 @@ def inspect(
     windows_csv: opt.WindowsCsv = None,
     all_heads: opt.AllHeads = False,
     strict: opt.Strict = False,
-    dry_run: opt.DryRun = False,
-    models: opt.ModelList = None,
-    reports: opt.Reports = None,
     **_shared: Any,
 ) -> None:
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
-    if models is not None or reports is not None:
-        inspect_each(model, context.params)
-    else:
-        _inspect(model, context.params)
-
-
-def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
+    given = context.params
     outputs = Outputs.of(given)
     settings = opt.keywords(InspectRequest, given) | opt.chosen(given)
     check_reading(settings)
@@ -98,21 +86,11 @@ def _inspect(model: str | None, given: Mapping[str, Any]) -> None:
         raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
-    if given["dry_run"] and (given["shard"] or outputs.files("json", "csv", "markdown", "png", "html")):
-        raise UsageError(
-            "--dry-run writes nothing, and tells of the whole run.", "Leave out --shard and what is written."
-        )
-    if not given["dry_run"]:
-        begin_workers(settings)
+    begin_workers(settings)
     with interruptible_at_once():
         from attnlens import run
 
     stopped = False
-    if given["dry_run"]:
-        with working(outputs):
-            cost = run.estimated(name, settings)
-        typer.echo("\n".join(cost.lines()))
-        return
     with working(outputs) as tell:
         try:
             report, written = run.inspected(name, None, tell, settings)
@@ -130,7 +108,6 @@ app.command()(compare)
 app.command(name="swap-kernel")(swap_kernel)
 app.command()(converge)
 app.command()(study)
-app.command()(merge)
 app.command()(check)
 
 

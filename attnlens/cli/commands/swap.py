@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +12,11 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import guarded, interruptible_at_once, say
+from attnlens.cli.show import guarded, interruptible_at_once
 from attnlens.cli.verdict import end_strictly
 from attnlens.cli.work import begin_workers, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import SwapRequest
-from attnlens.requests.healing import STATE
 
 Kernels = Annotated[
     list[str] | None,
@@ -63,10 +61,6 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
             report, written = run.swapped(name, progress=tell, **settings)
         except run.Interrupted as stop:
             report, stopped = stop.report, True
-            _say_state(given["heal_checkpoint"])
-        except KeyboardInterrupt:
-            _say_state(given["heal_checkpoint"])
-            raise
         except run.UnsavedError as error:
             report, unsaved = error.report, error
     saved = [f"the changed model to {given['save']}"] if given["save"] is not None and unsaved is None else []
@@ -77,12 +71,6 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
         written()
     if given["strict"]:
         end_strictly(report)
-
-
-def _say_state(folder: str | None) -> None:
-    """Where the state of an interrupted healing is, if any is kept."""
-    if folder is not None and Path(folder, STATE).is_file():
-        say(f"The state of the healing is in {folder}: the same command goes on from its last check.")
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 from attnlens import models, requests, texts
 from attnlens.arguments import public
-from attnlens.engines.readers import check_work
 from attnlens.errors import TooLargeError
 from attnlens.records import Report, Settings
 from attnlens.requests import InspectRequest, reading
 from attnlens.run import feeding
-from attnlens.run.in_memory import at_rest, held
-from attnlens.run.inspect.assembly import Frame
+from attnlens.run.in_memory import at_rest, held, refuse_work
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.inspect.work import reader_of
 from attnlens.run.progress import Progress, silent
+from attnlens.runs.work import Compute, WorkPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,27 +49,30 @@ def inspect(
 
 def inspected(
     model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
-) -> tuple[Report, Callable[[], bool]]:
-    """The report, and what is to be called when it is written, as finished units are not needed any longer then.
-
-    That says whether all units were read.
-    """
+) -> tuple[Report, Callable[[], None]]:
+    """The report, and what removes the finished units once it is written; they stay if a unit failed."""
     given = requests.checked(InspectRequest, more)
-    if isinstance(model, str | PathLike):
-        check_work(given)
+    plan, named = WorkPlan.of(given), isinstance(model, str | PathLike)
+    if named:
+        plan.check(given["text"])
+    else:
+        refuse_work(given, InspectRequest)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):
         frame = inspection.framed(contents, cut)
-        reader = reader_of(given, frame, inspection.read_unit, model)
-        report = inspection.finished_from(frame, reader)
-    return report, partial(reader.clear, frame)
+        store = plan.store(frame.facts) if named else None
+        # whether the model fits into memory is decided here, once for all processes
+        elsewhere = opened, (model, {**given, "from_files": frame.from_files})
+        report = inspection.finished_from(frame, plan, store, elsewhere)
+    return report, store.clear if store is not None and inspection.complete else lambda: None
 
 
-def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Inspection, Frame]:
-    """The same run in another process, as far as to where its units are read."""
+def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Compute]:
+    """Prepare the same run in another process: its facts, and what reads its units."""
     inspection, contents, cut = prepared(model, None, silent, given)
     inspection.loaded.model.train(False)
-    return inspection, inspection.framed(contents, cut)
+    frame = inspection.framed(contents, cut)
+    return frame.facts, lambda name: inspection.read_unit(frame.units[name])
 
 
 def prepared(

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlens.errors import FAILURES
+from attnlens.records import AttentionRows, Measure, Null, QueryKey, Selection, Site
 from attnlens.registry import Analyzer, Answer, Gathering, Readings
+from attnlens.registry.analysis import Named
 from attnlens.run.inspect.chunks import pieces
 from attnlens.statistics import summed
-from attnlens.unit_files import refused
-
-if TYPE_CHECKING:
-    from attnlens.records import AttentionRows, Null, QueryKey, Selection, Site
-    from attnlens.weights import Traits
-
-Handed = tuple[str, tuple[Any, ...]]
-"""The name of a method of `Sink`, and what it is called with."""
+from attnlens.weights import Traits
 
 
 class Sink:
@@ -117,17 +112,17 @@ def _noted(method: str) -> Callable[..., None]:
     """A method that notes down its own name and what it is called with."""
 
     def note(record: UnitRecord, *given: Any) -> None:
-        record.calls.append((method, given))
+        record.calls.append([method, _plain(given)])
 
     return note
 
 
 class UnitRecord(Sink):
-    """Notes down what one unit of work hands over."""
+    """Notes down what one unit of work hands over, as the plain value of the unit: a list of (method, arguments)."""
 
     def __init__(self, chosen_heads: Sequence[int] | None) -> None:
         self.chosen_heads = chosen_heads
-        self.calls: list[Handed] = []
+        self.calls: list[Any] = []
 
     add_values = _noted("add_values")
     add_curve = _noted("add_curve")
@@ -140,29 +135,47 @@ class UnitRecord(Sink):
 
     def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
         """Note down what is not measured."""
-        self.calls.append(("skip", (site, reason, list(heads), measure)))
+        self.calls.append(["skip", [site, reason, list(heads), measure]])
 
 
-class Unpacked(list[Handed]):
-    """What a unit of work noted down, as it stands in a file that somebody may have changed."""
+def replay(value: Any, sink: Sink, analyzers: Iterable[Named]) -> None:
+    """Hand over what a unit of work noted down, in its order."""
+    named: dict[tuple[str, str], Named] = {(one.name, one.source): one for one in analyzers}
+    for method, arguments in value:
+        getattr(sink, method)(*(_made(part, named) for part in arguments))
 
-    def __init__(self, calls: Iterable[Handed], where: str) -> None:
-        super().__init__(calls)
-        self.where = where
+
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Null, Measure, Selection, AttentionRows)}
+PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Answer, Site, Traits)}
 
 
-def replay(calls: Iterable[Handed], into: Sink) -> None:
-    """Hand over what a unit of work noted down, in its order. Raises OutputError for a file of numbers that don't fit.
+def _plain(value: Any) -> Any:
+    """Return a value as lists and dictionaries of tensors and of what JSON holds."""
+    kind = type(value).__name__
+    if kind in RECORDS:
+        return {"kind": kind, "of": value.model_dump()}
+    if kind in PLAIN:
+        return {"kind": kind, "of": {one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
+    if isinstance(value, Named):
+        return {"kind": "analyzer", "of": [value.name, value.source]}
+    if isinstance(value, Mapping):
+        return {"kind": "map", "of": {key: _plain(part) for key, part in value.items()}}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple | range) else value
 
-    What this process noted down itself fits, or is at fault.
-    """
-    try:
-        for method, given in calls:
-            getattr(into, method)(*given)
-    except FAILURES as error:
-        if isinstance(calls, Unpacked):
-            raise refused(calls.where) from error
-        raise
+
+def _made(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
+    """Return the value of which that is the plain form."""
+    if isinstance(value, list):
+        return [_made(part, named) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind, of = value["kind"], value["of"]
+    if kind in RECORDS:
+        return RECORDS[kind].model_validate(of)
+    if kind == "analyzer":
+        return named[of[0], of[1]]
+    parts = {key: _made(part, named) for key, part in of.items()}
+    return parts if kind == "map" else PLAIN[kind](**parts)
 
 
 def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:

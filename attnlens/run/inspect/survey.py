@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
 from attnlens.choices import ATTENTION
-from attnlens.engines.readers import OTHERS, UnitReader, read_units
 from attnlens.errors import ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.linalg.long import LONG
@@ -20,48 +20,37 @@ from attnlens.models.deferred import unspoken
 from attnlens.records import Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run import checks, feeding
-from attnlens.run.fingerprint import content_of, versions
+from attnlens.run.fingerprint import content_of
 from attnlens.run.initialised import attention, refuse_initialised
-from attnlens.run.inspect.assembly import Frame, assembled
+from attnlens.run.inspect.assembly import Frame, WorkUnit, assembled
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.from_files import BY_HAND, like, of_shapes
 from attnlens.run.inspect.reading.attended import refuse_many_rows
 from attnlens.run.inspect.reading.reader import Reader
 from attnlens.run.inspect.sink import Sink, UnitRecord
-from attnlens.run.inspect.units import WorkUnit
-from attnlens.run.inspect.work import Calls, InspectionReader
 from attnlens.run.progress import Interrupted, Progress, timed
+from attnlens.runs.work import NOTHING_KEPT, Opener, Stopped, Store, WorkPlan, run_units
 
 ALL = "units"
 """What progress calls the units of all stages."""
 
 
-class UnitInterrupted(KeyboardInterrupt):
-    """The user stopped a unit; `calls` are what it had noted down."""
-
-    def __init__(self, unit: WorkUnit, calls: Calls) -> None:
-        super().__init__()
-        self.unit, self.calls = unit, calls
-
-
-def stages(progress: Progress, units: Sequence[WorkUnit], batches: Sequence[int]) -> Callable[[WorkUnit], None]:
-    """Tells of each stage how much is done: sites whose weights are read, sequences, passes of gatherers.
-
-    Where there are several, it tells of all units too.
-    """
-    sizes = {unit: 1 if unit.batch is None else batches[unit.batch] for unit in units}
+def stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
+    """Report progress of each stage, sites whose weights are read, sequences, passes of gatherers, and of all units."""
+    sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
     totals: Counter[str] = Counter()
-    for unit, size in sizes.items():
-        totals[unit.stage] += size
+    for name, size in sizes.items():
+        totals[units[name].stage] += size
     done: Counter[str] = Counter()
     several = len(totals) > 1
 
-    def tell(unit: WorkUnit) -> None:
-        if several:  # first, as plain lines have room for one
+    def tell(name: str) -> None:
+        if several:  # first, because plain lines have room for one
             done[ALL] += 1
             progress(ALL, done[ALL], len(units))
-        done[unit.stage] += sizes[unit]
-        progress(unit.stage, done[unit.stage], totals[unit.stage])
+        stage = units[name].stage
+        done[stage] += sizes[name]
+        progress(stage, done[stage], totals[stage])
 
     for stage in list(totals)[:1]:
         progress(stage, 0, totals[stage])
@@ -89,6 +78,8 @@ class Inspection:
     """What was read of each site's weights, where somebody wants to keep it."""
     show: str | None = None
     reader: Reader = field(init=False)
+    complete: bool = field(default=True, init=False)
+    """Whether every unit has a value."""
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""
@@ -100,14 +91,13 @@ class Inspection:
         with timed(self.timings, "survey"), unspoken() if self._source.deferred is not None else nullcontext():
             self._survey(batches)
         kept = self.factors is not None
-        return Frame.of(
+        return Frame(
             self.reached,
-            versions=versions(),
             content=content_of(self.loaded, self.reached, self.fed, self.analyzers),
             show=self.show,
             model=self.loaded.info,
             settings=self.settings,
-            analyzers=[(one.name, one.source) for one in self.analyzers],
+            analyzers=self.analyzers,
             parts=[] if self.fed is None else list(self.fed.parts),
             batches=[batch.size for batch in batches],
             skipped=self.collector.skipped,
@@ -116,49 +106,44 @@ class Inspection:
             weights=kept or bool(self.reader.of_source("weights")),
         )
 
-    def finished_from(self, frame: Frame, reader: InspectionReader | None = None) -> Report:
+    def finished_from(
+        self,
+        frame: Frame,
+        plan: WorkPlan = NOTHING_KEPT,
+        store: Store | None = None,
+        elsewhere: tuple[Opener, tuple[Any, ...]] | None = None,
+    ) -> Report:
         """Read the units of a run, and put the report together.
 
         A unit that fails has a reason in its place. Raises Interrupted, which carries what was finished, ModelError
-        where no head has a value, and what the only units raised where none could be read.
+        if no head has a value, and what `run_units` raises.
         """
-        reader = reader or UnitReader(self.read_unit)
-        found: dict[WorkUnit, Calls] = {}
-        missing = dict.fromkeys(set(frame.units) - set(reader.units(frame)), OTHERS)
-        stopped = False
-        try:
-            tell = stages(self.progress, reader.units(frame), frame.batches)
-            read_units(reader, frame, found, missing, tell)
-        except UnitInterrupted as stop:
-            stopped = True
-            found |= {stop.unit: stop.calls} if stop.unit.stage == "gathered" else {}  # whose sites answer one by one
-        except KeyboardInterrupt:
-            stopped = True
-        missing = {unit: missing[unit] for unit in frame.units if unit in missing}
+        units = list(frame.units)
+        mine = units if plan.shard is None else units[plan.shard[0] - 1 :: plan.shard[1]]
+        tell = stages(self.progress, {name: frame.units[name] for name in mine}, frame.batches)
+        read = lambda name: self.read_unit(frame.units[name])  # noqa: E731  # one expression
+        outcome = run_units(units, read, plan, store, elsewhere=elsewhere, tell=tell)
+        self.complete = not outcome.missing
         report, self.collector = assembled(
-            frame,
-            found,
-            self.timings,
-            analyzers=self.analyzers,
-            missing=missing,
-            interrupted=stopped,
-            part=reader.part(frame),
+            frame, outcome.values, self.timings, outcome.missing, interrupted=outcome.stopped
         )
         self.settings = report.settings
-        if stopped:
+        if outcome.stopped:
             raise Interrupted(report)
-        if not any(draft.measures for draft in self.collector.drafts.values()) and report.part is None:
+        if not any(draft.measures for draft in self.collector.drafts.values()):
             reason = self.collector.skipped[0].reason
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
         return report
 
-    def read_unit(self, unit: WorkUnit) -> Calls:
-        """Read one unit."""
+    def read_unit(self, unit: WorkUnit) -> list[Any]:
+        """Read one unit. Raises Stopped if the user interrupts it and what it has found so far can stand by itself."""
         recording, start = UnitRecord(self.settings.heads), time.perf_counter()
         try:
             self._read(unit, recording)
         except KeyboardInterrupt:
-            raise UnitInterrupted(unit, recording.calls) from None
+            if unit.stage != "gathered":  # whose sites answer one by one
+                raise
+            raise Stopped(unit.name, recording.calls) from None
         finally:
             self.timings[unit.stage] = self.timings.get(unit.stage, 0.0) + time.perf_counter() - start
         return recording.calls

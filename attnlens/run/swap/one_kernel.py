@@ -27,14 +27,13 @@ from attnlens.run.swap.healing import Procedure, changed_weights, control_of, di
 from attnlens.run.swap.ranks.from_plan import given
 from attnlens.run.swap.ranks.savings import planned
 from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
+from attnlens.run.swap.readings import KernelFacts, KernelReading, losses_of
 from attnlens.run.swap.resources import enough_memory
 from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.session import Swapping
 from attnlens.run.swap.sites import Local, locally
-from attnlens.run.swap.units.parts import Keep, Tensors, made_anew
-from attnlens.run.swap.units.readings import KernelFacts, KernelReading, losses_of
+from attnlens.runs.work import Keep, Store, keep_nothing, key_of
 from attnlens.texts.targets import meanings
-from attnlens.unit_files import key_of
 
 UNSWEPT = "The sweep was interrupted before it was finished."
 
@@ -53,12 +52,8 @@ class KernelRun:
 
     session: Swapping
     candidate: Candidate
-    keep: Keep = made_anew
-    """Knows parts of what takes long from an earlier run."""
-    state: Path | None = None
-    """The folder for the state of a healing, where none was asked for."""
-    resume: bool = True
-    """Whether a healing goes on from its state."""
+    parts: Store | None = None
+    """Where parts of what takes long are kept."""
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
     interrupted: bool = False
@@ -105,6 +100,10 @@ class KernelRun:
             self._save(session.options.save)
         return swap
 
+    @property
+    def _keep(self) -> Keep:
+        return keep_nothing if self.parts is None else self.parts.compute
+
     def _fit(self) -> None:
         """A kernel that is nothing before a fit begins with it; for the others it is a stage."""
         session, candidate = self.session, self.candidate
@@ -125,7 +124,7 @@ class KernelRun:
         """The ranks of the plan given, or those found within the limit."""
         session = self.session
         named, how = session.options.form_named, (session.task, session.options.path, self._seed)
-        search = partial(Budgeting, session.loaded, session.sites, swaps, *how, form_named=named)
+        search = partial(Budgeting, session.loaded, session.sites, swaps, *how, form_named=named, keep=self._keep)
         if session.options.ranks is not None:
             (fitting,) = session.samples
             tell = self._teller("fit rank", fitting.batches.sequences)
@@ -151,7 +150,7 @@ class KernelRun:
 
     def _heal(self, calibrated: texts.Batches, asked: HealOptions) -> None:
         session, candidate, model = self.session, self.candidate, self.session.loaded.model
-        work = calibrated, session.fed, self._seed, self._teller, self.state, self.resume
+        work = calibrated, session.fed, self._seed, self._teller, self.parts
         procedure = Procedure(
             session.loaded, session.sites, candidate.last, session.task, session.options, asked, *work
         )
@@ -215,8 +214,8 @@ class KernelRun:
         last = [swaps for stage, swaps in self.candidate.stages.items() if stage != "healed"][-1]
         fitted = key_of({site.name: digest_of(dict(one.kernel.fitted)) for site, one in last.items()})
 
-        def keep(name: str, make: Callable[[], Tensors]) -> Tensors:
-            return self.keep(f"{name}, parameters {fitted}", make)  # another machine's fit may be another
+        def keep(name: str, make: Callable[[], Any]) -> Any:
+            return self._keep(f"{name}, parameters {fitted}", make)  # another machine's fit may be another
 
         try:
             return self.session.sweeping.swept(swap, last, self._teller, self.session.timings, keep)

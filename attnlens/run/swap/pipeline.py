@@ -12,7 +12,6 @@ from typing import Any, Unpack
 from attnlens import models, texts
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
-from attnlens.engines.readers import check_work
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
@@ -24,7 +23,8 @@ from attnlens.run.outcomes.agreement import of_file, prompts_of
 from attnlens.run.progress import Progress, silent
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.session import Swapping
-from attnlens.run.swap.units.work import SwapWork
+from attnlens.run.swap.work import SwapWork
+from attnlens.runs.work import WorkPlan
 from attnlens.texts.targets import check_input, feed
 
 FITTING, HEALING, MOST_HEALING = 32, 512, 16384
@@ -63,9 +63,8 @@ def swapped(
     if isinstance(model, models.Loaded):
         refuse_work(given, SwapRequest)
     else:
-        check_work(given)
-    work = prepared(model, kernels, more, progress)
-    return work.run(), work.clear
+        WorkPlan.of(given).check([*given["text"], *given["calibration"], given["prompts"]])
+    return prepared(model, kernels, more, progress).run()
 
 
 def prepared(

@@ -17,7 +17,7 @@ from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
 from attnlens.run.outcomes.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.run.progress import Tell
-from attnlens.run.swap.units.parts import Keep, made_anew
+from attnlens.runs.work import Keep, keep_nothing
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
 from attnlens.texts.targets import NOTHING, Fed, asking, states_of
 
@@ -91,7 +91,7 @@ def sweep(
     design: Design,
     path: Route,
     progress: Tell,
-    keep: Keep = made_anew,
+    keep: Keep = keep_nothing,
 ) -> Alone:
     """What each unit alone does to each sequence; blocks before it are not computed again.
 

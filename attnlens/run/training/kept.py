@@ -1,83 +1,25 @@
-"""Names the work of a series of checkpoints, of which each is a unit, and puts its report together from the units."""
+"""The names of a series' units of work, and its report put together from them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from attnlens.engines.readers import OTHERS, EngineUnits, KeptUnits, shard_of
 from attnlens.errors import ModelError
 from attnlens.files import sha256
 from attnlens.models.locate import Location
-from attnlens.records import Coverage, File, Head, Report, ShardPart, Skipped
+from attnlens.records import Coverage, File, Head, Report, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run.fingerprint import code_of
 from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.run.training.trajectories import CheckpointReading, training
+from attnlens.runs.work import key_of
 from attnlens.texts import Content, Cut
-from attnlens.unit_files import UnitFiles, key_of, refused, store_of, work_root
 
-if TYPE_CHECKING:
-    from attnlens.run.training.series import Series
-
-SUFFIX = ".checkpoint"
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 """What lies beside weights and determines with them what is read: configs, tokenizers, a model's own code."""
-
-
-@dataclass(frozen=True)
-class CheckpointUnit:
-    """A checkpoint as a unit of work."""
-
-    name: str
-    """What tells it from the others: what a person calls it, and a hash of its files."""
-    place: int
-    """Its number in the series."""
-
-
-class SeriesFrame(BaseModel):
-    """What is known of a series before its checkpoints are read."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    versions: dict[str, str]
-    """Of the program, torch and transformers."""
-    options: dict[str, str]
-    """What was asked for."""
-    content: str
-    """A hash of the texts, of the adapter, and of the analyzers' own code."""
-    checkpoints: list[str]
-    """Their names, in the order of the series."""
-    digests: list[str]
-    """A hash of each one's files."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """All that determines what its units find."""
-        return self.model_dump(mode="json")
-
-    @property
-    def key(self) -> str:
-        """What names the run: a hash of these."""
-        return key_of(self.facts)
-
-    @property
-    def sound(self) -> bool:
-        """Whether each checkpoint has its hash: one that is read from a file may lie."""
-        return len(self.checkpoints) == len(self.digests) > 0
-
-    @property
-    def units(self) -> list[CheckpointUnit]:
-        """The checkpoints, in their order."""
-        named = zip(self.checkpoints, self.digests, strict=True)
-        return [CheckpointUnit(f"{name} {digest}", place) for place, (name, digest) in enumerate(named)]
 
 
 def digest_of(place: Location) -> str:
@@ -85,19 +27,6 @@ def digest_of(place: Location) -> str:
     beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
-
-
-def packed(reading: CheckpointReading) -> bytes:
-    """What the file of a checkpoint holds: its reading, with all digits, of which a report's own JSON has nine."""
-    return json.dumps(reading.model_dump()).encode()
-
-
-def unpacked(content: bytes, where: str) -> CheckpointReading:
-    """The reading that a file holds. Raises OutputError where it holds none."""
-    try:
-        return CheckpointReading.model_validate_json(content)
-    except ValidationError:
-        raise refused(where) from None
 
 
 def content_hash(
@@ -119,44 +48,21 @@ def content_hash(
     return key_of(facts)
 
 
-def kept_checkpoints(
-    series: Series, frame: SeriesFrame, elsewhere: Callable[[str], None] | None = None
-) -> KeptUnits[CheckpointUnit, CheckpointReading]:
-    """Checkpoints that are read here and kept; or by other processes, which `elsewhere` is for."""
-    given = series.given
-    files = UnitFiles(store_of(work_root(given["work"])), frame.key, SUFFIX)
-    how = files, packed, unpacked, shard_of(given), given["resume"], _whole
-    if elsewhere is None:
-        return KeptUnits(series.read_unit, *how)
-    return EngineUnits(series.read_unit, *how, elsewhere=elsewhere, given=given)
-
-
-def _whole(reading: CheckpointReading) -> bool:
-    return not reading.lacking
-
-
 def series_report(
-    frame: SeriesFrame,
-    found: Mapping[CheckpointUnit, CheckpointReading],
+    names: Mapping[str, str],
+    found: Mapping[str, CheckpointReading],
     timings: Mapping[str, float],
-    missing: Mapping[CheckpointUnit, str] | None = None,
-    part: ShardPart | None = None,
+    missing: Mapping[str, str],
 ) -> Report:
-    """The report of a series whose checkpoints were read so; those without a reading have a reason.
+    """Return the report of a series whose units found these readings; the others have a reason, or none yet.
 
-    Raises ModelError where none could be read, or two of them have not the same heads.
+    `names` are those of the checkpoints by unit. Raises ModelError if two of them have not the same heads.
     """
-    reasons = missing or {}
-    done = [found[unit] for unit in frame.units if unit in found]
-    if not done:
-        reason = next(reason for reason in reasons.values() if reason != OTHERS)
-        raise ModelError(f"No checkpoint could be read: {reason}.", "Run it again; what is finished is kept.")
+    done = list(found.values())
     for reading in done[1:]:
         refuse_other_heads(done[0], reading)
     late = [
-        Skipped(site=frame.checkpoints[unit.place], reason=reasons.get(unit, INTERRUPTED))
-        for unit in frame.units
-        if unit not in found
+        Skipped(site=name, reason=missing.get(unit, INTERRUPTED)) for unit, name in names.items() if unit not in found
     ]
     files = [
         File(name=f"{reading.name}/{file.name}", sha256=file.sha256)
@@ -171,7 +77,6 @@ def series_report(
         coverage=_coverage(done, late),
         experiments=[training(done)],
         timings=dict(timings),
-        part=part,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, Unpack
 from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
-from attnlens.engines.readers import OTHERS, UnitReader, can_keep, check_work, is_elsewhere, read_units
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Report, Settings
 from attnlens.registry import Analyzer, Gathering
@@ -21,21 +20,13 @@ from attnlens.run import checks, feeding
 from attnlens.run.fingerprint import versions
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.inspect.work import kept_units
 from attnlens.run.outcomes.differences import mean_loss
 from attnlens.run.progress import Interrupted, Progress, silent, telling
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
-from attnlens.run.training.kept import (
-    CheckpointUnit,
-    SeriesFrame,
-    content_hash,
-    digest_of,
-    kept_checkpoints,
-    series_report,
-)
+from attnlens.run.training.kept import content_hash, digest_of, series_report
 from attnlens.run.training.trajectories import CheckpointReading
+from attnlens.runs.work import Compute, Store, WorkPlan, run_units
 from attnlens.texts.targets import feed, task_of
-from attnlens.unit_files import work_root
 
 READ = ("text", "pairs", "image", "audio", "adapter")
 """Options that name files whose content decides what is found."""
@@ -76,8 +67,8 @@ def followed(
 ) -> tuple[Report, Callable[[], None]]:
     """The report, and what is to be called when it is written: finished units are not needed any longer then."""
     series = prepared(checkpoints, revisions, head, progress, more)
-    check_work(series.given)
-    return series.run(), series.clear
+    series.plan.check(series.given["text"])
+    return series.run()
 
 
 def prepared(
@@ -143,70 +134,60 @@ class Series:
     """The options, checked."""
     words: Words
     timings: dict[str, float] = field(default_factory=dict)
-    written: list[Callable[[], object]] = field(default_factory=list)
-    """What removes the finished units of each checkpoint, which nobody needs when its reading is kept."""
+
+    @property
+    def plan(self) -> WorkPlan:
+        """Where its units are kept, and who reads them."""
+        return WorkPlan.of(self.given)
 
     @cached_property
-    def frame(self) -> SeriesFrame:
-        """What is known before the first checkpoint is read."""
-        return self.framed([digest_of(one.place) for one in self.checkpoints])
+    def units(self) -> dict[str, Checkpoint]:
+        """The checkpoints by the names of their units: what a person calls one, and a hash of its files."""
+        return {f"{one.name} {digest_of(one.place)}": one for one in self.checkpoints}
 
-    def framed(self, digests: list[str]) -> SeriesFrame:
-        """The same, where the checkpoints' files have these hashes."""
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """All that determines what the units find."""
         left_out = {*requests.options(SharedRequest), *READ}
-        adapter = self.given["adapter"]
-        return SeriesFrame(
-            versions=versions(),
-            options={name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
-            content=content_hash(self.contents, self.cut, self.analyzers, adapter),
-            checkpoints=[one.name for one in self.checkpoints],
-            digests=digests,
-        )
+        return {
+            "command": "converge",
+            "versions": versions(),
+            "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
+            "content": content_hash(self.contents, self.cut, self.analyzers, self.given["adapter"]),
+            "checkpoints": list(self.units),
+        }
 
     @cached_property
-    def units(self) -> UnitReader[CheckpointUnit, CheckpointReading]:
-        """Reads the checkpoints here or elsewhere."""
-        if not can_keep(self.given["work"]):
-            return UnitReader(self.read_unit)
-        if not is_elsewhere(self.given):
-            return kept_checkpoints(self, self.frame)
-        job = partial(read_elsewhere, self.words, self.frame.digests, self.frame.key)
-        return kept_checkpoints(self, self.frame, job)
+    def store(self) -> Store | None:
+        """Where units are kept."""
+        return self.plan.store(self.facts)
 
-    def run(self) -> Report:
-        """Checkpoint by checkpoint; an interruption keeps those that are finished."""
-        found: dict[CheckpointUnit, CheckpointReading] = {}
-        mine = self.units.units(self.frame)
-        if not mine:
-            raise UsageError(
-                f"The series has {len(self.checkpoints)} checkpoints, and shard {self.given['shard']} none of them.",
-                "Take no more shards than checkpoints.",
-            )
-        missing = dict.fromkeys(set(self.frame.units) - set(mine), OTHERS)
-        more = telling(self.progress, "checkpoints", len(mine))
+    def run(self) -> tuple[Report, Callable[[], None]]:
+        """Checkpoint by checkpoint; returns the report, and what removes the finished units once it is written.
 
-        def tell(_unit: CheckpointUnit) -> None:
-            self.drop()
-            more(1)
-
-        try:
-            read_units(self.units, self.frame, found, missing, tell)
-        except KeyboardInterrupt:
-            if not found:
-                raise KeyboardInterrupt from None
-            raise Interrupted(series_report(self.frame, found, self.timings, missing)) from None
-        if any(reading.lacking for reading in found.values()):
-            self.units.lacking = True
-        return series_report(self.frame, found, self.timings, missing, self.units.part(self.frame))
-
-    def clear(self) -> None:
-        """Remove what is kept, when the report is written."""
-        self.units.clear(self.frame)
-
-    def drop(self) -> None:
-        """Remove the units of checkpoints whose readings are kept."""
-        while self.written:
-            self.written.pop()()
+        Raises Interrupted, which holds the report of the checkpoints that were finished.
+        """
+        plan = self.plan
+        count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
+        more = telling(self.progress, "checkpoints", count)
+        outcome = run_units(
+            list(self.units),
+            self.read_unit,
+            plan,
+            self.store,
+            elsewhere=(opened, self.words),
+            tell=lambda _name: more(1),
+            usable=lambda value: bool(value["complete"]),
+        )
+        found = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
+        if not found:
+            raise KeyboardInterrupt
+        names = {unit: one.name for unit, one in self.units.items()}
+        report = series_report(names, found, self.timings, outcome.missing)
+        if outcome.stopped:
+            raise Interrupted(report)
+        complete = not outcome.missing and all(reading.complete for reading in found.values())
+        return report, self.store.clear if self.store is not None and complete else lambda: None
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
@@ -223,34 +204,29 @@ class Series:
         options: models.Loading = {**self.loading, "revision": checkpoint.revision}
         return models.load(checkpoint.model, **options)
 
-    def read_unit(self, unit: CheckpointUnit) -> CheckpointReading:
-        """Read one checkpoint."""
-        checkpoint, start = self.checkpoints[unit.place], time.perf_counter()
-        found = self._read(checkpoint, self.tokenizer)
-        self.timings[checkpoint.name] = time.perf_counter() - start
-        return found
-
-    def _inner(self) -> dict[str, Any]:
-        """Where units of single checkpoints are kept: within what is kept of the series."""
-        kept = can_keep(self.given["work"])
-        return {**self.given} | ({"work": f"{work_root(self.given['work'])}/{self.frame.key}"} if kept else {})
-
-    def _read(self, checkpoint: Checkpoint, reader: dict[str, Any]) -> CheckpointReading:
-        loaded = replace(self._load(checkpoint), **reader)
+    def read_unit(self, name: str) -> dict[str, Any]:
+        """Read one checkpoint; its own units are kept until it is finished."""
+        checkpoint, start = self.units[name], time.perf_counter()
+        loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
         inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
+        parts = None if self.store is None else self.store.inside(name)
         try:
-            frame = inspection.framed(self.contents, self.cut)
-            units = kept_units(self._inner(), frame, inspection.read_unit)
-            report = inspection.finished_from(frame, units)
+            report = inspection.finished_from(inspection.framed(self.contents, self.cut), store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
-        self.written.append(partial(units.clear, frame))
         found, why = (None, loss) if isinstance(loss, str) else (loss, None)
-        name, step = checkpoint.name, checkpoint.step
-        return CheckpointReading(name=name, step=step, report=report, loss=found, no_loss=why, lacking=units.lacking)
+        self.timings[checkpoint.name] = time.perf_counter() - start
+        return CheckpointReading(
+            name=checkpoint.name,
+            step=checkpoint.step,
+            report=report,
+            loss=found,
+            no_loss=why,
+            complete=inspection.complete,
+        ).model_dump()
 
     def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
@@ -273,26 +249,8 @@ class Series:
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
 
-_opened: dict[str, Series] = {}
-"""In another process: the series of which it reads checkpoints."""
-
-
-def read_elsewhere(words: Words, digests: list[str], run: str, name: str) -> None:
-    """In another process: read the checkpoint of that name, and write its file.
-
-    Raises ModelError where this process finds another checkpoint, text or program than the one that asked.
-    """
-    if run not in _opened:
-        _opened.clear()
-        _opened[run] = prepared(*words[:3], silent, words[3])
-    series = _opened[run]
-    frame = series.__dict__.setdefault("frame", series.framed(digests))
-    unit = next(unit for unit in frame.units if unit.name == name)
-    place = series.checkpoints[unit.place].place
-    if frame.key != run or digest_of(place) != digests[unit.place]:
-        raise ModelError(
-            f"A worker finds other files, texts or versions than the run that it works for: {place.folder}.",
-            "Give all of them the same.",
-        )
-    kept_checkpoints(series, frame).finished(unit)
-    series.drop()
+def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
+    """Prepare the same series in another process: its facts, and what reads its checkpoints."""
+    checkpoints, revisions, head, more = words
+    series = prepared(checkpoints, revisions, head, silent, more)
+    return series.facts, series.read_unit

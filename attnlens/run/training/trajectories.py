@@ -27,8 +27,8 @@ class CheckpointReading(BaseModel):
     """Nats per predicted token on the same text."""
     no_loss: str | None = None
     """Why there is none."""
-    lacking: bool = False
-    """Whether a part of it could not be read this time."""
+    complete: bool = True
+    """Whether every part of it could be read."""
 
 
 def training(done: Sequence[CheckpointReading]) -> Experiment:

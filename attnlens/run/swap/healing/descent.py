@@ -20,7 +20,7 @@ from attnlens.run.swap.healing.course import STAGES, Course
 from attnlens.run.swap.healing.healer import Healer
 from attnlens.run.swap.healing.held_out import Best, Distances, HeldOut, parts_of, split
 from attnlens.run.swap.healing.rates import SLOWER, STEPS, chosen_rate
-from attnlens.run.swap.healing.state import SavedHealing, StateFolder
+from attnlens.run.swap.healing.state import HealingState, curve_of
 from attnlens.run.swap.healing.trained import changed_weights
 from attnlens.texts import Batches, sequences_in
 
@@ -47,27 +47,27 @@ def heal(
     seed: int,
     evaluate: Evaluate,
     progress: Tell,
-    folder: StateFolder | None = None,
+    state: HealingState | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
     """Train for the amount asked for, stage after stage, and keep the step with the least distance on text kept back.
 
     The best numbers stay in the healer. While no check of a stage is better than its start, it begins again with
-    smaller steps; it ends early where checks gain nothing beyond their interval. With a `folder` the state is kept at
+    smaller steps; it ends early where checks gain nothing beyond their interval. With a `state` it is kept at
     each check, and a healing that was killed goes on from there. Raises TextError where there are fewer than two
-    batches, ModelError where the distance is not finite, UsageError for the state of another healing. Once a step was
-    checked, Ctrl-C ends it early, and `healer.interrupted` says so.
+    batches, ModelError where the distance is not finite. Once a step was checked, Ctrl-C ends it early, and
+    `healer.interrupted` says so.
     """
     train, back = split(healer, batches, seed, _trained(asked, batches))
     healer.prepare(batches.batches[0])
     parts, per_step = parts_of(train, asked.batch or _few(asked, batches))
     course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
-    work = Work(course, HeldOut(healer, back), evaluate, progress, folder, patient=asked.control)
-    saved = None if folder is None else folder.load()
+    work = Work(course, HeldOut(healer, back), evaluate, progress, state, patient=asked.control)
+    saved = None if state is None else state.load()
     try:
         work.begin(saved)
         for stage in stages:
-            if stages.index(stage) >= stages.index(course.stage if saved else stages[0]):
+            if stages.index(stage) >= stages.index(course.stage if work.resumed else stages[0]):
                 work.train(stage)
     except KeyboardInterrupt:
         if len(work.curve) < 2:
@@ -84,7 +84,7 @@ class Work:
     held: HeldOut
     evaluate: Evaluate
     progress: Tell
-    folder: StateFolder | None
+    state: HealingState | None
     best: Best = field(default_factory=Best)
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)
@@ -98,14 +98,13 @@ class Work:
     """Whether no stage ends early or is left out: what is compared is trained equally long."""
     told: int = 0
 
-    def begin(self, saved: SavedHealing | None) -> None:
-        """The check before the first step, or the state that was kept."""
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """Measure the check before the first step, or restore the state that was saved."""
         if saved is None:
             self.check(0)
             return
-        assert self.folder is not None  # noqa: S101  # which it is from
-        self.seen = self.folder.restore(saved, self.course, self.best)
-        self.curve, self.trainings, self.ended = list(saved.curve), list(saved.trainings), saved.ended
+        self.seen = HealingState.restore(saved, self.course, self.best)
+        self.curve, self.trainings, self.ended = curve_of(saved)
         self.resumed = True
         self._tell()
 
@@ -143,7 +142,7 @@ class Work:
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
     def _checked(self) -> None:
-        """A check: the best numbers, whether the stage goes on, and the state in its folder."""
+        """Check: keep the best numbers, decide whether the stage goes on, and save the state."""
         course = self.course
         whole = self.check(course.step)
         distances = whole if course.stage == "whole" else self.held.distances(course.stage)
@@ -156,9 +155,9 @@ class Work:
         self.ended = not self.patient and self._stale()
         if self.ended and not course.over:
             self._training(stopped=True)
-        if self.folder is not None:
-            facts = {"curve": self.curve, "trainings": self.trainings, "ended": self.ended}
-            self.folder.save(course, self.best, self.seen, facts)
+        if self.state is not None:
+            curve, trainings = ([one.model_dump() for one in listed] for listed in (self.curve, self.trainings))
+            self.state.save(course, self.best, self.seen, curve=curve, trainings=trainings, ended=self.ended)
 
     def check(self, step: int) -> Distances:
         """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""

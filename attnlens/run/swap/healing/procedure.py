@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,15 @@ from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.outcomes.differences import Differences, mean_loss
 from attnlens.run.progress import Tell
-from attnlens.run.provenance import tool
 from attnlens.run.swap.healing.course import STAGES
 from attnlens.run.swap.healing.descent import heal
 from attnlens.run.swap.healing.healer import Healer
-from attnlens.run.swap.healing.state import StateFolder
+from attnlens.run.swap.healing.state import HealingState
 from attnlens.run.swap.resources import peak_of
+from attnlens.runs.work import Store, key_of
 from attnlens.statistics import paired_difference
 from attnlens.texts import Batches
 from attnlens.texts.targets import Fed
-from attnlens.unit_files import key_of
 
 NO_PEAK = "this platform does not tell it"
 DIVERGED = "it diverged"
@@ -51,10 +50,8 @@ class Procedure:
     """What is evaluated."""
     seed: int
     teller: Callable[[str, int], Tell]
-    state: Path | None = None
-    """The folder in which a state is kept where none was asked for, in one of its own."""
-    resume: bool = True
-    """Whether to go on from a state."""
+    parts: Store | None = None
+    """Where the state is kept."""
 
     def run(self) -> tuple[Healing, Healer]:
         """The swap healed."""
@@ -87,21 +84,14 @@ class Procedure:
             seed=self.seed,
             recompute=asked.checkpointing,
         )
-        folder = self._folder(swaps, name)
+        state = None if self.parts is None else HealingState(self.parts, f"{name} {key_of(self._facts(swaps))}")
         found: list[Healing] = []
         tell = self.teller(name, int(asked.amount.number))
         evaluate = lambda: mean_loss(self.loaded.model, self.fed, self.task)  # noqa: E731  # one expression
-        work = self.calibrated, asked, self.seed, evaluate, tell, folder, STAGES[1:] if control else STAGES
+        work = self.calibrated, asked, self.seed, evaluate, tell, state, STAGES[1:] if control else STAGES
         peak = peak_of(self.loaded.model, lambda: found.append(heal(healer, *work)))
         reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
         return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
-
-    def _folder(self, swaps: hooks.Swaps, name: str) -> StateFolder | None:
-        """Where the state is kept: as asked for, or by what decides the healing's numbers."""
-        identity, asked = self._identity(swaps), self.asked.folder
-        if asked is not None:
-            return StateFolder(asked / name if name == "control" else asked, identity, self.resume)
-        return None if self.state is None else StateFolder(self.state / key_of(identity), identity, self.resume)
 
     def _check_goal(self) -> None:
         """Raise UsageError where there is no text to learn."""
@@ -110,30 +100,13 @@ class Procedure:
                 "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
             )
 
-    def _identity(self, swaps: hooks.Swaps) -> dict[str, str]:
-        """What decides the numbers of the healing, by the name that a refusal says."""
-        kernels = {site.name: swap.kernel for site, swap in swaps.items()}
-        heads = {site.name: "all" if swap.heads is None else str(list(swap.heads)) for site, swap in swaps.items()}
-        info, asked = self.loaded.info, self.asked
-        files = "".join(file.sha256 for file in info.files)
-        return {
-            "attnlens": tool().version,
-            "model": _digest([files]) if files else digest_of(dict(self.loaded.model.state_dict())),
-            "type of numbers": str(self.loaded.model.dtype),
-            "kernel": next(iter(kernels.values())).spelling,
-            "choice of sites and heads": _digest([str(sorted(heads.items()))]),
-            "fitted parameters": _digest(digest_of(dict(kernel.fitted)) for kernel in kernels.values()),
-            "seed": str(self.seed),
-            "--heal": str(asked.amount),
-            "--heal-on": asked.goal,
-            "--heal-batch": str(asked.batch),
-            "--heal-rank": str(asked.rank),
-            "--heal-control": str(asked.control),
-            "--eta": f"{self.options.eta} {self.options.convention}",
-            "--path": self.options.path,
-            "calibration text": _digest(digest_of(batch.inputs) for batch in self.calibrated),
-            "evaluation text": _digest(digest_of(one.inputs) for one in self.fed),
-        }
+    @staticmethod
+    def _facts(swaps: hooks.Swaps) -> list[Any]:
+        """Return what determines the numbers of a healing beside the model, texts and options of the run."""
+        return [
+            [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
+            for site, swap in swaps.items()
+        ]
 
 
 def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
@@ -152,10 +125,6 @@ def control_of(trained: Healing, control: Differences, healed: Differences, seed
         ratio=math.exp(delta),
         ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
     )
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

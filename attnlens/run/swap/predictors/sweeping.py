@@ -13,7 +13,7 @@ from attnlens.run.swap.predictors.joined import FEWEST_HEADS
 from attnlens.run.swap.predictors.readings import SweptMeasures, head_measures
 from attnlens.run.swap.predictors.swept import all_swept, swept_in_order
 from attnlens.run.swap.sweep import Alone, Unit, sweep, units
-from attnlens.run.swap.units.parts import Keep, made_anew
+from attnlens.runs.work import Keep, keep_nothing
 from attnlens.statistics import Design
 from attnlens.texts.targets import Fed
 
@@ -51,7 +51,7 @@ class Sweeping:
         swaps: hooks.Swaps,
         teller: Callable[[str, int], Tell],
         timings: dict[str, float],
-        keep: Keep = made_anew,
+        keep: Keep = keep_nothing,
     ) -> Swap:
         """The same record with the effect of each head or layer alone, and what predicted that of heads."""
         what, seed, over = str(self.options.sweep), self.settings.seed, self.over

@@ -22,11 +22,13 @@ from attnlens.linalg.nested import nested
 from attnlens.models import Loaded
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.run.progress import Tell
+from attnlens.run.swap.healing.procedure import digest_of
 from attnlens.run.swap.ranks.bases import Basis, FormsRead, gathered
 from attnlens.run.swap.ranks.calibration import Sample, by_text
 from attnlens.run.swap.ranks.forms import by_output, form_name, possible_forms
 from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
 from attnlens.run.swap.ranks.sensitivity import sensitivities
+from attnlens.runs.work import Keep, keep_nothing, key_of
 from attnlens.statistics import Design
 from attnlens.texts.targets import HEADLESS, Fed, feed
 
@@ -98,6 +100,8 @@ class Budgeting:
     """Those fitted to all texts but one, by that text's name."""
     unit: Unit = "loss"
     """What a rise is a share of."""
+    keep: Keep = keep_nothing
+    """Keeps the losses of the plans that were measured, from which an interrupted search resumes."""
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
         """The smallest ranks among nested plans whose rise on `choosing` stays below the budget by `margin` half-widths
@@ -111,8 +115,13 @@ class Budgeting:
         fitted = feed(self.loaded, fitting.batches, self.task, self.seed)
         trial = Trial.of(self, choosing)
         tried = self._formed(by_text(fitted, fitting), trial)
-        costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
-        self.table = _table([costs[site] for site in self.found])
+
+        def measure() -> Tensor:
+            costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
+            return _table([costs[site] for site in self.found])
+
+        whole = self.swapped(self.by_site([size for basis in self.found.values() for size in basis.sizes]))
+        self.table = self.keep(f"sensitivities {key_of(digests_of(whole))}", measure)
         self.steps = nested(self.table)
         best, steps = self._searched(trial, budget.share)
         chosen = self.ranks_after(best)
@@ -274,10 +283,20 @@ class Trial:
             fed = [one for _, one in batches]
             alone = Design.plain(sum(texts.sequences_in(one.inputs) for one in fed))
             swaps = search.swapped(by_site, search.left_out.get(name))
-            with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
-                found.append(losses(search.loaded, fed, search.task, alone).means)
+
+            def measure(swaps: hooks.Swaps = swaps, fed: list[Fed] = fed, alone: Design = alone) -> Tensor:
+                with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
+                    return losses(search.loaded, fed, search.task, alone).means
+
+            facts = [digest_of(one.inputs) for one in fed], digests_of(swaps)
+            found.append(search.keep(f"losses on {name} {key_of(facts)}", measure))
             search.progress(len(found[-1]))
         return rise_of(self.own, torch.cat(found), self.part.names, search.seed, search.unit)
+
+
+def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
+    """Return a hash of the fitted parameters at every site."""
+    return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
 def _rise_of(tried: tuple[Kernel, FormsRead, FormTried]) -> float:
