@@ -72,28 +72,19 @@ def _students(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " 
 
 
 def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """q of each p: the smallest rate at which `false_discovery` rejects it, min over j ≥ k of p_(j) · n/j, at most 1.
+    """Return q of each p: the smallest rate at which it is rejected (Benjamini & Hochberg 1995).
 
-    NaN stays NaN and doesn't count in n (Benjamini & Hochberg 1995; adjusted as in Yekutieli & Benjamini 1999).
+    NaN stays NaN and doesn't count in n.
     """
-    tests = int((~p_values.isnan()).sum())
-    ranked, order = p_values.double().sort()  # NaN last
-    steps = ranked[:tests] * tests / torch.arange(1, tests + 1)
-    found = torch.full_like(ranked, torch.nan)
-    found[order[:tests]] = steps.flip(0).cummin(0).values.flip(0).clamp(max=1)
+    from scipy import stats
+
+    found = torch.full_like(p_values, torch.nan, dtype=torch.float64)
+    present = ~p_values.isnan()
+    if bool(present.any()):
+        found[present] = torch.from_numpy(stats.false_discovery_control(p_values[present].double().numpy()))
     return found
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
-
-    The k smallest p-values, k the largest with p_(k) ≤ rate · k/n; NaN is never rejected and doesn't count in n.
-    """
-    tests = int((~p_values.isnan()).sum())
-    # Not strict: the procedure rejects at equality. NaN is sorted last and compares as false.
-    ranked, order = p_values.double().sort()
-    passed = ranked <= rate * torch.arange(1, len(ranked) + 1, device=ranked.device) / max(tests, 1)
-    last = int(passed.nonzero().max()) + 1 if passed.any() else 0
-    rejected = torch.zeros_like(passed)
-    rejected[order[:last]] = True
-    return rejected
+    """Select the hypotheses to reject so that at most `rate` of the rejected are true; never one whose p is NaN."""
+    return adjusted(p_values) <= rate
