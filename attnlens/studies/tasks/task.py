@@ -108,8 +108,8 @@ class LanguageTask(StudyTask, Protocol):
         """How many bytes of text each id stands for; None where ids are no text."""
 
 
-class TranslationTask(StudyTask, Protocol):
-    """A task of sentences for sentences, with padding, beginnings and ends of their own ids."""
+class SpecialIds(Protocol):
+    """Which ids have a meaning of their own."""
 
     @property
     def padding(self) -> int:
@@ -122,6 +122,10 @@ class TranslationTask(StudyTask, Protocol):
     @property
     def end(self) -> int:
         """The id that a sentence ends with."""
+
+
+class TranslationTask(StudyTask, SpecialIds, Protocol):
+    """A task of sentences for sentences, with padding, beginnings and ends of their own ids."""
 
     def written(self, ids: Sequence[int]) -> str:
         """The text of ids, without those that begin, end or pad."""
