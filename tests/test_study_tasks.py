@@ -309,10 +309,10 @@ def test_labels_permuted_keep_their_numbers_and_lose_their_places(walks):
     [
         ("1,?,3:4,5,6:up", "case 2 has a missing value"),
         ("1,NaN,3:4,5,6:up", "case 2 has a missing value"),
-        ("1,2,3:4,5:up", "case 2 has channels of 2 to 3 steps"),
+        ("1,2,3:4,5:up", "case 2: expected sequence of length 3"),
         ("1,2,3:up", "case 2 has 1 channels, and those before it have 2"),
-        ("1,2,3:4,x,6:up", "case 2 has 'x' in the place of a number"),
-        ("up", "case 2 has a label and no channel"),
+        ("1,2,3:4,x,6:up", "case 2: could not convert string to float: 'x'"),
+        ("up", "case 2 has no class label, or no channel"),
         ("1,2:3,4:", "case 2 has no class label"),
     ],
 )

@@ -15,7 +15,7 @@ from attnlens import texts
 from attnlens.errors import TextError
 from attnlens.studies.tasks.batching import endless, in_order, spread
 from attnlens.studies.tasks.byte_pairs import BytePairs, byte_pairs
-from attnlens.studies.tasks.files.whole import read_whole
+from attnlens.studies.tasks.files import read_whole
 from attnlens.studies.tasks.splitting import PARTS, SHARES, STRETCHES, blocks
 from attnlens.studies.tasks.task import Examples, Split
 

@@ -10,8 +10,7 @@ import torch
 
 from attnlens.errors import TextError
 from attnlens.studies.tasks.classification import Cases, Labelled
-from attnlens.studies.tasks.files import Recording, read_series
-from attnlens.studies.tasks.files.series import REMEDY
+from attnlens.studies.tasks.files import REMEDY, Recording, read_series
 
 if TYPE_CHECKING:
     from jaxtyping import Float
