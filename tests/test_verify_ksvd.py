@@ -12,11 +12,10 @@ from experiment_words import assert_in_words
 
 import attnlens
 from attnlens import ksvd, primal
-from attnlens.experiments import depth_decay as depth
-from attnlens.experiments import ksvd_identities as identities
 from attnlens.experiments import primal_decay as training
-from attnlens.experiments.equal_training import CANONICAL, PRIMAL, Training, fit, nats, pair
-from attnlens.experiments.primal_decay import MATRICES, compared, read
+from attnlens.experiments import trained as depth
+from attnlens.experiments import trained as identities
+from attnlens.experiments.primal_decay import CANONICAL, MATRICES, PRIMAL, Training, compared, fit, nats, pair, read
 from attnlens.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
 from attnlens.run.progress import silent
 from attnlens.run.verify import ROWS

@@ -13,8 +13,7 @@ from attnlens import attsvm
 from attnlens.attsvm.head import Softmax, log_odds
 from attnlens.attsvm.instances import Instances, Scores
 from attnlens.attsvm.nearness import Nearness, span
-from attnlens.experiments.figures import CORRELATION, curve
-from attnlens.experiments.settings import ExperimentSettings, Progress, silent
+from attnlens.experiments.settings import CORRELATION, ExperimentSettings, Progress, curve, silent
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:
