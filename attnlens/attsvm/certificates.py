@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.solution import Solution
-from attnlens.attsvm.validation import bounded, ordinary
+from attnlens.attsvm.problem import Solution, bounded, ordinary
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from attnlens.attsvm.problem import Problem
-    from attnlens.attsvm.solution import Status
+    from attnlens.attsvm.problem import Problem, Status
 
     Each = Float[Tensor, " constraints"]
 
