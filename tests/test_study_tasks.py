@@ -500,11 +500,9 @@ def hub(folder, rows):
 
 
 def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "attnlens.studies.tasks.language.WIKITEXT", hub(tmp_path / "w", lambda n: {"text": lines(1, n)[0]})
-    )
+    monkeypatch.setattr(language, "WIKITEXT", hub(tmp_path / "w", lambda n: {"text": lines(1, n)[0]}))
     pairs = hub(tmp_path / "i", lambda n: {"translation": {"de": f"Zahl {n}", "en": f"number {n}"}})
-    monkeypatch.setattr("attnlens.studies.tasks.language.IWSLT", pairs)
+    monkeypatch.setattr(language, "IWSLT", pairs)
     sizes = {"length": 16, "vocabulary": 300, "evaluated": None}
     text, talks = tasks.wikitext(**sizes), tasks.iwslt(**sizes)
     ids = text.windows["test"][:, :-1].flatten().tolist()
@@ -515,7 +513,7 @@ def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
 
 
 def test_papers_data_that_can_not_be_had_are_named_with_what_to_give(monkeypatch):
-    monkeypatch.setattr("attnlens.studies.tasks.language.IWSLT", ("/nowhere/at/all",))
+    monkeypatch.setattr(language, "IWSLT", ("/nowhere/at/all",))
     with pytest.raises(TextError) as caught:
         tasks.iwslt(length=16, vocabulary=300, evaluated=None)
     assert "--pairs" in caught.value.remedy
