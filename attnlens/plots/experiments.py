@@ -358,13 +358,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
             told = "no value" if missing else judgement(experiment, figure)
             side, align = (-6, "right") if at > 0 else (6, "left")
             axes.annotate(
-                told,
-                (at, row),
-                (side, -2),
-                textcoords="offset points",
-                ha=align,
-                fontsize=6.5,
-                color=CATEGORIES[2],
+                told, (at, row), (side, -2), textcoords="offset points", ha=align, fontsize=6.5, color=CATEGORIES[2]
             )
     axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
     names = [fitted(f"{clean(experiment.name)}: {worded(experiment, figure)}", NAME) for experiment, figure in rows]

@@ -96,10 +96,7 @@ def ranked(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads
 
 
 def permutation_tests(
-    measures: Float[Tensor, "measures heads"],
-    harm: Float[Tensor, " heads"],
-    draws: int = PERMUTATIONS,
-    seed: int = 0,
+    measures: Float[Tensor, "measures heads"], harm: Float[Tensor, " heads"], draws: int = PERMUTATIONS, seed: int = 0
 ) -> Tested:
     """p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), ρ Spearman's over the n heads in which both have a value.
 

@@ -106,10 +106,7 @@ class CellResult:
 
 
 def trained_cells(
-    cells: Sequence[tuple[PaperCell, StudyTask]],
-    make: MakeTasks,
-    plan: StudyPlan,
-    tell: Tell,
+    cells: Sequence[tuple[PaperCell, StudyTask]], make: MakeTasks, plan: StudyPlan, tell: Tell
 ) -> list[CellResult]:
     """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
 

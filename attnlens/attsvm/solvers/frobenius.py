@@ -154,11 +154,7 @@ def pivoted(
 
 
 def damped(
-    gram: Float[ndarray, "k k"],
-    bounds: Loads,
-    free: Bool[ndarray, " k"],
-    loads: Loads,
-    damping: float,
+    gram: Float[ndarray, "k k"], bounds: Loads, free: Bool[ndarray, " k"], loads: Loads, damping: float
 ) -> tuple[Loads, float]:
     """A better λ for the same problem, and the damping of the next step: Newton's, projected to λ ≥ 0 (Bertsekas 1982).
 

@@ -182,10 +182,7 @@ def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict
         figures["rank"] = None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)
     return {
         f"{name}_{what}": Figure(
-            figures[what],
-            label=f"{name.replace('_', ' ')} {WRITTEN[what]}",
-            published=value,
-            tolerance=TOLERANCE,
+            figures[what], label=f"{name.replace('_', ' ')} {WRITTEN[what]}", published=value, tolerance=TOLERANCE
         )
         for what, value in known.items()
     }
