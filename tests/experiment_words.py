@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnlens.plots.experiments.curves import groups
+from attnlens.plots.experiments import groups
 from attnlens.records import Experiment
 from attnlens.sentences.labels import worded
 

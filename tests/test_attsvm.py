@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from attnlens.attsvm import Problem, certified, prompt, selection, separable, soft_margin, solve
-from attnlens.attsvm.solvers import active_set, frobenius
+from attnlens.attsvm.solvers import frobenius
 from attnlens.errors import UnposedError, UsageError
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "attsvm_golden.json").read_text())
@@ -386,13 +386,14 @@ def test_degenerate_problem_is_solved_without_nnls(seed: int, monkeypatch: pytes
     rank = np.linalg.matrix_rank(dense(problem))
     assert len(problem.margins) > 128 > rank
     asked = []
-    monkeypatch.setattr(frobenius, "damped", lambda *given: asked.append(1) or active_set.damped(*given))
+    damped, nearest = frobenius.damped, frobenius.nearest
+    monkeypatch.setattr(frobenius, "damped", lambda *given: asked.append(1) or damped(*given))
     monkeypatch.setattr(frobenius, "nearest", refuse)
     answer = solve(problem)
     assert asked
     assert answer.status == "optimal"
     every = np.zeros(len(problem.margins), dtype=bool)
-    reference = certified(problem, torch.from_numpy(active_set.nearest(dense(problem), np.ones(len(every)), every)))
+    reference = certified(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(every)), every)))
     assert reference.status == "optimal"
     assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
 
@@ -415,7 +416,7 @@ def test_damped_step_never_raises_the_objective(damping: float) -> None:
     free, loads = np.zeros(len(rows), dtype=bool), np.zeros(len(rows))
     values = [0.0]
     for _ in range(30):
-        loads, damping = active_set.damped(gram, bounds, free, loads, damping)
+        loads, damping = frobenius.damped(gram, bounds, free, loads, damping)
         assert (loads >= 0.0).all()
         values.append(0.5 * loads @ gram @ loads - bounds @ loads)
     assert values[-1] < -0.1

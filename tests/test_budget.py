@@ -23,7 +23,7 @@ from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
-from attnlens.plots.swaps.panels import _kept
+from attnlens.plots.swaps import _kept
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import calibration, preparation, savings

@@ -10,8 +10,7 @@ from loaded import family
 
 from attnlens import attsvm
 from attnlens.analyzers.selection.gatherer import Selector
-from attnlens.attsvm.head import FactoredForm, Scene, Softmax, first_copies
-from attnlens.attsvm.nearness import Nearness, nearness, score_gaps
+from attnlens.attsvm.head import FactoredForm, Nearness, Scene, Softmax, first_copies, nearness, score_gaps
 from attnlens.errors import UsageError
 from attnlens.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
 from attnlens.experiments.settings import ExperimentSettings

@@ -14,8 +14,7 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_experiment_views import failing
 
 from attnlens.plots import experiment_overview, panel_figure
-from attnlens.plots.experiments.curves import experiment_panels, groups
-from attnlens.plots.experiments.trajectories import draw_trajectories
+from attnlens.plots.experiments import draw_trajectories, experiment_panels, groups
 from attnlens.plots.style import house_style, new_figure
 from attnlens.records import Curve, Experiment, Report
 from attnlens.render import terminal

@@ -17,9 +17,7 @@ from test_plots_layout import overlapping
 
 from attnlens.errors import UsageError
 from attnlens.plots import experiment_overview, panel_figure
-from attnlens.plots.experiments.curves import deviation, experiment_panels, groups
-from attnlens.plots.experiments.steps import scale_steps
-from attnlens.plots.experiments.trajectories import draw_trajectories
+from attnlens.plots.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
 from attnlens.plots.style import house_style, new_figure
 from attnlens.records import Experiment, Report, read_report
 from attnlens.sentences import reports

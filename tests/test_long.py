@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlens import linalg
 from attnlens.analyzers import ksvd, spectrum, symmetry
-from attnlens.linalg.long import IntervalMask, TiledMatrix, interval_mask, leading, least_rank, tiles
+from attnlens.linalg import long as tiled
+from attnlens.linalg.long import IntervalMask, TiledMatrix, interval_mask, least_rank, tiles
 
 T = 240
 ALL = torch.ones(T, T, dtype=torch.bool)
@@ -27,13 +28,13 @@ MASKS = {
 }
 
 
-SMALL = leading.SMALL
+SMALL = tiled.SMALL
 
 
 @pytest.fixture(autouse=True)
 def _by_lanczos(monkeypatch):
     """Matrices of these sizes are decomposed as wholes else."""
-    monkeypatch.setattr(leading, "SMALL", 0)
+    monkeypatch.setattr(tiled, "SMALL", 0)
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def long(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr("attnlens.linalg.long.row_tiles.LONG", 0)
-            patch.setattr("attnlens.linalg.long.row_tiles.TILE", 37 * T)
+            patch.setattr("attnlens.linalg.long.LONG", 0)
+            patch.setattr("attnlens.linalg.long.TILE", 37 * T)
             return function(*args)
 
     return call
@@ -133,7 +134,7 @@ def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
     assert isinstance(fit, IntervalMask)
     right = random(T) - random(T).mean()
     assert not np.isnan(fit.explained(right, None)[0])
-    monkeypatch.setattr("attnlens.linalg.long.intervals.STEPS", 2)
+    monkeypatch.setattr("attnlens.linalg.long.STEPS", 2)
     assert np.isnan(fit.explained(right, None)[0])
 
 
@@ -185,7 +186,7 @@ def test_ranks_of_matrices_without_gap_or_size():
 def test_residuals_bound_the_energies_of_every_ritz_pair():
     matrix = fallen(0.7, 600, 600)
     energies = torch.linalg.svdvals(matrix).square()
-    for ritz in leading._lanczos(halves(matrix), torch.Generator().manual_seed(0)):
+    for ritz in tiled._lanczos(halves(matrix), torch.Generator().manual_seed(0)):
         nearest = (ritz.values[:, None] - energies).abs().amin(1)
         assert (nearest <= ritz.residuals + 1e-13).all()
         assert (ritz.values.cumsum(0) <= energies[: len(ritz.values)].cumsum(0) + 1e-12).all()
@@ -195,7 +196,7 @@ def test_residuals_bound_the_energies_of_every_ritz_pair():
             rest = float(torch.linalg.matrix_norm(left, 2)) ** 2
             for rank in (3, 10, 50):
                 assert ritz.most(rank, pairs, rest) >= energies[:rank].sum() - 1e-12
-            bounds = list(leading._norms_left(halves(matrix), ritz, pairs, torch.Generator().manual_seed(1)))
+            bounds = list(tiled._norms_left(halves(matrix), ritz, pairs, torch.Generator().manual_seed(1)))
             assert min(bounds) >= rest
             assert bounds[-1] <= 1.5 * rest, "near enough to prove something by"
 
@@ -203,12 +204,12 @@ def test_residuals_bound_the_energies_of_every_ritz_pair():
 def test_without_steps_enough_there_is_no_rank(monkeypatch):
     matrix = fallen(1.0, 600, 600)
     assert least_rank(halves(matrix), 0.95) == 12
-    monkeypatch.setattr("attnlens.linalg.long.leading.LARGEST_BASIS", 64)
+    monkeypatch.setattr("attnlens.linalg.long.LARGEST_BASIS", 64)
     assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
 
 
 def test_few_columns_are_decomposed_as_a_whole(monkeypatch):
-    monkeypatch.setattr(leading, "SMALL", SMALL)
+    monkeypatch.setattr(tiled, "SMALL", SMALL)
     for columns, decay in ((40, 0.9), (64, 0.9), (129, 0.5), (600, 0.7)):
         matrix = fallen(decay, 500, columns)
         energies = torch.linalg.svdvals(matrix).square()

@@ -14,8 +14,7 @@ import attnlens
 from attnlens import hooks, registry, texts, weights
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
 from attnlens.analyzers.selection.measures import MEASURES, SPACES, qualified
-from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, pose
-from attnlens.attsvm.nearness import nearness, projected_norm
+from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, nearness, pose, projected_norm
 from attnlens.errors import UsageError
 from attnlens.plots.overview import page_rows
 from attnlens.records import Site
@@ -117,7 +116,7 @@ def _whole(near, found, chosen):
 
 def _judge_on(found, form, chosen):
     from attnlens.attsvm import solve
-    from attnlens.attsvm.nearness import judged as judge
+    from attnlens.attsvm.head import judged as judge
 
     posed = pose(found, form, chosen)
     return judge(chosen, posed, solve(posed.problem, tolerance=1e-10))

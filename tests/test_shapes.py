@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import to_hex
 from reports import planted, synthetic_report
 
-from attnlens.plots.shares import draw_shares, has_all
+from attnlens.plots.overview import draw_shares, has_all
 from attnlens.plots.style import PART_COLOURS, house_style, new_figure
 from attnlens.records import Null
 from attnlens.shapes import Shapes, by_turns

@@ -27,7 +27,7 @@ from attnlens.statistics import (
     student_interval,
     z_scores,
 )
-from attnlens.statistics.discoveries import DRAWS
+from attnlens.statistics.intervals import DRAWS
 
 NAN = math.nan
 

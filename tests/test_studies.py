@@ -17,10 +17,9 @@ from program import environment_with, python
 from attnlens.errors import OutputError
 from attnlens.kernel_transformers import AttentionForm
 from attnlens.records import read_report
-from attnlens.studies.cells import CellResult
+from attnlens.studies.cells import CellResult, Speed
 from attnlens.studies.findings import table_of
 from attnlens.studies.scales import SCALES
-from attnlens.studies.speed import Speed
 from attnlens.studies.tables import TABLES, PaperCell, PaperTable
 from attnlens.studies.tasks import Reversal, planted, score, translation
 from attnlens.studies.training import Run, train

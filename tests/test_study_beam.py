@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,9 @@ from torch import nn
 
 from attnlens.errors import UsageError
 from attnlens.studies.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score, translations
-from attnlens.studies.tasks.beam import SpecialIds
 
 PADDING, BEGIN, END, OUTPUTS, MOST = 0, 1, 2, 5, 4
-IDS = SpecialIds(BEGIN, END, (PADDING,))
+IDS = SimpleNamespace(padding=PADDING, begin=BEGIN, end=END)
 
 
 class RandomWriter(nn.Module):
@@ -107,11 +107,11 @@ class KnowsTheTarget(nn.Module):
         self.task, self.forgets = task, forgets
 
     def encode(self, inputs, kept):
-        return inputs if kept is None else inputs * kept
+        return (inputs if kept is None else inputs * kept)[..., None]
 
     def decode(self, given, memory, kept):
         logits = torch.zeros(*given.shape, self.task.outputs)
-        for row, source in enumerate(memory):
+        for row, source in enumerate(memory[..., 0]):
             target = self.task.target(source[source > END])
             if self.forgets:
                 target = (target - 3) % self.task.letters + 3

@@ -15,9 +15,7 @@ from torch import nn
 from attnlens.errors import TextError, UsageError
 from attnlens.studies import tasks
 from attnlens.studies.tasks import NOTHING, Reversal, angles, bag_bound, before, least_leak, majority
-from attnlens.studies.tasks.batching import endless, spread
-from attnlens.studies.tasks.byte_pairs import byte_pairs
-from attnlens.studies.tasks.splitting import blocks, numbers
+from attnlens.studies.tasks.task import blocks, byte_pairs, endless, numbers, spread
 
 language = importlib.import_module("attnlens.studies.tasks.language")  # its function has the same name
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
@@ -309,10 +307,10 @@ def test_labels_permuted_keep_their_numbers_and_lose_their_places(walks):
     [
         ("1,?,3:4,5,6:up", "case 2 has a missing value"),
         ("1,NaN,3:4,5,6:up", "case 2 has a missing value"),
-        ("1,2,3:4,5:up", "case 2 has channels of 2 to 3 steps"),
+        ("1,2,3:4,5:up", "case 2: expected sequence of length 3"),
         ("1,2,3:up", "case 2 has 1 channels, and those before it have 2"),
-        ("1,2,3:4,x,6:up", "case 2 has 'x' in the place of a number"),
-        ("up", "case 2 has a label and no channel"),
+        ("1,2,3:4,x,6:up", "case 2: could not convert string to float: 'x'"),
+        ("up", "case 2 has no class label, or no channel"),
         ("1,2:3,4:", "case 2 has no class label"),
     ],
 )
@@ -502,11 +500,9 @@ def hub(folder, rows):
 
 
 def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "attnlens.studies.tasks.published.WIKITEXT", hub(tmp_path / "w", lambda n: {"text": lines(1, n)[0]})
-    )
+    monkeypatch.setattr(language, "WIKITEXT", hub(tmp_path / "w", lambda n: {"text": lines(1, n)[0]}))
     pairs = hub(tmp_path / "i", lambda n: {"translation": {"de": f"Zahl {n}", "en": f"number {n}"}})
-    monkeypatch.setattr("attnlens.studies.tasks.published.IWSLT", pairs)
+    monkeypatch.setattr(language, "IWSLT", pairs)
     sizes = {"length": 16, "vocabulary": 300, "evaluated": None}
     text, talks = tasks.wikitext(**sizes), tasks.iwslt(**sizes)
     ids = text.windows["test"][:, :-1].flatten().tolist()
@@ -517,7 +513,7 @@ def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
 
 
 def test_papers_data_that_can_not_be_had_are_named_with_what_to_give(monkeypatch):
-    monkeypatch.setattr("attnlens.studies.tasks.published.IWSLT", ("/nowhere/at/all",))
+    monkeypatch.setattr(language, "IWSLT", ("/nowhere/at/all",))
     with pytest.raises(TextError) as caught:
         tasks.iwslt(length=16, vocabulary=300, evaluated=None)
     assert "--pairs" in caught.value.remedy

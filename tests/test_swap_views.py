@@ -31,10 +31,8 @@ from attnlens.choices import Part
 from attnlens.kernels import TIES
 from attnlens.plots import panel_figure, swap_overview, swap_panels
 from attnlens.plots.style import house_style, new_figure
-from attnlens.plots.swaps.healing import draw_healing, named_steps
-from attnlens.plots.swaps.kernels import GREY, draw_kernels
-from attnlens.plots.swaps.stages import draw_stages
-from attnlens.plots.swaps.sweeps import draw_sweep, limit
+from attnlens.plots.swap_effects import GREY, draw_kernels, draw_stages, draw_sweep, limit
+from attnlens.plots.swaps import draw_healing, named_steps
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.requests.healing import Amount
 from attnlens.sentences.judged import distance

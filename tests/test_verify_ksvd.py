@@ -12,11 +12,10 @@ from experiment_words import assert_in_words
 
 import attnlens
 from attnlens import ksvd, primal
-from attnlens.experiments import depth_decay as depth
-from attnlens.experiments import ksvd_identities as identities
 from attnlens.experiments import primal_decay as training
-from attnlens.experiments.equal_training import CANONICAL, PRIMAL, Training, fit, nats, pair
-from attnlens.experiments.primal_decay import MATRICES, compared, read
+from attnlens.experiments import trained as depth
+from attnlens.experiments import trained as identities
+from attnlens.experiments.primal_decay import CANONICAL, MATRICES, PRIMAL, Training, compared, fit, nats, pair, read
 from attnlens.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
 from attnlens.run.progress import silent
 from attnlens.run.verify import ROWS
@@ -147,7 +146,9 @@ def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged():
     assert_in_words(found)
     assert found.passed is found.published is None
     assert "0.16, 0.39 and 0.62" in found.source
-    report = attnlens.inspect("demo", source="tokens", analyzers=["ksvd"], sequences=depth.FEW, tokens=depth.TOKENS)
+    report = attnlens.inspect(
+        "demo", source="tokens", analyzers=["ksvd"], sequences=depth.FEW, tokens=depth.DEPTH_TOKENS
+    )
     layers = [[h.measures["ksvd.first_share"].value for h in report.heads if h.layer == layer] for layer in range(4)]
     means = [sum(layer) / len(layer) for layer in layers]
     expected = [(means[0] + means[1]) / 2, means[2], means[3]]
@@ -174,7 +175,7 @@ def written_out(model, windows):
 
 def test_the_difference_of_last_and_first_has_its_error_over_windows(loaded):
     found = depth.depth_decay(quick=True)
-    shares = written_out(loaded.model, sample(loaded, depth.TOKENS, depth.FEW)).mean(-1)
+    shares = written_out(loaded.model, sample(loaded, depth.DEPTH_TOKENS, depth.FEW)).mean(-1)
     apart = shares[3] - shares[:2].mean(0)
     assert found.final["attention_last_minus_first"] == pytest.approx(float(apart.mean()), abs=1e-5)
     assert found.errors["attention_last_minus_first"] == pytest.approx(float(apart.std() / len(apart) ** 0.5), rel=1e-3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlens import linalg
-from attnlens.linalg.additive import distance_sums
+from attnlens.linalg.visible import distance_sums
 
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)

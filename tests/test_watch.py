@@ -17,7 +17,7 @@ from attnlens.analyzers.ksvd import _cumulated
 from attnlens.analyzers.selection.gatherer import Kept
 from attnlens.attention import attend
 from attnlens.attention.primal_scores import running
-from attnlens.attsvm.solvers.interior_point import Found
+from attnlens.attsvm.solvers.nuclear import Found
 from attnlens.records import Call, QueryKey, Site
 
 NAMES = {name.split(".")[0] for name in ROOMS}

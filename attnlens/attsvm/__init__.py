@@ -26,15 +26,12 @@ constraint's slack.
 '0.07 of the constraints fall short by 1.0 in all'
 """
 
-from attnlens.attsvm.builders import causal, finite_part, prompt, selection, selection_sets
+from attnlens.attsvm.builders import causal, finite_part, next_token, prompt, selection, selection_sets
 from attnlens.attsvm.certificates import certified
 from attnlens.attsvm.descent import Descent, Loss, Normaliser, descend
-from attnlens.attsvm.graph import next_token
 from attnlens.attsvm.instances import Instances, Linear, Relu, Scores
-from attnlens.attsvm.problem import Problem
-from attnlens.attsvm.separable import Separability, separable
-from attnlens.attsvm.solution import Solution, Status
-from attnlens.attsvm.solvers.frobenius import solve
+from attnlens.attsvm.problem import Problem, Solution, Status
+from attnlens.attsvm.solvers.frobenius import Separability, separable, solve
 from attnlens.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
 from attnlens.attsvm.solvers.soft import SoftMargin, soft_margin
 

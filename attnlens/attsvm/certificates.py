@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.solution import Solution
-from attnlens.attsvm.validation import bounded, ordinary
+from attnlens.attsvm.problem import Solution, bounded, ordinary
 from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from attnlens.attsvm.problem import Problem
-    from attnlens.attsvm.solution import Status
+    from attnlens.attsvm.problem import Problem, Status
 
     Each = Float[Tensor, " constraints"]
 
@@ -82,12 +80,7 @@ def carried(loads: Each) -> Bool[Tensor, " constraints"]:
 
 
 def judged(
-    problem: Problem,
-    multipliers: Each,
-    W: Float[Tensor, "d d_query"],
-    reach: Each,
-    tolerance: float,
-    iterations: int,
+    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], reach: Each, tolerance: float, iterations: int
 ) -> Solution:
     """The Solution of λ at its dual optimum along the ray, W = W(λ)."""
     free, bounds = problem.equal, problem.margins
@@ -129,12 +122,7 @@ def violations(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -
 
 
 def optimality(
-    scores: Each,
-    bounds: Each,
-    free: Bool[Tensor, " constraints"],
-    price: Each,
-    norm: float,
-    reach: Each,
+    scores: Each, bounds: Each, free: Bool[Tensor, " constraints"], price: Each, norm: float, reach: Each
 ) -> float:
     """The larger of violation against |b| + ‖W‖‖u zᵀ‖ and λ|score − b| against ‖W‖²; W = W(λ) by construction."""
     span = bounds.abs() + norm * reach

@@ -1,15 +1,17 @@
-"""A max-margin problem: linear constraints on one bilinear form W."""
+"""The problem, its solution, and the checks of their arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from attnlens.errors import UsageError
+
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Integer, Shaped
     from torch import Tensor
 
 MANY = 8
@@ -71,3 +73,86 @@ class Problem:
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
         weighted.index_add_(0, self.query_of[held], multipliers[held, None] * self.differences[held])
         return weighted.mT @ self.queries
+
+
+Status = Literal["optimal", "infeasible", "inaccurate"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An answer to a Problem, and how far it can be trusted; recomputed from `multipliers`, whoever found them."""
+
+    status: Status
+    """optimal: the gap is within the tolerance; infeasible: `multipliers` prove that no W exists; inaccurate: neither
+    was reached within the iteration limit, and `gap` says how far off W may be."""
+    multipliers: Float[Tensor, " constraints"]
+    """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
+    W: Float[Tensor, "d d_query"] | None
+    """The solution, scaled so that its least margin is exactly met; None where there is none."""
+    norm: float | None
+    """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
+    gap: float | None
+    """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; None if infeasible."""
+    least: float | None
+    """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
+    kkt: float | None
+    """Largest violation of the optimality conditions, relative: complementarity, equalities, stationarity."""
+    residual: float | None
+    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only): 0 proves it."""
+    support: Bool[Tensor, " constraints"]
+    """Which constraints carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding."""
+    iterations: int
+    """Steps of the outer loop."""
+
+
+LEAST, MOST = 1e-50, 1e50
+"""Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
+
+
+def real(name: str, given: object) -> Shaped[Tensor, "*shape"]:
+    """A tensor of real numbers; raises UsageError for anything else."""
+    if not isinstance(given, torch.Tensor):
+        raise UsageError(
+            f"The {name} are {type(given).__name__}, not a torch tensor.", "Wrap them: torch.as_tensor(…)."
+        )
+    if given.is_complex():
+        raise UsageError(f"The {name} are complex numbers.", "Give real ones, for example their real parts.")
+    return given
+
+
+def indices(name: str, given: object) -> Integer[Tensor, "*shape"]:
+    """A tensor of whole numbers; raises UsageError for anything else."""
+    numbers = real(name, given)
+    if numbers.is_floating_point() or numbers.dtype == torch.bool:
+        raise UsageError(f"The {name} have dtype {numbers.dtype}, but are indices.", "Give integers, as .long() does.")
+    return numbers
+
+
+def bounded(tolerance: float, limit: int = 1) -> None:
+    """Raises UsageError unless the tolerance is positive and the limit at least 1."""
+    if not tolerance > 0.0:
+        raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
+    if limit < 1:
+        raise UsageError(f"The limit is {limit}, but one step is the least.", "Give a limit of at least 1.")
+
+
+def ordinary(problem: Problem) -> None:
+    """Raises UsageError where squares and products of a problem's numbers would leave float64.
+
+    Each difference, query and margin that isn't zero must have its largest |number| in [1e-50, 1e50].
+    """
+    every = {
+        "difference of two tokens": problem.differences,
+        "query": problem.queries,
+        "margin": problem.margins[:, None],
+    }
+    for name, rows in every.items():
+        if not rows.numel():
+            continue
+        sizes = rows.abs().amax(-1)
+        odd = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
+        if len(odd):
+            raise UsageError(
+                f"A {name} has size {float(odd[0]):.0e}, whose powers leave float64.",
+                f"Scale the tokens, queries and margins to between {LEAST:.0e} and {MOST:.0e}.",
+            )

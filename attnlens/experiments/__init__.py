@@ -9,24 +9,18 @@ from typing import Any
 import torch
 
 from attnlens.experiments.settings import Progress, Study, setting_of, silent
-from attnlens.experiments.synthetic import (
-    feasibility,
-    global_selection,
-    local_convergence,
-    multi_token,
-    next_token,
-    rank,
-)
-from attnlens.experiments.synthetic.golden import golden
+from attnlens.experiments.synthetic.data import golden
+from attnlens.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK
+from attnlens.experiments.synthetic.weights import MULTI_TOKEN, NEXT_TOKEN
 from attnlens.records.experiments import Experiment
 
 EXPERIMENTS: dict[str, Study] = {
-    "local-convergence": local_convergence.STUDY,
-    "global-selection": global_selection.STUDY,
-    "feasibility": feasibility.STUDY,
-    "rank": rank.STUDY,
-    "multi-token": multi_token.STUDY,
-    "next-token": next_token.STUDY,
+    "local-convergence": LOCAL_CONVERGENCE,
+    "global-selection": GLOBAL_SELECTION,
+    "feasibility": FEASIBILITY,
+    "rank": RANK,
+    "multi-token": MULTI_TOKEN,
+    "next-token": NEXT_TOKEN,
 }
 """Name on the command line → experiment."""
 

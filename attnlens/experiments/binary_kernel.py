@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import JsonValue
 
-from attnlens.experiments.figures import Figure, averaged, columns, curve
-from attnlens.experiments.settings import Progress, silent
+from attnlens.experiments.settings import Figure, Progress, averaged, columns, curve, silent
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:

@@ -10,11 +10,9 @@ import torch
 from pydantic import JsonValue
 
 from attnlens import attsvm
-from attnlens.attsvm.head import Softmax, log_odds
+from attnlens.attsvm.head import Nearness, Softmax, log_odds, span
 from attnlens.attsvm.instances import Instances, Scores
-from attnlens.attsvm.nearness import Nearness, span
-from attnlens.experiments.figures import CORRELATION, curve
-from attnlens.experiments.settings import ExperimentSettings, Progress, silent
+from attnlens.experiments.settings import CORRELATION, ExperimentSettings, Progress, curve, silent
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -50,13 +48,7 @@ def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progr
     for number, (name, start) in enumerate(begun.items()):
         told = partial(_told, progress, number, len(begun))
         descent = attsvm.descend(
-            as_instances(problem),
-            start,
-            s.iterations,
-            lr=lr,
-            loss=s.loss,
-            record=read_at(s.iterations),
-            progress=told,
+            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=told
         )
         read = _read(descent, end, unit, f"from {name}")
         curves |= read
@@ -94,10 +86,7 @@ def hardening(found: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: 
     the same tokens, at the head's own norm ‖ΠM‖, with the same copies, and without softcap and sink: it knows
     differences of scores alone, and those two need the scores themselves.
     """
-    odds = {
-        "the head": _own_odds(found, scenes, softmax),
-        "its SVM at the same norm": _svm_odds(found, scenes),
-    }
+    odds = {"the head": _own_odds(found, scenes, softmax), "its SVM at the same norm": _svm_odds(found, scenes)}
     log_p = torch.nn.functional.logsigmoid
     curves = {f"KL, {name}": curve(FACTORS, -log_p(each), "KL, nats") for name, each in odds.items()}
     return Experiment(

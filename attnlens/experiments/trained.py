@@ -1,13 +1,18 @@
-"""Queries and keys of a trained model on real text, and the share of each kernel's first singular value."""
+"""Queries and keys of the demo model on real text: decay by depth, and the identities of kernel SVD."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from attnlens import hooks, ksvd, linalg, models, texts
 from attnlens.attention.primal_scores import running
+from attnlens.experiments.settings import Figure, Progress, averaged, columns, curve, silent
+from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -15,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attnlens.records import Call, QueryKey
-
 
 DEMO, TEXT = "demo", "King James passages"
 """What experiments on a trained model read, as their records name it."""
@@ -52,3 +56,200 @@ def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequen
     sides = (call.query.double(), call.paired_key.double())
     queries, keys = (ksvd.cosine_features(running(side) if averaged else side) for side in sides)
     return linalg.cumulative(linalg.product_singular_values(queries, keys))
+
+
+DEPTH_TOKENS = 128
+WINDOWS, FEW = 32, 8
+"""Windows of the built-in text, in full and quick."""
+THIRDS = ("first", "middle", "last")
+"""Thirds of the layers, as even as their number allows."""
+DEPTH_SOURCE = (
+    "Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and last third; "
+    "another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, else 0) where "
+    "first < middle < last"
+)
+
+
+def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
+    """σ₁/Σσ of P and of the cosine kernel by third of demo's layers, in the mean over heads and then over windows.
+
+    A claim about another model has no verdict here: `published` is None, and `holds` says how it comes out, beside the
+    difference of last and first with its error.
+    """
+    loaded, windows = demo(), FEW if quick else WINDOWS
+    found = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
+    progress("decay by depth", 1, 1)
+    rows = _depth_rows({name: [third[..., 0].mean(-1) for third in thirds] for name, thirds in found.items()})
+    return Experiment(
+        name="decay by depth",
+        question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
+        model=DEMO,
+        settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
+        source=DEPTH_SOURCE,
+        axis="first k singular values",
+        curves={
+            f"{name}: {third} third": _depth_curve(values, name, f"{third} third")
+            for name, thirds in found.items()
+            for third, values in zip(THIRDS, thirds, strict=True)
+        },
+        **columns(rows),
+    )
+
+
+def _depth_rows(shares: dict[str, list[Float[Tensor, " windows"]]]) -> dict[str, Figure]:
+    """By kernel each third's σ₁/Σσ, last − first, and whether they rise, which has no error."""
+    rows: dict[str, Figure] = {}
+    for name, thirds in shares.items():
+        for third, values in zip(THIRDS, thirds, strict=True):
+            rows[f"{name}_{third}"] = averaged(values, f"{name}, {third} third")
+        rows[f"{name}_last_minus_first"] = averaged(thirds[-1] - thirds[0], f"{name}, last − first")
+    return rows | {
+        f"{name}_holds": Figure(holds([float(x.mean()) for x in thirds]), label=f"{name}, claim holds")
+        for name, thirds in shares.items()
+    }
+
+
+def holds(shares: list[float]) -> float:
+    """1 where the shares rise from third to third, else 0."""
+    return float(all(low < high for low, high in pairwise(shares)))
+
+
+def by_third(
+    model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
+) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
+    """Cumulative singular values of all heads of each third of the layers; of a rest, earlier thirds get more.
+
+    attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), of which the paper's theory speaks, head_dim of them.
+    """
+    layers = calls(model, ids)
+    read = {
+        "attention": [attention_curve(query_key) for _, query_key in layers],
+        "cosine": [cosine_curve(call) for call, _ in layers],
+    }
+    groups = torch.arange(len(layers)).tensor_split(len(THIRDS))
+    return {
+        name: [torch.cat([curves[layer] for layer in group.tolist()], 1) for group in groups]
+        for name, curves in read.items()
+    }
+
+
+def _depth_curve(values: Float[Tensor, "windows heads steps"], kernel: str, third: str) -> Curve:
+    """Median and quartiles over heads, of their means over windows."""
+    heads = values.mean(0)
+    return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=kernel, label=third)
+
+
+LAYER, HEAD, HEAD_TOKENS = 1, 3, 128
+"""Whose queries and keys, and on how much of the built-in text."""
+SCORES, ROWS, RANDOM = 4, 10, 64
+"""s, the sampled rows X', and the random features of a token."""
+KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
+NOISE = 0.1
+"""Standard deviation of what H_e is perturbed by, for the control."""
+CONTROL = "J_perturbed"
+"""The figure that must not be 0."""
+LIMIT, MOVED = 1e-10, 0.1
+"""How large an identity's error may be, and how large the control's J must be."""
+LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}
+"""How an identity is written, where its name is not that."""
+IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
+
+
+class Case(NamedTuple):
+    """One kernel K = Φ_q FᵀF Φ_kᵀ."""
+
+    name: str
+    queries: Float[Tensor, "n features"]
+    """Φ_q."""
+    keys: Float[Tensor, "m features"]
+    """Φ_k."""
+    projection: Float[Tensor, "sampled features"] | None
+    """F; None is the identity."""
+
+    @property
+    def kernel(self) -> Float[Tensor, "n m"]:
+        """K, written out: what the identities are held against."""
+        if self.projection is None:
+            return self.queries @ self.keys.mT
+        return (self.queries @ self.projection.mT) @ (self.keys @ self.projection.mT).mT
+
+
+def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
+    """The largest error of each identity over the kernels, and the least |J| of the control, which must not be 0."""
+    posed = list(cases(seed))
+    found: dict[str, list[float]] = {}
+    for done, case in enumerate(posed):
+        for name, error in errors(case, seed).items():
+            found.setdefault(name, []).append(error)
+        progress("KSVD identities", done + 1, len(posed))
+    rows = {
+        name: Figure(max(values), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
+        for name, values in found.items()
+    }
+    rows[CONTROL] = Figure(min(found[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
+    return Experiment(
+        name="KSVD identities",
+        question="Do primal and dual kernel SVD agree, and is J = 0 there (perturbed: the control, which must not be)?",
+        model=DEMO,
+        settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
+        source=IDENTITIES_SOURCE,
+        **columns(rows),
+    ).judged()
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """A head's cosine features, its softmax random features, and Gaussian features of other counts, each with both F.
+
+    X' are evenly spaced rows of Φ_k.
+    """
+    loaded = demo()
+    _, query_key = calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
+    q, k = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(rows, 6, generator=generator, dtype=torch.float64) for rows in (40, 30))
+    head = f"head {LAYER}.{HEAD} of demo"
+    posed = {
+        f"{head}, cosine": (ksvd.cosine_features(q), ksvd.cosine_features(k)),
+        f"{head}, random features": tuple(ksvd.random_features(x, query_key.scale, RANDOM, seed) for x in (q, k)),
+        "Gaussian features": tuple(drawn),
+    }
+    for name, (queries, keys) in posed.items():
+        yield Case(f"{name}, F = I", queries, keys, None)
+        yield Case(f"{name}, F = X'", queries, keys, ksvd.sampled_rows(keys, ROWS))
+
+
+def errors(case: Case, seed: int) -> dict[str, float]:
+    """How far each identity of the s leading components is from holding, relative to K but for J; and the control."""
+    sides = case.queries, case.keys, case.projection
+    solution, kernel = ksvd.dual(case.queries, case.keys, SCORES, case.projection), case.kernel
+    weights = ksvd.primal(solution, *sides)
+    e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
+    sigma, top = solution.values, float(solution.values[0])
+    rest = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
+    return {
+        "eigen_residual": float(ksvd.matrix_residual(solution, kernel)),
+        "primal_minus_dual": _largest(e - solution.e, r - solution.r) / top,
+        "Λe − h": _largest(weights.multipliers * e - solution.left, weights.multipliers * r - solution.right),
+        "J": _objective(case, solution),
+        "Σe² − σ²": _largest(e.square().sum(0) - sigma.square()) / top**2,
+        "rank_s_error": float((torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - rest).abs() / kernel.norm()),
+        CONTROL: _objective(case, _perturbed(solution, seed)),
+    }
+
+
+def _perturbed(solution: ksvd.Dual, seed: int) -> ksvd.Dual:
+    """The same with noise on H_e: no kernel SVD any more."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(solution.left.shape, generator=generator, dtype=torch.float64)
+    return replace(solution, left=solution.left + NOISE * noise)
+
+
+def _objective(case: Case, solution: ksvd.Dual) -> float:
+    """|J| at the primal weights that a dual solution gives, in K's unit."""
+    weights = ksvd.primal(solution, case.queries, case.keys, case.projection)
+    e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
+    return float(ksvd.objective(e, r, weights.query_weight, weights.key_weight, weights.multipliers).abs())
+
+
+def _largest(*differences: Tensor) -> float:
+    return max(float(difference.abs().amax()) for difference in differences)

@@ -34,13 +34,19 @@ True
 """
 
 from attnlens.choices import ETA, Convention
-from attnlens.ksvd.dual import Dual, dual, matrix_dual, matrix_residual, residual
+from attnlens.ksvd.dual import (
+    Dual,
+    Nystrom,
+    SparseSolver,
+    dual,
+    matrix_dual,
+    matrix_residual,
+    nystrom,
+    residual,
+    truncated,
+)
 from attnlens.ksvd.features import centred, cosine_features, evenly_spaced, random_features, sampled_rows, unit
-from attnlens.ksvd.nystrom import Nystrom, nystrom
-from attnlens.ksvd.objective import objective, regulariser
-from attnlens.ksvd.primal import Primal, primal
-from attnlens.ksvd.spaces import mean_angle, principal_angles, share_inside
-from attnlens.ksvd.truncated import SparseSolver, truncated
+from attnlens.ksvd.primal import Primal, mean_angle, objective, primal, principal_angles, regulariser, share_inside
 
 __all__ = [
     "ETA",

@@ -1,11 +1,13 @@
-"""Dual kernel SVD of attention: s pairs of directions with K H_r = H_e Σ and Kᵀ H_e = H_r Σ."""
+"""Dual kernel SVD of attention, K H_r = H_e Σ and Kᵀ H_e = H_r Σ: of features, of a dense K, or by Nyström."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import svds
 
 from attnlens.errors import UsageError
 from attnlens.ksvd.features import at_least_one
@@ -13,6 +15,7 @@ from attnlens.linalg import over_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+    from numpy import ndarray
     from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
@@ -193,3 +196,82 @@ def _truncated(
         right=torch.where(columns, right[..., :s], 0.0),
         asked=s,
     )
+
+
+SparseSolver = Literal["arpack", "propack"]
+"""arpack: restarted Lanczos on KᵀK; residuals near 1e-15, but directions with σ below 1e-8·σ₁ are lost.
+propack: Lanczos bidiagonalisation of K itself; about 1.5 times as fast, residuals near 1e-10."""
+
+
+def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver = "arpack") -> Dual:
+    """The s leading singular triplets of a dense K, head by head, by Lanczos; the start vector is fixed.
+
+    A library function, which no command calls: `truncated(attention, s=8)` of attention matrices (heads, n, m). It is
+    for s far below min(n, m), as of attention over more than a thousand tokens; where 4s ≥ min(n, m) the full SVD is as
+    fast, and is taken. For K of features use `dual`, which is exact and faster. σ up to eps · max(n, m) · σ₁ counts as
+    0. Raises UsageError where s < 1 or the matrix has NaN or Inf.
+    """
+    at_least_one("s", s)
+    n, m = matrix.shape[-2:]
+    if 4 * s >= min(n, m):
+        return matrix_dual(matrix, s)
+    all_finite("kernel matrix", matrix)
+    flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
+    found = [_one(each, s, solver) for each in flat]
+    left, values, right = (
+        torch.from_numpy(np.stack(part)).reshape(*matrix.shape[:-2], *part[0].shape).to(matrix.device)
+        for part in zip(*found, strict=True)
+    )
+    return Dual(left, values, right, asked=s)
+
+
+def _one(
+    matrix: Float[ndarray, "n m"], s: int, solver: SparseSolver
+) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
+    n, m = matrix.shape
+    if not matrix.any():
+        return np.zeros((n, s)), np.zeros(s), np.zeros((m, s))
+    start = np.random.default_rng(0).standard_normal(n if solver == "propack" else min(n, m))
+    u, values, vh = svds(matrix, k=s, solver=solver, v0=start, tol=0)
+    order = np.argsort(-values)
+    kept = values[order] > EPS * max(n, m) * values.max()
+    return u[:, order] * kept, values[order] * kept, vh[order].T * kept
+
+
+@dataclass(frozen=True)
+class Nystrom:
+    """Features with ⟨φ_q(x), φ_k(y)⟩ ≈ K(x, y) for any x and y, from a block K(x_I, y_J) of n' queries and m' keys.
+
+    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), with W = U Σ Vᵀ the block's truncated SVD: together
+    K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
+    """
+
+    through_keys: Float[Tensor, "*batch m_sampled s"]
+    """V Σ^{−½}; zero columns beyond the block's rank."""
+    through_queries: Float[Tensor, "*batch n_sampled s"]
+    """U Σ^{−½}; zero columns beyond the block's rank."""
+
+    def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Float[Tensor, "*batch n s"]:
+        """φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
+        return columns.double() @ self.through_keys
+
+    def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Float[Tensor, "*batch m s"]:
+        """φ_k of keys, from the sampled queries' kernel K(x_I, y) with them."""
+        return rows.double().mT @ self.through_queries
+
+
+def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
+    """The features of a block W = K(x_I, y_J); `dual` of them is the kernel SVD of the whole sequence.
+
+    A library function for sequences whose K does not fit in memory, which no command calls: make the block of
+    `sampled_rows` of queries and keys, hand K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both to
+    `dual`, as the example of `attnlens.ksvd` does.
+
+    Exact where W has the rank of K and s is no less. Else, with k = n' = m' = s and W invertible, the error is at most
+    σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, V_J the sampled rows of K's k leading right singular vectors. It grows as W
+    comes near to singular: σ of W up to eps · size · σ₁ count as 0. Raises UsageError where s < 1 or
+    W has NaN or Inf.
+    """
+    solution = matrix_dual(block, s)
+    half = solution.multipliers.sqrt()[..., None, :]
+    return Nystrom(through_keys=solution.right * half, through_queries=solution.left * half)

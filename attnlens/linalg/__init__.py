@@ -1,6 +1,5 @@
 """Factored matrices A Bᵀ in float64, analysed without forming them."""
 
-from attnlens.linalg.anatomy import Anatomy, anatomy
 from attnlens.linalg.attention import (
     attention_rank,
     attention_singular_values,
@@ -11,10 +10,9 @@ from attnlens.linalg.attention import (
     max_weight,
 )
 from attnlens.linalg.changes import change, largest_angle
-from attnlens.linalg.definite import definite, definite_kernel
-from attnlens.linalg.forms import Form
+from attnlens.linalg.definite import Anatomy, anatomy, definite, definite_kernel
+from attnlens.linalg.forms import Form, averaged, traces
 from attnlens.linalg.parallel import in_pool, over_heads
-from attnlens.linalg.rotation import averaged, traces
 from attnlens.linalg.spectra import (
     cumulative,
     decay_rate,

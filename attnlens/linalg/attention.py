@@ -117,8 +117,7 @@ def _choices(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
 
 
 def _mean(
-    query_key: QueryKey,
-    of_queries: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]],
+    query_key: QueryKey, of_queries: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]]
 ) -> Float[Tensor, "*batch"]:
     """The mean of what is read of each query, over those where it counts; a tile of them at a time."""
     parts = [of_queries(tile) for _, tile in tiles(query_key)]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnlens.linalg.forms import factor_root
 from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.roots import factor_root
 from attnlens.records import QueryKey
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Norm, eigenvalues and singular values of s · W_Q W_Kᵀ, from Gram matrices."""
+"""The bilinear form M = W_Q W_Kᵀ from its factors alone: square roots of Gram matrices, and means over rotations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,118 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.roots import cholesky_root, eigenvalue_root, factor_root
-from attnlens.linalg.rotation import averaged, traces
 from attnlens.records import QueryKey, Rotation
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+LARGEST_CONDITION = 1e5
+"""Condition above which a Cholesky factor of a Gram matrix, whose error grows with its square, gives way."""
+
+
+def cholesky_root(
+    gram: Float[Tensor, "some size size"],
+) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
+    """R by Cholesky at columns of unit length, and where its condition estimate √size / min diag(R) is at most 1e5.
+
+    Elsewhere R is zero.
+    """
+    lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
+    least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
+    # A zero column makes NaN, which is not above anything.
+    good = (failed == 0) & (least * LARGEST_CONDITION > gram.shape[-1] ** 0.5)
+    return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
+
+
+def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
+    """R by QR of A = U R, filled up with rows of zeros where A has fewer rows than columns."""
+    upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
+    return torch.nn.functional.pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
+
+
+def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
+    """R by eigenvalues; those up to eps · size · largest, which may be negative by rounding, count as zero.
+
+    For an ill-conditioned B whose A is too long to be had: what is left below 1e-8 of the largest is rounding.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
+    # Strict: a zero matrix has border 0 and keeps nothing.
+    kept = torch.where(values > border, values, 0.0).sqrt()
+    root: Tensor = kept[..., None] * vectors.mT
+    return root
+
+
+def averaged(
+    rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
+) -> Float[Tensor, "*batch head_dim head_dim"]:
+    """mean_i R(i)ᵀ X R(i).
+
+    With w = x_a + i x_b for a pair, and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v); turning both pairs
+    multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are taken once for all matrices.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    waves = torch.polar(torch.ones_like(angles), angles)
+    first, mixed, back_mixed, second = _blocks(matrix, order)
+    against = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
+    along = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
+    total, difference = against + along, against - along
+    upper = torch.cat((total.real, -total.imag), -1)
+    mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
+    return _taken(mean, order.argsort()[: rotation.size])
+
+
+def traces(
+    rotation: Rotation,
+    left: Float[Tensor, "*batch terms head_dim head_dim"],
+    right: Float[Tensor, "*batch terms head_dim head_dim"],
+) -> Float[Tensor, "*batch positions"]:
+    """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), the mean of Δ and −Δ, for each distance Δ = 0 … positions − 1.
+
+    In that mean the products of a cos with a sin cancel.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    a, b, c, d = _blocks(left.mT, order)
+    first, mixed, back_mixed, second = _blocks(right, order)
+    cosines = (a * first + b * mixed + c * back_mixed + d * second).sum(-3)
+    sines = (a * second - b * back_mixed - c * mixed + d * first).sum(-3)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos @ cosines * cos + sin @ sines * sin).sum(-1)
+
+
+def _order(rotation: Rotation) -> Int[Tensor, " even"]:
+    """The coordinates in an order in which the partner is half the length away: first ones, then second ones.
+
+    Those that stand still are made pairs too; where one is left over, a coordinate of zeros is its partner.
+    """
+    turning = rotation.pairs.flatten()
+    still = torch.ones(rotation.size + rotation.size % 2, dtype=torch.bool, device=turning.device)
+    still[turning] = False
+    return torch.cat((rotation.pairs, still.nonzero().reshape(-1, 2))).T.flatten()
+
+
+def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
+    """The angles of all pairs in that order, 0 where coordinates stand still."""
+    return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
+
+
+def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
+    """The quarters of a matrix in that order: entries of the first of one pair with the first of another, and so on."""
+    missing = len(order) - matrix.shape[-1]
+    ordered = _taken(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
+    return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
+
+
+def _taken(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+    """Rows and columns of a matrix in this order; itself where that is their own (halves turned, as in Llama)."""
+    if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
+        return matrix
+    return matrix[..., order[:, None], order]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.linalg.forms import Form
+from attnlens.linalg.forms import Form, averaged, traces
 from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.rotation import averaged, traces
 
 if TYPE_CHECKING:
     from jaxtyping import Float

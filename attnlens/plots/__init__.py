@@ -4,10 +4,8 @@ from attnlens.plots.comparison import comparison_overview, comparison_panels
 from attnlens.plots.experiments import experiment_overview, experiment_panels
 from attnlens.plots.fans import falls_far, fan_figure
 from attnlens.plots.maps import map_figure, palette
-from attnlens.plots.overview import overview_figure
-from attnlens.plots.panel_pages import panel_figure
-from attnlens.plots.selection import margins_figure
-from attnlens.plots.shares import named_parts
+from attnlens.plots.overview import margins_figure, named_parts, overview_figure
+from attnlens.plots.page import panel_figure
 from attnlens.plots.studies import study_overview, study_panels
 from attnlens.plots.swaps import swap_overview, swap_panels
 

@@ -9,9 +9,8 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm
 
-from attnlens.plots.heatmap import heat_map
-from attnlens.plots.page import Panel
-from attnlens.plots.panel_pages import panels_overview
+from attnlens.plots.maps import heat_map
+from attnlens.plots.page import Panel, panels_overview
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, Powers, legend_above, size_in_points
 from attnlens.records import PARTS
 from attnlens.sentences.comparisons import LOCAL, effect_sizes, worth

@@ -1,37 +1,150 @@
-"""The overview page: the most telling maps, shares and curves of a report."""
+"""The overview of a report: its maps, shares, margins of selection and curves on one page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
 from attnlens.plots.captions import (
     coverage_line,
     fitted,
     heading,
     layout_line,
+    model_line,
     settings_line,
     short_caption,
     short_curve_caption,
     source_heading,
+    wrapped,
 )
-from attnlens.plots.depths import depths, draw_depth
-from attnlens.plots.fans import FORMULA, draw_fan
+from attnlens.plots.fans import FORMULA, depths, draw_depth, draw_fan
 from attnlens.plots.maps import draw_map
 from attnlens.plots.page import head, picture_title
-from attnlens.plots.shares import draw_shares, has_all
-from attnlens.plots.style import MUTED, new_figure
+from attnlens.plots.style import CATEGORIES, INK, MISSING, MUTED, PART_COLOURS, label_layers, legend_above, new_figure
 from attnlens.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import big, clean, source_of
+from attnlens.wording import big, clean, source_of, title_of
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from attnlens.records import Report, Selection
+
+CROWDED = 24
+"""Layers beyond which they touch: the gaps between thinner ones would be all that one sees."""
+
+
+def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
+    """A line a head, of its parts, which sum to 1; a layer's heads by their first part. Without a value: hatched."""
+    names = shapes.shares[whole]
+    height = 1.0 if len(shapes.layers) > CROWDED else 0.86
+    ends, parts, empty = _stacked(shapes, names, height)
+    left = np.zeros(len(ends))
+    for (label, colour), part in zip(named_parts(names), parts, strict=True):
+        axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
+        left = left + part
+    for row in empty:
+        place = ((0, row - height / 2), 1, height)
+        axes.add_patch(Rectangle(*place, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0))
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
+    axes.set_xlabel("share; a line a head", labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_layers(axes, shapes.layers, shapes.parts, named=named)
+    legend_above(axes, min(4, len(names)))
+
+
+def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
+    """What each part of a whole is called, without the words that all begin with, and its colour."""
+    shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
+    labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
+    return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
+
+
+def _stacked(
+    shapes: Shapes, names: list[str], height: float
+) -> tuple[Float[np.ndarray, " ends"], Float[np.ndarray, "parts ends"], list[int]]:
+    """Where down the side each head's line begins, what its parts are, and which layers have no head with all parts.
+
+    After a layer's last line stands its lower end, and then NaN, which separates it from the next layer.
+    """
+    stack = np.stack([shapes.readings[name].values for name in names])
+    ends: list[float] = []
+    parts: list[Float[np.ndarray, " parts"]] = []
+    empty = []
+    for row in range(stack.shape[1]):
+        heads = stack[:, row, ~np.isnan(stack[:, row].sum(axis=0))]
+        heads = heads[:, np.argsort(-heads[0], kind="stable")]
+        if not heads.shape[1]:
+            empty.append(row)
+            continue
+        ends += [*np.linspace(row - height / 2, row + height / 2, heads.shape[1] + 1), np.nan]
+        parts += [*heads.T, heads[:, -1], np.full(len(names), np.nan)]
+    return np.array(ends), np.array(parts).T, empty
+
+
+def has_all(shapes: Shapes, names: list[str]) -> bool:
+    """Whether every layer has a head with all of these parts."""
+    return not _stacked(shapes, names, 1.0)[2]
+
+
+MARGINS_WIDTH, MARGINS_HEIGHT = 6.2, 4.7
+CAPTION = (
+    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending; "
+    "a single query may exceed 1. "
+    "Null: the head turned by random rotations on both sides, with its own selection and its own best. "
+    "Posed {where}."
+)
+
+
+def margins_figure(report: Report, found: Selection) -> Figure:
+    """The sorted margins of one head (blue), of its null heads (grey), and the best least margin (dashed)."""
+    figure = new_figure(MARGINS_WIDTH, MARGINS_HEIGHT)
+    axes = figure.add_axes((0.1, 0.28, 0.86, 0.59))
+    draw_margins(axes, found)
+    shapes = Shapes(report)
+    title = f"layer {found.layer} head {found.head}: margins of its selection"
+    figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
+    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
+    caption = wrapped(lines, int(MARGINS_WIDTH * 17))
+    figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
+    return figure
+
+
+def draw_margins(axes: Axes, found: Selection) -> None:
+    """Lines over the share of queries with at most that margin."""
+    for number, margins in enumerate(found.null_margins):
+        axes.plot(*_sorted(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
+    own = [pick.margin for pick in found.picks]
+    axes.plot(*_sorted(own), color=CATEGORIES[0], linewidth=1.8, label="the head")
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
+    every = [margin for line in [own, *found.null_margins] for margin in line]
+    if min(every) > 0 and max(every) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the posed queries with no larger margin")
+    axes.set_ylabel("margin over the best least margin")
+    axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
+    legend_above(axes, 3, handlelength=1.6)
+
+
+def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    values = np.sort(np.asarray(margins, dtype=float))
+    return np.arange(1, len(values) + 1) / len(values), values
+
 
 ACROSS = 3
 NOTE = 54

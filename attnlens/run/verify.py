@@ -9,9 +9,8 @@ from attnlens import requests
 from attnlens.arguments import public, switch
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.binary_kernel import binary_kernel
-from attnlens.experiments.depth_decay import depth_decay
-from attnlens.experiments.ksvd_identities import ksvd_identities
 from attnlens.experiments.primal_decay import primal_decay
+from attnlens.experiments.trained import depth_decay, ksvd_identities
 from attnlens.records import Experiment, Report, Skipped
 from attnlens.run.progress import Progress, silent
 from attnlens.run.training.synthetic import WIDTH, finished

@@ -12,12 +12,20 @@ or over whole `groups` of them such as layers:
 True
 """
 
+from attnlens.statistics.associations import rank_correlation
 from attnlens.statistics.design import Design
-from attnlens.statistics.discoveries import adjusted, false_discovery, p_values
-from attnlens.statistics.intervals import Interval, further, paired_difference, student_interval
-from attnlens.statistics.means import median_error, standard_error
+from attnlens.statistics.intervals import (
+    Interval,
+    adjusted,
+    false_discovery,
+    further,
+    median_error,
+    p_values,
+    paired_difference,
+    standard_error,
+    student_interval,
+)
 from attnlens.statistics.nulls import gaussian_null, null_of_median, robust_z, z_scores
-from attnlens.statistics.ranks import rank_correlation
 from attnlens.statistics.streams import Stream, summed
 
 __all__ = [

@@ -112,9 +112,7 @@ class Design:
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
     def variance(
-        self,
-        residuals: Float[Tensor, "*batch windows"],
-        times: Float[Tensor, "*batch windows"],
+        self, residuals: Float[Tensor, "*batch windows"], times: Float[Tensor, "*batch windows"]
     ) -> Float[Tensor, "*batch"]:
         """The variance of Σ times · residuals, each window drawn `times` (0: it has no value).
 

@@ -1,4 +1,4 @@
-"""Running means of curves over sequences."""
+"""Running means of curves, and linear CKA of hidden states, summed over batches."""
 
 from __future__ import annotations
 
@@ -58,3 +58,31 @@ def _same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     steps = max(first.shape[-1], second.shape[-1])
     both = (torch.nn.functional.pad(part, (0, steps - part.shape[-1])) for part in (first, second))
     return next(both), next(both)
+
+
+class Likeness:
+    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), summed over batches."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._products = [torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)]
+        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for _ in range(2)]
+        self._count = 0
+
+    def add(self, x: Float[Tensor, "tokens d_model"], y: Float[Tensor, "tokens d_model"]) -> None:
+        """Take in the same tokens' states in both models."""
+        for product, left, right in zip(self._products, (x, x, y), (y, x, y), strict=True):
+            product += left.mT @ right
+        for total, part in zip(self._sums, (x, y), strict=True):
+            total += part.sum(0)
+        self._count += len(x)
+
+    @property
+    def value(self) -> float | None:
+        """In [0, 1]; 1 where the one is a rotation and scaling of the other; None where one's states are all alike."""
+        x, y = self._sums
+        pairs = ((x, y), (x, x), (y, y))
+        cross, own, new = (
+            float((product - torch.outer(left, right) / self._count).norm())
+            for product, (left, right) in zip(self._products, pairs, strict=True)
+        )
+        return cross**2 / (own * new) if own * new > 0 else None

@@ -11,7 +11,7 @@ import torch
 from attnlens import hooks, registry
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.attention import attend
-from attnlens.attsvm.nearness import Nearness
+from attnlens.attsvm.head import Nearness
 from attnlens.choices import Part
 from attnlens.kernel_transformers import KernelTransformer
 from attnlens.kernel_transformers.attention import KernelAttention

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens.attsvm.head import Chosen, FactoredForm, Scene, Softmax
-    from attnlens.attsvm.nearness import Nearness
+    from attnlens.attsvm.head import Chosen, FactoredForm, Nearness, Scene, Softmax
 
 MOST_TOKENS = 4096
 """Tokens of text that a problem may draw its queries from: 32 windows of 128; the first sequences fed are taken."""
@@ -170,8 +169,7 @@ class Selector:
 
     def _judged(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
         """Space by space; the head chooses once for all of them, a draw of its null anew in each."""
-        from attnlens.attsvm.head import choose
-        from attnlens.attsvm.nearness import nearness_of
+        from attnlens.attsvm.head import choose, nearness_of
 
         chosen = None
         for space in self.spaces:

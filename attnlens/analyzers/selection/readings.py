@@ -11,8 +11,7 @@ from attnlens.choices import Space
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnlens.attsvm.head import Chosen
-    from attnlens.attsvm.nearness import Nearness
+    from attnlens.attsvm.head import Chosen, Nearness
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from scipy.linalg.lapack import dposv
 
-from attnlens.attsvm.solvers.frobenius import solve
-from attnlens.attsvm.solvers.gram import UnitConstraints
-from attnlens.attsvm.validation import bounded, ordinary
+from attnlens.attsvm.problem import bounded, ordinary
+from attnlens.attsvm.solvers.frobenius import UnitConstraints, solve
 from attnlens.errors import UnposedError, UsageError
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from attnlens.run.outcomes.paired import LARGEST_LOSS, paired_change
 from attnlens.run.outcomes.positions import TokenLosses
 from attnlens.run.progress import Tell
 from attnlens.statistics import Design, paired_difference
-from attnlens.statistics.likeness import Likeness
+from attnlens.statistics.streams import Likeness
 from attnlens.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 
 if TYPE_CHECKING:

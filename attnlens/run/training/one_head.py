@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 from attnlens import models, requests, texts
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.arguments import public
-from attnlens.attsvm.nearness import Nearness
+from attnlens.attsvm.head import Nearness
 from attnlens.choices import SHOWN, WHERE_POSED, Space
 from attnlens.errors import UsageError
 from attnlens.experiments.one_head import hardening, trained

@@ -1,19 +1,31 @@
-"""Classification of sequences: rows of ids or of a series' steps, each with the number of its class."""
+"""Classification of sequences: labelled texts in byte pairs, or time series in the UEA archive's format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attnlens.studies.tasks.batching import endless, in_order, padded
-from attnlens.studies.tasks.byte_pairs import BytePairs
-from attnlens.studies.tasks.task import Examples, Split
+from attnlens.errors import TextError
+from attnlens.studies.tasks.files import REMEDY, Recording, read_rows, read_series
+from attnlens.studies.tasks.task import (
+    PARTS,
+    BytePairs,
+    Examples,
+    Split,
+    blocks,
+    byte_pairs,
+    endless,
+    in_order,
+    numbers,
+    padded,
+)
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
     from torch import Tensor
 
 
@@ -87,3 +99,147 @@ class Labelled:
             for part, each in self.cases.items()
         }
         return replace(self, name=f"{self.name}, labels permuted", cases=mixed)
+
+
+HEADER = ("text", "label")
+"""The columns of a first line that is no case."""
+SHARES = (0.1, 0.1)
+"""Shares of validation and test of each class."""
+TEXT_REMEDY = "Give lines of a text and its label, in UTF-8 with a tab between them."
+
+
+def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
+    """Classification of a file of lines `text TAB label`, packed by gzip or not; a first line `text TAB label` is none.
+
+    A text that stands there again, whatever its label, is left out, so that none is in two parts. The cases of each
+    class are split in the order of the file by contiguous blocks: 80 % training, 10 % validation, 10 % test. Texts
+    beyond `length` tokens lose what is beyond. Raises TextError for lines with empty or missing columns, one label
+    alone, and a label with fewer than three texts; UsageError for a vocabulary below 256.
+    """
+    found = read_rows(path, (2,), TEXT_REMEDY)
+    rows = found.rows[1:] if tuple(word.lower() for word in found.rows[0]) == HEADER else found.rows
+    once: dict[str, str] = {}
+    for text, label in rows:
+        once.setdefault(text, label)
+    texts = list(once.items())
+    classes = sorted(set(once.values()))
+    parts = _parts(str(path), texts, classes)
+    code = byte_pairs((texts[number][0] for number in parts["training"]), vocabulary)
+    ids = code.ids([text for text, _ in texts])
+    cases = {
+        part: Cases(
+            [torch.tensor(ids[number][:length], dtype=torch.int64) for number in chosen],
+            torch.tensor([classes.index(texts[number][1]) for number in chosen]),
+        )
+        for part, chosen in parts.items()
+    }
+    return Labelled(
+        name=found.name,
+        classes=tuple(classes),
+        cases=cases,
+        files={found.name: found.sha256},
+        vocabulary=code.size,
+        pairs=code,
+        left_out={"repeated": len(rows) - len(texts), "cut": sum(len(row) > length for row in ids)},
+    )
+
+
+def _parts(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[str, list[int]]:
+    """The numbers of each part's texts, in the order of the file."""
+    if len(classes) < 2:
+        only = f"one label only: {classes[0]}" if classes else "no text below its header"
+        raise TextError(f"{path} has {only}.", "Give texts with two labels or more.")
+    parts: dict[str, list[int]] = {part: [] for part in PARTS}
+    for name in classes:
+        own = [number for number, (_, label) in enumerate(texts) if label == name]
+        if len(own) < len(PARTS):
+            raise TextError(
+                f"{path} has {len(own)} text(s) with label {name}, too few to train and judge on.",
+                "Give each label ten texts or more.",
+            )
+        split = numbers(blocks(len(own), stretches=1, shares=SHARES))
+        for part, chosen in split.items():
+            parts[part] += [own[number] for number in chosen]
+    return {part: sorted(chosen) for part, chosen in parts.items()}
+
+
+EVERY = 5
+"""Of each class of the training file every fifth case is validation."""
+
+
+def series(train: str | Path, test: str | Path) -> Labelled:
+    """Classification of the series in two `.ts` files, the second of which is the test set.
+
+    Validation is every fifth case of each class of the first file, whatever the seed. Each channel has mean 0 and
+    standard deviation 1 over the steps of the training part; a constant one is only centred. Raises TextError for a
+    file that can't be read, one class alone, a class with a single case, a label of the test set that training does not
+    have, and files of unlike channels.
+    """
+    first, second = read_series(train), read_series(test)
+    _check_channels(first, second)
+    classes = _classes(first, second)
+    held = _validation(first.labels)
+    fitted = [case for number, case in enumerate(first.cases) if number not in held]
+    steps = torch.cat(fitted)
+    spread = steps.std(0, correction=0)
+    mean, scale = steps.mean(0), torch.where(spread > 0, spread, torch.ones_like(spread))
+
+    def cases(recording: Recording, chosen: Iterable[int]) -> Cases:
+        found = list(chosen)
+        rows: list[Float[Tensor, "steps channels"]] = [
+            ((recording.cases[number] - mean) / scale).float() for number in found
+        ]
+        return Cases(rows, torch.tensor([classes.index(recording.labels[number]) for number in found]))
+
+    return Labelled(
+        name=first.problem,
+        classes=classes,
+        cases={
+            "training": cases(first, (number for number in range(len(first.cases)) if number not in held)),
+            "validation": cases(first, held),
+            "test": cases(second, range(len(second.cases))),
+        },
+        files=_digests((first, train), (second, test)),
+        channels=first.cases[0].shape[1],
+    )
+
+
+def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
+    """SHA-256 of each file by its name; by its path where both have one name. TextError where both are one file."""
+    (first, _), (second, _) = read
+    if first.sha256 == second.sha256:
+        raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
+    return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
+
+
+def _check_channels(first: Recording, second: Recording) -> None:
+    counts = [found.cases[0].shape[1] for found in (first, second)]
+    if counts[0] != counts[1]:
+        raise TextError(
+            f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
+            "Give the training and the test file of one problem.",
+        )
+
+
+def _classes(first: Recording, second: Recording) -> tuple[str, ...]:
+    """The labels of the training file, in the order in which its header lists them, others after these by name."""
+    found = set(first.labels)
+    if len(found) < 2:
+        raise TextError(f"{first.name} has one label only: {first.labels[0]}.", "Give a file with two classes or more.")
+    single = sorted(label for label in found if first.labels.count(label) < 2)
+    if single:
+        raise TextError(f"{first.name} has one case only with label {single[0]}.", "Give each class two cases or more.")
+    strange = sorted(set(second.labels) - found)
+    if strange:
+        raise TextError(f"{second.name} has the label {strange[0]}, which {first.name} does not have.", REMEDY)
+    listed = [label for label in first.classes if label in found]
+    return (*listed, *sorted(found - set(listed)))
+
+
+def _validation(labels: Sequence[str]) -> list[int]:
+    """The last of every five cases of a class; of a class of fewer than five its last case."""
+    held = []
+    for label in sorted(set(labels)):
+        own = [number for number, found in enumerate(labels) if found == label]
+        held += own[EVERY - 1 :: EVERY] or own[-1:]
+    return sorted(held)

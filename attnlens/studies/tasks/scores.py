@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
-from attnlens.studies.tasks.beam import WIDTH, SpecialIds, Translator, beam_search
-from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TranslationTask
+from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, SpecialIds, Split, StudyTask, TranslationTask
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
+
+WIDTH = 4
+"""Beams, as in the papers' translation tables."""
 
 
 def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
@@ -129,10 +133,73 @@ def _translation(task: TranslationTask, model: nn.Module, batches: Sequence[Exam
 
 
 def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
-    ids, pairs = SpecialIds(task.begin, task.end, (task.padding,)), list[tuple[str, str]]()
+    pairs = []
     for batch in batches:
-        found = beam_search(cast(Translator, model), batch.inputs, batch.kept, ids, most=task.length, width=WIDTH)
+        found = beam_search(cast(Translator, model), batch.inputs, batch.kept, task, most=task.length)
         for written, target in zip(found, batch.targets.tolist(), strict=True):
             meant = [number for number in target if number not in (NOTHING, task.end)]
             pairs.append((task.written(written), task.written(meant)))
     return pairs
+
+
+class Translator(Protocol):
+    """An encoder and a decoder that beam search reads."""
+
+    def encode(self, inputs: Tensor, kept: Tensor | None) -> Tensor:
+        """States of the source (batch, tokens, d_model)."""
+
+    def decode(self, given: Tensor, memory: Tensor, kept: Tensor | None) -> Tensor:
+        """Logits (batch, target tokens, outputs) of the token after each of `given`."""
+
+
+class _Generator(PreTrainedModel, GenerationMixin):
+    """A translator as transformers' `generate` calls it."""
+
+    def __init__(self, model: Translator, device: torch.device) -> None:
+        super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
+        self._translator, self._device = model, device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device  # a translator need not have a parameter to ask
+
+    def forward(
+        self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: Any
+    ) -> Seq2SeqLMOutput:
+        kept = None if bool(attention_mask.all()) else attention_mask.bool()
+        return Seq2SeqLMOutput(logits=self._translator.decode(decoder_input_ids, encoder_outputs[0], kept))
+
+
+@torch.no_grad()
+def beam_search(
+    model: Translator, inputs: Tensor, kept: Tensor | None, ids: SpecialIds, *, most: int, width: int = WIDTH
+) -> list[list[int]]:
+    """Return for each source the sentence y of at most `most` tokens with the largest log p(y | x)/|y| that is found.
+
+    `most` and |y| count the end; the result has neither beginning nor end nor padding. A source is done when `width`
+    sentences have ended. At token `most` a sentence can only end, and pays for it.
+    """
+
+    def bar(written: Tensor, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[1], device=scores.device)
+        last = written.shape[1] == most
+        barred = places != ids.end if last else (places == ids.begin) | (places == ids.padding)
+        return scores.masked_fill(barred, -torch.inf)
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=most,
+        num_beams=width,
+        early_stopping=True,
+        use_cache=False,
+        decoder_start_token_id=ids.begin,
+        eos_token_id=ids.end,
+        pad_token_id=ids.padding,
+    )
+    generator: Any = _Generator(model, inputs.device)
+    found: Tensor = generator.generate(
+        encoder_outputs=BaseModelOutput(model.encode(inputs, kept)),
+        attention_mask=torch.ones_like(inputs) if kept is None else kept,
+        logits_processor=LogitsProcessorList([bar]),
+        generation_config=config,
+    )
+    return [[number for number in row if number not in (ids.begin, ids.end, ids.padding)] for row in found.tolist()]

@@ -11,12 +11,24 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from attnlens.errors import TextError
-from attnlens.studies.tasks.batching import endless, in_order, spread
-from attnlens.studies.tasks.byte_pairs import BytePairs, byte_pairs
 from attnlens.studies.tasks.files import TabbedLines, read_rows
-from attnlens.studies.tasks.sentences import BEGIN, END, PADDING, SPECIALS, paired
-from attnlens.studies.tasks.splitting import PARTS, blocks, numbers
-from attnlens.studies.tasks.task import Examples, Split
+from attnlens.studies.tasks.task import (
+    BEGIN,
+    END,
+    PADDING,
+    PARTS,
+    SPECIALS,
+    BytePairs,
+    Examples,
+    Split,
+    blocks,
+    byte_pairs,
+    endless,
+    in_order,
+    numbers,
+    paired,
+    spread,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

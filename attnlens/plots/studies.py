@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnlens.plots.page import Panel
-from attnlens.plots.panel_pages import panels_overview
+from attnlens.plots.page import Panel, panels_overview
 from attnlens.plots.style import CATEGORIES, INK
 from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sentences.studies import title

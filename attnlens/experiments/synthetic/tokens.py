@@ -1,0 +1,319 @@
+"""The experiments in which every input keeps one token: selection, feasibility, convergence and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens import attsvm
+from attnlens.attsvm.descent import Descent, descend, longest
+from attnlens.attsvm.instances import Instances
+from attnlens.experiments.settings import (
+    CORRELATION,
+    NORMS,
+    ExperimentSettings,
+    Figure,
+    Progress,
+    Published,
+    Study,
+    averaged,
+    columns,
+    curve,
+    share_of,
+    uses,
+)
+from attnlens.experiments.synthetic.data import chunks, directions, draw, grid, starts
+from attnlens.records.experiments import Curve, Experiment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+SIZES = ((5, 5), (10, 5), (5, 10))
+"""(n, T)."""
+FEASIBLE_SHARES = {
+    (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
+    (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
+    (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
+}
+FEASIBLE_TRIALS = 60
+EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
+FEASIBLE_SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
+
+
+def feasibility(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Share of draws for which the SVM of each input's first token (any other is as good) has a solution, by d.
+
+    `sure_n_T` is that share at d = max(T−1, n), where theory puts it at 1 for almost all data; not at d = 1, where
+    tokens of unit length are ±1 and often equal. At another n or T than the default, that size alone. The tolerance is
+    three standard errors of the difference of the two shares.
+    """
+    s = settings
+    sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
+    shares = {
+        (n, T): {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, max(T - 1, n)})} for n, T in sizes
+    }
+    known = FEASIBLE_SHARES if published else {}
+    rows = {
+        f"n{n}_T{T}_d{d}": share_of(
+            share, s.trials, f"n = {n}, T = {T}, d = {d}", known.get((n, T), {}).get(d), FEASIBLE_TRIALS
+        )
+        for (n, T), row in shares.items()
+        for d, share in row.items()
+    }
+    for n, T in sizes:
+        share = shares[n, T][d] if (d := max(T - 1, n)) > 1 else None
+        rows[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0 if published else None)
+    return Experiment(
+        name="feasibility",
+        question="For which sizes does any W separate arbitrary tokens of random data?",
+        settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
+        source=FEASIBLE_SOURCE if published else None,
+        axis="d",
+        curves={
+            f"n={n}, T={T}": Curve(steps=list(row), median=list(row.values()), quantity="share separable", bounded=True)
+            for (n, T), row in shares.items()
+        },
+        **columns(rows, EQUAL),
+    )
+
+
+def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
+    instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
+    there, first = 0, torch.zeros(n, dtype=torch.long)
+    for trial in range(s.trials):
+        problem = attsvm.selection(instances.tokens[trial], instances.queries[trial], first)
+        # A verdict that the solver leaves open (None) has no proof of separability, and counts as none.
+        there += attsvm.separable(problem).verdict is True
+        progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
+    return there / s.trials
+
+
+FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
+FEASIBILITY = Study(feasibility, FEASIBLE, replace(FEASIBLE, trials=30), uses("feasibility"))
+
+
+SELECTED_SHARES = {
+    2: 0.12,
+    3: 0.28,
+    4: 0.35,
+    6: 0.49,
+    8: 0.62,
+    10: 0.67,
+    15: 0.85,
+    20: 0.82,
+    30: 0.91,
+    50: 0.96,
+    100: 0.955,
+}
+SELECTED_TRIALS = 200
+SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
+
+
+def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Share of trials whose α_i is argmax_t Y_i γ_it for every input i, by d.
+
+    The tolerance is three standard errors of the difference of the two shares.
+    """
+    shares = {d: _selected_share(settings, d, place, progress) for place, d in enumerate(settings.d)}
+    known = SELECTED_SHARES if published else {}
+    rows = {
+        f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), SELECTED_TRIALS)
+        for d, share in shares.items()
+    }
+    shown = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
+    return Experiment(
+        name="global selection",
+        question="How often does descent from zero select the best token of every input?",
+        source=SELECTED_SOURCE if published else None,
+        axis="d",
+        curves={"all best tokens selected": shown},
+        **columns(rows),
+    )
+
+
+def _selected_share(s: ExperimentSettings, d: int, place: int, progress: Progress) -> float:
+    hits, done = 0, 0
+    for trials, seed in chunks(s.trials, s.seed):
+        drawn = draw(s.n, s.T, d, trials, seed, s.attention)
+        first = done
+
+        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
+            part = (first + trials * step / s.iterations) / s.trials
+            progress("global selection", round(1000 * (place + part)), 1000 * len(s.d))
+
+        W, _ = starts(drawn, 1, s.start)
+        descent = descend(drawn.instances, W, s.iterations, lr=s.lr, loss=s.loss, progress=tick)
+        hits += int((descent.chosen[-1] == drawn.best).all(-1).sum())
+        done += trials
+    return hits / s.trials
+
+
+SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
+SELECTED_QUICK = replace(SELECTED, trials=50, d=(2, 4, 10))
+GLOBAL_SELECTION = Study(global_selection, SELECTED, SELECTED_QUICK, uses("global-selection"))
+
+
+LONGER = 5
+"""At the published settings W trains on for so many times the iterations, where the textbook's gradient decays."""
+CORRELATIONS: dict[str, Published] = {
+    "W_to_frobenius": {"published": 0.991, "tolerance": 0.01},
+    "W_to_nuclear": {"published": 0.858, "tolerance": 0.03},
+    "KQ_to_nuclear": {"published": 0.996, "tolerance": 0.01},
+    "KQ_to_frobenius": {"published": 0.851, "tolerance": 0.03},
+    "W_to_frobenius_longer": {"published": 0.9998, "tolerance": 0.0001, "bound": "at least"},
+}
+CORRELATIONS_SOURCE = (
+    "Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds"
+)
+GOALS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
+    "frobenius": attsvm.solve,
+    "nuclear": partial(attsvm.solve_nuclear, tolerance=1e-6),
+}
+
+
+@dataclass(frozen=True)
+class DescentFigures:
+    """What one parameterisation's descent came to."""
+
+    rows: dict[str, Figure]
+    curves: dict[str, Curve]
+    longer: dict[str, Figure]
+    """The figure of the longer training, where there is one; it stands below all others."""
+
+
+def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Mean over trials of ⟨W, W_svm⟩/(‖W‖‖W_svm‖), the SVM posed on the tokens that the trained model selects.
+
+    `W_to_frobenius_longer` is the median after LONGER times the iterations.
+    """
+    s = settings
+    drawn = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
+    W, factors = starts(drawn, s.m or s.d[0], s.start)
+    wanted = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
+    known = CORRELATIONS if published else {}
+    reads = [_trained(drawn.instances, start, s, known, name, progress) for name, start in wanted.items()]
+    rows = {name: row for read in reads for name, row in read.rows.items()}
+    longer = {name: row for read in reads for name, row in read.longer.items()}
+    return Experiment(
+        name="local convergence",
+        question="Does descent end at the max-margin solution for the tokens that it selects?",
+        settings={"m": s.m or s.d[0], "normaliser": _normaliser(s)},
+        source=CORRELATIONS_SOURCE if published else None,
+        curves={name: found for read in reads for name, found in read.curves.items()},
+        **columns(rows | longer, "no trial's selection is separable"),
+    )
+
+
+def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
+    """Both factors by ‖∇_W‖, as the published figures; each by its own norm where that would overflow."""
+    return "form" if s.iterations <= longest(s.lr) else "own"
+
+
+def _trained(
+    instances: Instances,
+    start: Tensor | tuple[Tensor, Tensor],
+    s: ExperimentSettings,
+    known: Mapping[str, Published],
+    name: str,
+    progress: Progress,
+) -> DescentFigures:
+    longer = f"{name}_to_frobenius_longer"
+    last = LONGER * s.iterations if longer in known else s.iterations
+    descent = descend(
+        instances,
+        start,
+        last,
+        lr=s.lr,
+        loss=s.loss,
+        normaliser=_normaliser(s),
+        record={*grid(s.iterations), *grid(last)},
+        progress=partial(progress, f"local convergence, {name}"),
+    )
+    at = descent.steps.index(s.iterations) + 1
+    short = replace(descent, **{name: getattr(descent, name)[:at] for name in ("steps", "W", "chosen", "largest")})
+    rows, curves = dict[str, Figure](), dict[str, Curve]()
+    for svm in GOALS:
+        read, words = _correlations(instances, short, name, svm, progress), f"{name} to {NORMS[svm]}"
+        rows[f"{name}_to_{svm}"] = averaged(read[-1], words, **known.get(f"{name}_to_{svm}", {}))
+        curves[f"{name} to {svm}"] = curve(short.steps, read, CORRELATION, bounded=True, label=words)
+    rows[f"{name}_largest_weight"] = averaged(descent.largest[at - 1].mean(-1))
+    if last == s.iterations:
+        return DescentFigures(rows, curves, {})
+    end, words = _correlations(instances, descent, name, "frobenius", progress), f"{name} to Frobenius, longer"
+    curves[f"{name} to frobenius, longer"] = curve(descent.steps, end, CORRELATION, bounded=True, label=words)
+    return DescentFigures(rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])})
+
+
+def _correlations(
+    instances: Instances, descent: Descent, name: str, svm: str, progress: Progress
+) -> Float[Tensor, "steps trials"]:
+    """To the SVM of the tokens that are selected at the last step; NaN where nothing separates them."""
+    tick = partial(progress, f"local convergence, {name}, {svm} SVM")
+    return descent.correlation(directions(GOALS[svm], instances, descent.chosen[-1], tick))
+
+
+CONVERGENCE = ExperimentSettings(trials=100)
+LOCAL_CONVERGENCE = Study(local_convergence, CONVERGENCE, replace(CONVERGENCE, trials=20), uses("local-convergence"))
+
+
+TIGHT = 1e-8
+"""The relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
+SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
+    "nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT),
+    "frobenius": attsvm.solve,
+}
+RANKS: dict[str, Published] = {
+    "nuclear_least": {"published": 2.0, "bound": "at least"},
+    "nuclear_most": {"published": 4.0, "bound": "at most"},
+    "beyond_bound": {"published": 0.0, "bound": "at most"},
+}
+RANKS_SOURCE = (
+    "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
+)
+
+
+def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Number of σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens, by d.
+
+    `nuclear_least` and `nuclear_most` are the least and the largest mean rank over d, `beyond_bound` is the largest
+    rank − min(n, d).
+    """
+    s = settings
+    ranks = {(d, svm): _ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
+    rows = {f"{svm}_d{d}": averaged(found, f"{NORMS[svm]}, d = {d}") for (d, svm), found in ranks.items()}
+    means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
+    beyond = [found[~found.isnan()] - min(s.n, d) for (d, svm), found in ranks.items() if svm == "nuclear"]
+    most = max((float(row.max()) for row in beyond if len(row)), default=None)
+    for name, value, label in (
+        ("nuclear_least", min(means, default=None), "nuclear, least mean"),
+        ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
+        ("beyond_bound", most, "largest rank − min(n, d)"),
+    ):
+        rows[name] = Figure(value, label=label, **(RANKS[name] if published else {}))
+    return Experiment(
+        name="rank",
+        question="Of which rank is the nuclear solution, and is it at most min(n, d)?",
+        settings={"threshold": 1e-5, "solver_gap": TIGHT},
+        source=RANKS_SOURCE if published else None,
+        axis="d",
+        curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in SVMS},
+        **columns(rows, "nothing separates the best tokens"),
+    )
+
+
+def _ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
+    """The rank in each trial; NaN where there is no solution."""
+    drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
+    found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
+    there = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in found]
+    return torch.tensor(there, dtype=torch.float64)
+
+
+RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))
+RANK_QUICK = replace(RANK_SIZES, trials=10, d=(6, 10))
+RANK = Study(rank, RANK_SIZES, RANK_QUICK, uses("rank"))
