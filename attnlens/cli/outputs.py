@@ -19,7 +19,7 @@ from attnlens.files import check_writable, identity
 
 READER_LEFT = 141
 """Exit code where the reader of stdout closes it early, as `head` does; the same as of a program that signals end."""
-DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit", "sarif"), ("png", "html")
+DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("png", "html")
 STDOUT = "-"
 
 
@@ -51,7 +51,6 @@ class Outputs:
     markdown: str | None = None
     plan: str | None = None
     junit: str | None = None
-    sarif: str | None = None
     save: str | None = None
     all_heads: bool = False
     quiet: bool = False

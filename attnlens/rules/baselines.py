@@ -148,7 +148,6 @@ def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, 
         heads=heads,
         breaches=[_breach(move) for move in worst],
         file=file,
-        line=None if file is None else 1,
     )
 
 

@@ -55,7 +55,6 @@ def _check(report: Report, rule: Rule, identity: str) -> Check:
         without=found.without,
         breaches=[] if passed else [breach(head, value) for head, value in broken],
         file=rule.file,
-        line=rule.line,
     )
 
 

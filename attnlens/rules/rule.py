@@ -10,7 +10,6 @@ from typing import Any
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, written
 from attnlens.rules.grammar import RuleCondition, condition
-from attnlens.rules.toml_lines import lines_of
 from attnlens.wording import clean
 
 MOST = 1000
@@ -36,8 +35,6 @@ class Rule:
     """The condition as it is written."""
     file: str | None = None
     """The file in which it stands."""
-    line: int | None = None
-    """Its line there, from 1 on."""
 
     @property
     def spelling(self) -> str:
@@ -51,8 +48,8 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """What stands before a sentence about it: `attnlens.toml:7: `; empty where it was given in the call."""
-        return _place(self.file, self.line)
+        """The prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
+        return _place(self.file)
 
     @property
     def id(self) -> str:
@@ -61,22 +58,20 @@ class Rule:
         return f"{self.named}: {kept.measured} {kept.comparison.operator}{kept.filters}"
 
 
-def rule(subject: str, text: object, file: str | None = None, line: int | None = None) -> Rule:
+def rule(subject: str, text: object, file: str | None = None) -> Rule:
     """The rule; UsageError, which names its place, where it makes no sense."""
     if not subject.strip("| "):
         raise UsageError(
-            f"{_place(file, line)}the rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
+            f"{_place(file)}the rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
         )
     try:
-        return Rule(subject.strip(), condition(text), clean(str(text)), file, line)
+        return Rule(subject.strip(), condition(text), clean(str(text)), file)
     except UsageError as error:
-        raise UsageError(f"{_place(file, line)}{error.problem}", error.remedy) from None
+        raise UsageError(f"{_place(file)}{error.problem}", error.remedy) from None
 
 
-def _place(file: str | None, line: int | None) -> str:
-    if file is None:
-        return ""
-    return clean(file) + (": " if line is None else f":{line}: ")
+def _place(file: str | None) -> str:
+    return "" if file is None else f"{clean(file)}: "
 
 
 def spelled(text: str) -> Rule:
@@ -89,22 +84,15 @@ def spelled(text: str) -> Rule:
     return rule(subject, wanted.strip())
 
 
-def tabled(
-    table: Mapping[str, Any], file: str | None = None, lines: Mapping[str, list[int]] | None = None
-) -> list[Rule]:
+def tabled(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
     """The rules of a table subject → condition or conditions; a table in it continues the subject behind a dot."""
     found: list[Rule] = []
     for subject, texts in _flat(table, ""):
-        places = (lines or {}).get(subject, [])
         if not isinstance(texts, str | list | tuple) or not texts:
-            where = _place(file, next(iter(places), None))
             raise UsageError(
-                f"{where}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
+                f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
             )
-        each = [texts] if isinstance(texts, str) else texts
-        # the key's line stands first, then a line for every text behind it
-        own = places[1:] if len(places) == len(each) + 1 else places[:1] * len(each)
-        found += [rule(subject, text, file, own[at] if own else None) for at, text in enumerate(each)]
+        found += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
     if len(found) > MOST:
         raise UsageError(f"There are {len(found)} rules.", f"Give at most {MOST}.")
     return found
@@ -131,8 +119,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     remedy = f"Give a TOML file with a table [check], as in {EXAMPLE}."
     content = read_bytes(path, UsageError, remedy, most=LARGEST)
     try:
-        text = content.decode().replace("\r\n", "\n")
-        told = tomllib.loads(text)
+        told = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
     for names in TABLES:
@@ -142,7 +129,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
         if not isinstance(table, Mapping):
             raise UsageError(f"{path}: {'.'.join(names)} must be a table.", f"Write it as [{'.'.join(names)}].")
         if table:
-            return tabled(table, str(path), lines_of(text, names))
+            return tabled(table, str(path))
     if named:
         raise UsageError(f"{path} has no rule.", remedy)
     return []

@@ -1,4 +1,4 @@
-"""The one verdict behind table, exit code, JSON, JUnit, SARIF and annotations: a report with its checks."""
+"""The one verdict behind table, exit code, JSON, JUnit and annotations: a report with its checks."""
 
 from __future__ import annotations
 
