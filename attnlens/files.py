@@ -18,8 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from attnlens.addresses import StoreAddress
-from attnlens.errors import AttnlensError, OutputError
+from attnlens.errors import AttnlensError, OutputError, UsageError
 
 LARGEST = 2**28
 """Bytes of the largest file that is read at once; tokenizers, the largest of them, have a tenth of it."""
@@ -92,6 +91,15 @@ def opened(path: Path) -> BinaryIO:
     return file
 
 
+def local_path(path: object, name: str = "path") -> Path:
+    """Return the path of a local file or folder. Raises UsageError for an address (`s3://…`) or another object."""
+    if not isinstance(path, str | Path):
+        raise UsageError(f"{reprlib.repr(path)} is no path.", "Give a string or a path.")
+    if "://" in str(path):
+        raise UsageError(f"{name} names a file or folder of this machine, not {path}.", "Give the path of one.")
+    return Path(path)
+
+
 def with_home(path: str) -> Path:
     """The path with `~` as the home folder; unchanged where there is no such user, as a shell leaves it."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
@@ -118,21 +126,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def identity(path: Path | StoreAddress) -> object:
+def identity(path: Path) -> object:
     """What all names of one file have in common: its inode, or its real path where none can be looked at."""
-    if isinstance(path, StoreAddress):
-        return path.url
     with suppress(OSError):
         found = path.stat()
         return found.st_dev, found.st_ino
     return os.path.realpath(path)
 
 
-def check_writable(path: Path | StoreAddress, *, may_be_folder: bool = False) -> None:
+def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
-    if isinstance(path, StoreAddress):
-        path.check(is_folder=may_be_folder and not path.suffix)
-        return
     with _as_output_error(path):
         found = _found(path)
     if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
@@ -186,16 +189,13 @@ def make_folder(path: Path) -> None:
         ) from None
 
 
-def write_atomically(path: Path | StoreAddress, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that a killed run leaves no half file.
 
     A link is followed and stays; a file that is there keeps its mode, and a new one gets the umask's. What is no
     regular file (a device, a pipe, the stdout of this process under any name) is written into and not replaced.
-    Behind an address one object is put. Raises OutputError where the folder does not exist or can't be written.
+    Raises OutputError where the folder does not exist or can't be written.
     """
-    if isinstance(path, StoreAddress):
-        path.write(content)
-        return
     with _as_output_error(path):
         found = _found(path)
         if found is not None and _takes_bytes_as_they_come(found):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens import requests
-from attnlens.addresses import BETWEEN
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.defaults import FILES
@@ -16,7 +15,7 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
 from attnlens.cli.work import checked_model, working
 from attnlens.errors import UsageError
-from attnlens.files import check_writable, identity, write_atomically
+from attnlens.files import check_writable, identity, local_path, write_atomically
 from attnlens.requests.check import JudgingRequest
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ def baseline_of(given: Mapping[str, Any]) -> Baseline | None:
     from attnlens.records import read_baseline
 
     name = given["baseline"]
-    if name is not None and BETWEEN in name:
-        raise UsageError(f"--baseline names a file of this machine, and not {name}.", "Give the path of one.")
+    if name is not None:
+        local_path(name, "--baseline")
     if name is None or given["update_baseline"]:
         return None
     if identity(Path(name)) == identity(Path(given["subject"])):
