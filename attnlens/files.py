@@ -126,14 +126,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def identity(path: Path) -> object:
-    """What all names of one file have in common: its inode, or its real path where none can be looked at."""
-    with suppress(OSError):
-        found = path.stat()
-        return found.st_dev, found.st_ino
-    return os.path.realpath(path)
-
-
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
     with _as_output_error(path):

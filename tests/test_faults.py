@@ -47,7 +47,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(DEMO, "m", ignore=shutil.ignore_patterns("checkpoints"))
     Path("my.txt").write_text("The cat sat on the mat and looked at the dog. " * 40)
-    os.link("my.txt", "hard.txt")
     Path("soft.txt").symlink_to("my.txt")
     return tmp_path
 
@@ -137,7 +136,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
     ("words", "part"),
     [
         ("inspect --text my.txt --markdown my.txt", "--markdown would replace my.txt, which --text reads"),
-        ("inspect --text my.txt --csv hard.txt", "hard.txt, which --text reads"),
+        ("inspect --text my.txt --csv soft.txt", "soft.txt, which --text reads"),
         ("inspect --text soft.txt --html my.txt", "my.txt, which --text reads"),
         ("swap-kernel --kernel rank:4 --fit --calibration my.txt --csv my.txt", "which --calibration reads"),
         ("swap-kernel --kernel rank --ranks plan.json --json plan.json", "which --ranks reads"),
@@ -145,6 +144,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
         ("inspect m/model.safetensors --json m/config.json", "a file of the model"),
         ("inspect m --json link/config.json", "a file of the model m"),
         ("doctor m --json weights", "a file of the model m"),
+        ("doctor n --json m/model.safetensors", "a file of the model n"),
         ("converge m --head 0.0 --csv m/tokenizer.json", "a file of the model m"),
         ("inspect --text pictures/overview.png --png pictures", "pictures/overview.png, which --text reads"),
         ("swap-kernel --save new --json new", "--json and --save name the same file"),
@@ -152,7 +152,10 @@ def test_mistakes_of_words_are_answered_without_torch(here):
 )
 def test_no_output_replaces_an_input(here, capsys, words, part):
     Path("link").symlink_to("m")
-    os.link("m/model.safetensors", "weights")
+    Path("weights").symlink_to("m/model.safetensors")
+    Path("n").mkdir()
+    for file in Path("m").iterdir():
+        Path("n", file.name).symlink_to(file.resolve())
     Path("pictures").mkdir()
     shutil.copy("my.txt", "pictures/overview.png")
     Path("plan.json").write_text(planned().plan.to_json())

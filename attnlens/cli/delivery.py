@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from attnlens.cli import INTERRUPTED
 from attnlens.cli.outputs import DATA, STDOUT, Outputs, product
 from attnlens.cli.show import complain, console, say
 from attnlens.errors import AttnlensError, OutputError
-from attnlens.files import identity, make_folder, write_atomically
+from attnlens.files import make_folder, write_atomically
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -73,7 +74,7 @@ def write_data(
 def _naming_windows(outputs: Outputs, report: Report) -> Report:
     """The report with the file of its windows, where that is written beside it."""
     files = outputs.files("json", "windows_csv")
-    if len(files) < 2 or len({identity(file.parent) for file in files.values()}) > 1:
+    if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
     from attnlens.export import WRITERS
     from attnlens.records import File

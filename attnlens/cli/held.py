@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
 from attnlens.cli.work import checked_model, working
 from attnlens.errors import UsageError
-from attnlens.files import check_writable, identity, local_path, write_atomically
+from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.check import JudgingRequest
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def baseline_of(given: Mapping[str, Any]) -> Baseline | None:
         local_path(name, "--baseline")
     if name is None or given["update_baseline"]:
         return None
-    if identity(Path(name)) == identity(Path(given["subject"])):
+    if os.path.realpath(name) == os.path.realpath(given["subject"]):
         raise UsageError(f"The report and its baseline are the same file, {name}.", "Name two files.")
     return read_baseline(Path(name))
 
@@ -90,13 +91,13 @@ def check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) 
     subject, model, baseline = given["subject"], given["model"], given["baseline"]
     inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
-        inputs.files.setdefault(identity(Path(name)), what)
+        inputs.files.setdefault(os.path.realpath(name), what)
     if given["update_baseline"]:
         check_writable(Path(baseline))
-        if what := inputs.holding(Path(baseline)):
+        if what := inputs.description(Path(baseline)):
             raise UsageError(f"--update-baseline would replace {baseline}, {what}.", "Write it somewhere else.")
     if baseline is not None:
-        inputs.files[identity(Path(baseline))] = "the baseline"
+        inputs.files[os.path.realpath(baseline)] = "the baseline"
     outputs.check(inputs)
 
 

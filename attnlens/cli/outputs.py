@@ -14,7 +14,7 @@ import typer
 
 from attnlens.cli.input_files import Inputs
 from attnlens.errors import OutputError, UsageError
-from attnlens.files import check_writable, identity, local_path
+from attnlens.files import check_writable, local_path
 
 READER_LEFT = 141
 """Exit code where the reader of stdout closes it early, as `head` does; the same as of a program that signals end."""
@@ -94,16 +94,16 @@ class Outputs:
             _check_picture(Path(self.png))
 
     def _check_distinct(self, inputs: Inputs) -> None:
-        names: dict[object, str] = {identity(Path(os.devnull)): ""}
+        names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
-            other = names.setdefault(identity(path), option)
+            other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
                 raise UsageError(
                     f"{typed(other)} and {typed(option)} name the same file, {path}.", "Give each its own file."
                 )
             replaced = path.glob("*.png") if option == "png" and path.is_dir() else [path]
             for file in replaced:
-                if what := inputs.holding(file):
+                if what := inputs.description(file):
                     raise UsageError(f"{typed(option)} would replace {file}, {what}.", "Write it somewhere else.")
 
 
