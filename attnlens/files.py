@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import reprlib
 import secrets
 import shlex
@@ -14,7 +13,6 @@ import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -116,10 +114,6 @@ def written(value: object) -> str:
     return reprlib.repr(value)
 
 
-TEMPORARY = ".attnlens."
-"""How the name of a file begins that is still being written; the writing machine and process follow."""
-
-
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
@@ -197,8 +191,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None:
-    _clear_litter(target.parent)
-    temporary = target.with_name(f"{TEMPORARY}{machine()}.{os.getpid()}.{secrets.token_hex(8)}")
+    temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
             if found is not None:  # before the content, which may be private
@@ -208,32 +201,6 @@ def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _clear_litter(folder: Path) -> None:
-    """Remove what a killed run left there: temporary files of this user and machine whose process is gone."""
-    for left in folder.glob(f"{TEMPORARY}{machine()}.*.*"):
-        process = left.name.split(".")[3]
-        with suppress(OSError):  # another run may clear it as well, or it is not ours
-            if process.isdecimal() and left.stat().st_uid == os.getuid() and not _lives(int(process)):
-                left.unlink()
-
-
-@cache
-def machine() -> str:
-    """What tells this machine, or container, from others that number their processes anew and write there too."""
-    numbering = Path("/proc/self/ns/pid")
-    told = f"{platform.node()} {numbering.readlink() if numbering.is_symlink() else ''}"
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
-
-
-def _lives(process: int) -> bool:
-    """Whether there is such a process on this machine. Raises PermissionError where it is another user's."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
 
 
 def _pour(path: Path, found: os.stat_result, content: bytes) -> None:

@@ -30,7 +30,6 @@ from attnlens.cli.entry import exit_code
 from attnlens.cli.verdict import failure
 from attnlens.cli.work import NO_MODEL
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
-from attnlens.files import TEMPORARY, machine, write_atomically
 from attnlens.models.hub import Hub, reachable
 from attnlens.records import Report
 
@@ -399,21 +398,6 @@ def test_letters_that_the_font_lacks_are_not_told(tmp_path, recwarn):
     report = report.model_copy(update={"model": report.model.model_copy(update={"id": "模型"})})
     views.save_pictures(report, tmp_path / "x.png")
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
-
-
-def test_a_second_run_clears_what_a_killed_one_left(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        gone.wait()
-    (tmp_path / f"{TEMPORARY}{machine()}.{gone.pid}.0123456789abcdef").write_text("half")
-    others = {
-        f"{TEMPORARY}{machine()}.{os.getpid()}.0123456789abcdef",  # being written here
-        f"{TEMPORARY}0123456789ab.{gone.pid}.0123456789abcdef",  # and on another machine, with numbers of its own
-        ".attnlens.toml",
-    }
-    for name in others:
-        (tmp_path / name).write_text("mine")
-    write_atomically(tmp_path / "r.json", b"whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"r.json", *others}
 
 
 HOSTILE = {"MPLBACKEND": "module://no.such.backend", "PYTHONWARNINGS": "error", "COLUMNS": "99999999"}
