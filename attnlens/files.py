@@ -9,7 +9,6 @@ import reprlib
 import secrets
 import shlex
 import stat
-import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -121,25 +120,19 @@ def sha256(path: Path) -> str:
 
 
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
-    """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
+    """Raise OutputError before the work if `path`, or a file in the folder that it names, can't be written later."""
     with _as_output_error(path):
         found = _found(path)
     if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
-    if found is not None and _takes_bytes_as_they_come(found):
-        if not os.access(path, os.W_OK):
-            raise OutputError(f"{path} can't be written: Permission denied.", "Choose a path that you can write.")
-        return
-    real = Path(os.path.realpath(path))
-    folder = real if real.is_dir() else real.parent
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{path} can't be written: {folder} is no folder.", "Choose a path in a folder.")
-    if not folder.is_dir():
-        raise OutputError(
-            f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {shlex.quote(str(folder))}"
-        )
-    with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
-        pass
+    place = real = Path(os.path.realpath(path))
+    if found is None or not _takes_bytes_as_they_come(found):
+        place = real if real.is_dir() else real.parent
+        if not place.is_dir():
+            remedy = f"Run: mkdir -p {shlex.quote(str(place))}"
+            raise OutputError(f"{path} can't be written: there is no folder {place}.", remedy)
+    if not os.access(place, os.W_OK):
+        raise OutputError(f"{path} can't be written: Permission denied.", "Choose a path that you can write.")
 
 
 def check_folder(folder: Path) -> None:
@@ -154,8 +147,8 @@ def check_folder(folder: Path) -> None:
                 f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
             )
         nearest = next(parent for parent in real.parents if parent.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            raise unwritten_folder(folder, f"no folder can be made in {nearest}")
     except OSError as error:
         raise unwritten_folder(folder, error.strerror) from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnlens.errors import OutputError
-from attnlens.files import check_writable, write_atomically
+from attnlens.files import check_folder, check_writable, write_atomically
 
 
 def mode(path):
@@ -84,13 +84,23 @@ def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+def test_a_place_without_permission_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "old").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for name in ("new", "old", "."):
+        with pytest.raises(OutputError, match=r"Permission denied\."):
+            check_writable(tmp_path / name, may_be_folder=True)
+    with pytest.raises(OutputError, match=f"no folder can be made in {tmp_path}"):
+        check_folder(tmp_path / "new" / "model")
+
+
 def test_paths_that_lead_nowhere_are_refused(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("none/file")
     for name, word in (
         ("loop", "symbolic links"),
-        ("file/below", "is no folder"),
+        ("file/below", "there is no folder"),
         ("dangling", "there is no folder"),
         ("x" * 300, "too long"),
         (".", "it is a folder"),
