@@ -20,8 +20,8 @@ from attnlens.render.github import step_summary, uri, workflow_commands
 from attnlens.render.html import html
 from attnlens.render.junit import junit
 from attnlens.render.markdown import markdown
+from attnlens.rules.baselines import verdict
 from attnlens.rules.rule import tabled
-from attnlens.rules.verdict import verdict
 from attnlens.sections import checked
 
 RULES = {

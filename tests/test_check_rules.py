@@ -18,8 +18,7 @@ from reports import planted, synthetic_report
 import attnlens
 from attnlens.errors import UsageError
 from attnlens.rules.baselines import rejected
-from attnlens.rules.grammar import condition
-from attnlens.rules.rule import read_rules, spelled
+from attnlens.rules.rule import condition, read_rules, spelled
 from attnlens.statistics import false_discovery
 
 GRID = np.array([[0.1, 0.2, 0.3], [0.4, np.nan, 0.9]])

@@ -109,7 +109,7 @@ def report_of(
         from attnlens.records import read_report
 
         return read_report(subject)
-    from attnlens.rules.needs import needed
+    from attnlens.rules.judging import needed
 
     settings = opt.keywords(requests.InspectRequest, given)
     if not settings["analyzers"] and settings["source"] == "both" and not given["update_baseline"]:
@@ -125,8 +125,8 @@ def judged(
 ) -> Report:
     """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
     from attnlens.rules import baselines
-    from attnlens.rules.tolerance import Tolerance
-    from attnlens.rules.verdict import verdict
+    from attnlens.rules.baselines import verdict
+    from attnlens.rules.rule import Tolerance
 
     asked = opt.keywords(JudgingRequest, given)
     tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))
