@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import reprlib
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from attnlens.errors import OutputError, UsageError
+from attnlens.errors import OutputError
 
 BETWEEN = "://"
 """What an address has between its protocol and its place."""
@@ -34,22 +33,6 @@ class StoreAddress:
 
     def __truediv__(self, name: str) -> StoreAddress:
         return replace(self, url=self.url + "/" * (not self.url.endswith("/")) + name)
-
-    @property
-    def parent(self) -> StoreAddress:
-        """What it lies in."""
-        protocol, _, place = self.url.partition(BETWEEN)
-        return replace(self, url=protocol + BETWEEN + place.rpartition("/")[0])
-
-    @property
-    def name(self) -> str:
-        """Its last part."""
-        return self.url.rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        """How its name ends, from the last dot on."""
-        return PurePosixPath(self.name).suffix
 
     def make(self) -> None:
         """Make it a folder, where the store has folders. Raises OutputError where that can't be done."""
@@ -123,15 +106,3 @@ def place_of(name: str | Path) -> Path | StoreAddress:
     from fsspec.implementations.local import LocalFileSystem
 
     return Path(LocalFileSystem._strip_protocol(written))
-
-
-def as_path(given: object) -> Path:
-    """The path that a caller in Python gave; UsageError for anything else."""
-    if not isinstance(given, str | Path):
-        raise UsageError(f"{reprlib.repr(given)} is no path.", "Give a string or a path.")
-    return Path(given)
-
-
-def as_place(given: object) -> Path | StoreAddress:
-    """The same for a path that is written to, which may be an address."""
-    return place_of(given) if isinstance(given, str) else as_path(given)

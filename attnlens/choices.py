@@ -10,8 +10,8 @@ Intervals = Literal["windows", "texts"]
 """Over what errors and intervals are: the windows of the texts named, or texts like them."""
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """The part of a model that an attention computation belongs to: where several towers encode, each by what it reads."""
-Sweep = Literal["heads", "layers", "predicted"]
-"""What is swapped one by one; predicted: heads, in the order of what predicts their harm, as far as is needed."""
+Sweep = Literal["heads", "layers"]
+"""What is swapped one by one."""
 Unit = Literal["loss", "ppl"]
 """What a budget is a share of: the loss in nats, or its exponential, the perplexity."""
 Route = Literal["auto", "eager", "fused"]

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlens import arguments
-from attnlens.addresses import StoreAddress, place_of
 from attnlens.errors import OutputError, UsageError
-from attnlens.files import write_atomically
+from attnlens.files import local_path, write_atomically
 from attnlens.records import Report
 from attnlens.render.csv_text import spreadsheet
 from attnlens.render.markdown import markdown
@@ -53,7 +52,7 @@ def save(report: Report, path: str | Path) -> None:
     """Write the report: the ending of the path says as what. Raises OutputError for an ending that means nothing."""
     from attnlens.render.pictures import FORMATS, encoded_picture
 
-    target = place_of(arguments.path("path", path))
+    target = local_path(arguments.path("path", path))
     suffix = target.suffix.lower()
     if suffix in FORMATS:
         write_atomically(target, encoded_picture(documents.overview(report), suffix))
@@ -81,7 +80,7 @@ def framed(report: Report) -> str | None:
         return None
 
 
-def drawings(report: Report, target: Path | StoreAddress) -> dict[Path | StoreAddress, Drawing]:
+def drawings(report: Report, target: Path) -> dict[Path, Drawing]:
     """What draws each file; nothing is drawn yet.
 
     A folder gets `overview.png` and a picture for each measure, curve, stage or experiment; a path that ends in .png,

@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import reprlib
 import secrets
 import shlex
 import stat
-import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from attnlens.addresses import StoreAddress
-from attnlens.errors import AttnlensError, OutputError
+from attnlens.errors import AttnlensError, OutputError, UsageError
 
 LARGEST = 2**28
 """Bytes of the largest file that is read at once; tokenizers, the largest of them, have a tenth of it."""
@@ -92,6 +88,15 @@ def opened(path: Path) -> BinaryIO:
     return file
 
 
+def local_path(path: object, name: str = "path") -> Path:
+    """Return the path of a local file or folder. Raises UsageError for an address (`s3://…`) or another object."""
+    if not isinstance(path, str | Path):
+        raise UsageError(f"{reprlib.repr(path)} is no path.", "Give a string or a path.")
+    if "://" in str(path):
+        raise UsageError(f"{name} names a file or folder of this machine, not {path}.", "Give the path of one.")
+    return Path(path)
+
+
 def with_home(path: str) -> Path:
     """The path with `~` as the home folder; unchanged where there is no such user, as a shell leaves it."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
@@ -108,49 +113,26 @@ def written(value: object) -> str:
     return reprlib.repr(value)
 
 
-TEMPORARY = ".attnlens."
-"""How the name of a file begins that is still being written; the writing machine and process follow."""
-
-
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def identity(path: Path | StoreAddress) -> object:
-    """What all names of one file have in common: its inode, or its real path where none can be looked at."""
-    if isinstance(path, StoreAddress):
-        return path.url
-    with suppress(OSError):
-        found = path.stat()
-        return found.st_dev, found.st_ino
-    return os.path.realpath(path)
-
-
-def check_writable(path: Path | StoreAddress, *, may_be_folder: bool = False) -> None:
-    """Raise OutputError now where `path`, or the folder that it names, could not be written later; leaves nothing."""
-    if isinstance(path, StoreAddress):
-        path.check(is_folder=may_be_folder and not path.suffix)
-        return
+def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
+    """Raise OutputError before the work if `path`, or a file in the folder that it names, can't be written later."""
     with _as_output_error(path):
         found = _found(path)
     if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
-    if found is not None and _takes_bytes_as_they_come(found):
-        if not os.access(path, os.W_OK):
-            raise OutputError(f"{path} can't be written: Permission denied.", "Choose a path that you can write.")
-        return
-    real = Path(os.path.realpath(path))
-    folder = real if real.is_dir() else real.parent
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{path} can't be written: {folder} is no folder.", "Choose a path in a folder.")
-    if not folder.is_dir():
-        raise OutputError(
-            f"{path} can't be written: there is no folder {folder}.", f"Run: mkdir -p {shlex.quote(str(folder))}"
-        )
-    with _as_output_error(path), tempfile.TemporaryFile(dir=folder):
-        pass
+    place = real = Path(os.path.realpath(path))
+    if found is None or not _takes_bytes_as_they_come(found):
+        place = real if real.is_dir() else real.parent
+        if not place.is_dir():
+            remedy = f"Run: mkdir -p {shlex.quote(str(place))}"
+            raise OutputError(f"{path} can't be written: there is no folder {place}.", remedy)
+    if not os.access(place, os.W_OK):
+        raise OutputError(f"{path} can't be written: Permission denied.", "Choose a path that you can write.")
 
 
 def check_folder(folder: Path) -> None:
@@ -165,8 +147,8 @@ def check_folder(folder: Path) -> None:
                 f"{folder} can't be written: it is not an empty folder.", "Give the path of a new folder."
             )
         nearest = next(parent for parent in real.parents if parent.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            raise unwritten_folder(folder, f"no folder can be made in {nearest}")
     except OSError as error:
         raise unwritten_folder(folder, error.strerror) from None
 
@@ -186,16 +168,13 @@ def make_folder(path: Path) -> None:
         ) from None
 
 
-def write_atomically(path: Path | StoreAddress, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that a killed run leaves no half file.
 
     A link is followed and stays; a file that is there keeps its mode, and a new one gets the umask's. What is no
     regular file (a device, a pipe, the stdout of this process under any name) is written into and not replaced.
-    Behind an address one object is put. Raises OutputError where the folder does not exist or can't be written.
+    Raises OutputError where the folder does not exist or can't be written.
     """
-    if isinstance(path, StoreAddress):
-        path.write(content)
-        return
     with _as_output_error(path):
         found = _found(path)
         if found is not None and _takes_bytes_as_they_come(found):
@@ -205,8 +184,7 @@ def write_atomically(path: Path | StoreAddress, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None:
-    _clear_litter(target.parent)
-    temporary = target.with_name(f"{TEMPORARY}{machine()}.{os.getpid()}.{secrets.token_hex(8)}")
+    temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
             if found is not None:  # before the content, which may be private
@@ -216,32 +194,6 @@ def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _clear_litter(folder: Path) -> None:
-    """Remove what a killed run left there: temporary files of this user and machine whose process is gone."""
-    for left in folder.glob(f"{TEMPORARY}{machine()}.*.*"):
-        process = left.name.split(".")[3]
-        with suppress(OSError):  # another run may clear it as well, or it is not ours
-            if process.isdecimal() and left.stat().st_uid == os.getuid() and not _lives(int(process)):
-                left.unlink()
-
-
-@cache
-def machine() -> str:
-    """What tells this machine, or container, from others that number their processes anew and write there too."""
-    numbering = Path("/proc/self/ns/pid")
-    told = f"{platform.node()} {numbering.readlink() if numbering.is_symlink() else ''}"
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
-
-
-def _lives(process: int) -> bool:
-    """Whether there is such a process on this machine. Raises PermissionError where it is another user's."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
 
 
 def _pour(path: Path, found: os.stat_result, content: bytes) -> None:

@@ -61,7 +61,7 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.records import Report, read_report
-    from attnlens.rules.needs import needed
+    from attnlens.rules.judging import needed
     from attnlens.rules.rule import rules_of
 
     if isinstance(subject, Report):

@@ -1,14 +1,11 @@
-"""Tests that JUnit, SARIF, annotations, markdown and CSV say what the checks say, and show strangers' text as text."""
+"""Tests that JUnit, annotations, markdown and CSV say what the checks say, and show strangers' text as text."""
 
 from __future__ import annotations
 
 import csv
-import json
 import re
 from io import StringIO
-from pathlib import Path
 
-import jsonschema
 import numpy as np
 import pytest
 import views
@@ -19,40 +16,22 @@ from test_html import HOSTILE, STEERING, Tags
 import attnlens
 from attnlens.records import Report
 from attnlens.render.csv_text import spreadsheet
-from attnlens.render.github import step_summary, workflow_commands
+from attnlens.render.github import step_summary, uri, workflow_commands
 from attnlens.render.html import html
 from attnlens.render.junit import junit
 from attnlens.render.markdown import markdown
-from attnlens.render.sarif import MOST_BYTES, MOST_RESULTS, sarif, uri
+from attnlens.rules.baselines import verdict
 from attnlens.rules.rule import tabled
-from attnlens.rules.verdict import verdict
 from attnlens.sections import checked
 
-# the file that Microsoft.CodeAnalysis.Sarif ships (npm: @microsoft/sarif-multitool-linux 5.7.0, MIT), indented anew
-SCHEMA = json.loads((Path(__file__).parent / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 RULES = {
     "weights.planted": ["min > 0.15", "median < 0.05", "count == 4"],
     "model.parameters": ["value > 1"],
 }
-LINES = {"weights.planted": [2, 3, 4, 5], "model.parameters": [6, 6]}
 
 
-def report_of(rules=RULES, lines=LINES, values=((0.1, 0.2), (0.3, 0.05)), file="attnlens.toml") -> Report:
-    return verdict(planted(np.array(values)), tabled(rules, file, lines))
-
-
-def sarif_of(report: Report):
-    """The run, after the published schema has accepted the file."""
-    told = json.loads(sarif(report))
-    jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(told)
-    return told["runs"][0]
-
-
-def test_the_schema_refuses_what_is_no_sarif():
-    told = json.loads(sarif(report_of()))
-    del told["runs"][0]["results"][0]["message"]
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(told, SCHEMA)
+def report_of(rules=RULES, values=((0.1, 0.2), (0.3, 0.05)), file="attnlens.toml") -> Report:
+    return verdict(planted(np.array(values)), tabled(rules, file))
 
 
 def test_junit_has_a_testcase_a_rule_and_is_read_back():
@@ -69,57 +48,12 @@ def test_junit_has_a_testcase_a_rule_and_is_read_back():
     assert "layer 0 head 0 (encoder): weights.planted is 0.1" in failure.text
 
 
-def test_sarif_has_a_result_a_head_at_the_line_of_its_rule():
-    run = sarif_of(report_of())
-    places = [
-        (result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"],
-         result["locations"][0]["physicalLocation"]["region"]["startLine"],
-         result["ruleId"])
-        for result in run["results"]
-    ]  # fmt: skip
-    assert places == [
-        ("attnlens.toml", 4, "weights.planted: median <"),
-        ("attnlens.toml", 3, "weights.planted: min >"),
-        ("attnlens.toml", 3, "weights.planted: min >"),
-    ]
-    rules = run["tool"]["driver"]["rules"]
-    assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in run["results"])
-    assert len(rules) == 4
-    assert "toolExecutionNotifications" not in run["invocations"][0]
-
-
-def test_fingerprints_name_rule_and_head_and_outlive_the_numbers():
-    def prints(**changed):
-        found = sarif_of(report_of(**changed))["results"]
-        return [result["partialFingerprints"]["ruleAndHead/v1"] for result in found]
-
-    assert len(set(prints())) == 3
-    moved = {"weights.planted": [9, 9, 9, 9], "model.parameters": [10, 10]}
-    other = RULES | {"weights.planted": ["min > 0.16", "median < 0.04", "count == 4"]}
-    assert prints(rules=other, lines=moved, values=((0.11, 0.2), (0.3, 0.06))) == prints()
-    assert set(prints(values=((0.1, 0.2), (0.05, 0.3)))) != set(prints())
-
-
-def test_sarif_stays_within_the_limits_and_says_what_it_left_out():
-    first, *rest = report_of().checks
-    breaches = [first.breaches[0].model_copy(update={"head": head}) for head in range(26_000)]
-    many = report_of().model_copy(update={"checks": [first.model_copy(update={"breaches": breaches}), *rest]})
-    text = sarif(many)
-    run = json.loads(text)["runs"][0]
-    kept = len(run["results"])
-    assert 15_000 < kept <= MOST_RESULTS
-    assert len(text.encode()) <= MOST_BYTES
-    (said,) = run["invocations"][0]["toolExecutionNotifications"]
-    assert f"26001 heads and rules failed; the {kept} worst are here" in said["message"]["text"]
-    assert "head 0 " in run["results"][1]["message"]["text"], "the worst first"
-
-
 def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
     values = np.linspace(0, 1, 40).reshape(4, 10)
-    report = verdict(planted(values), tabled({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml", {}))
+    report = verdict(planted(values), tabled({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
     lines = workflow_commands(report)
     assert len(lines) == 10
-    place = "::error file=a%252Cb%253Ac%2525.toml,line=1,title=attnlens weights.planted::"
+    place = "::error file=a%252Cb%253Ac%2525.toml,title=attnlens weights.planted::"
     assert all(line.startswith(place) for line in lines)
     assert "layer 3 head 9" in lines[0]
     assert "layer 0 head 0" in lines[1]
@@ -141,7 +75,7 @@ def hostile() -> Report:
     heads = [head.model_copy(update={"site": f"=cmd|{HOSTILE}"}) for head in report.heads]
     model = report.model.model_copy(update={"id": f"=cmd|' /C calc'!A0{HOSTILE}", "architecture": HOSTILE})
     report = report.model_copy(update={"heads": heads, "model": model})
-    rules = tabled({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml", {name: [1, 1, 1]})
+    rules = tabled({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml")
     return verdict(report, rules)
 
 
@@ -159,7 +93,6 @@ def as_summary(report: Report) -> str:
     "form",
     [
         junit,
-        sarif,
         as_summary,
         lambda report: "\n".join(workflow_commands(report)),
         lambda report: spreadsheet(checked.rows(report)),
@@ -168,7 +101,7 @@ def as_summary(report: Report) -> str:
         lambda report: views.printed(checked.document(report)),
         as_json,
     ],
-    ids=["junit", "sarif", "summary", "annotations", "csv", "markdown", "html", "terminal", "json"],
+    ids=["junit", "summary", "annotations", "csv", "markdown", "html", "terminal", "json"],
 )
 def test_nothing_that_steers_gets_through(form):
     assert not STEERING.search(form(hostile()))
@@ -178,8 +111,6 @@ def test_hostile_names_stay_text_in_each_format():
     report = hostile()
     (suite,) = JUnitXml.fromstring(junit(report).encode())
     assert all("<script>" in case.name for case in suite)
-    run = sarif_of(report)
-    assert all("<script>" in result["ruleId"] for result in run["results"])
     own = [tag for tag, _ in Tags(html(checked.document(report_of()))).tags].count("script")
     page = Tags(html(checked.document(report)))
     assert [tag for tag, _ in page.tags].count("script") == own, "the page's own"

@@ -6,7 +6,6 @@ import ast
 import functools
 import math
 import string
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,7 @@ from reports import planted, synthetic_report
 import attnlens
 from attnlens.errors import UsageError
 from attnlens.rules.baselines import rejected
-from attnlens.rules.grammar import condition
-from attnlens.rules.rule import read_rules, spelled, tabled
-from attnlens.rules.toml_lines import lines_of
+from attnlens.rules.rule import condition, read_rules, spelled
 from attnlens.statistics import false_discovery
 
 GRID = np.array([[0.1, 0.2, 0.3], [0.4, np.nan, 0.9]])
@@ -256,46 +253,19 @@ symmetry = [\"\"\"min > -1\"\"\",
 """
 
 
-def test_every_rule_knows_its_line():
-    assert lines_of(TOML, ("check",)) == {
-        "tokens.entropy": [7, 8, 10],
-        "tokens.max_weight": [12, 12],
-        "a#b=[": [13, 13, 13],
-        "weights.symmetry": [16, 16, 17],
-    }
-    found = tabled(tomllib.loads(TOML)["check"], "f.toml", lines_of(TOML, ("check",)))
-    assert [(rule.subject, rule.line) for rule in found] == [
-        *(("tokens.entropy", 8), ("tokens.entropy", 10), ("tokens.max_weight", 12)),
-        *(("a#b=[", 13), ("a#b=[", 13), ("weights.symmetry", 16), ("weights.symmetry", 17)),
+def test_rules_are_those_of_the_table_whatever_its_toml(tmp_path):
+    (tmp_path / "x.toml").write_text(TOML)
+    assert [(rule.subject, rule.wanted, rule.place) for rule in read_rules(tmp_path / "x.toml")] == [
+        (subject, wanted, f"{tmp_path / 'x.toml'}: ")
+        for subject, wanted in [
+            *(("tokens.entropy", "min > 0.05"), ("tokens.entropy", "median in 0.4..0.9")),
+            *(("tokens.max_weight", "max < 1"), ("a#b=[", "value < 1"), ("a#b=[", "value > 0")),
+            *(("weights.symmetry", "min > -1"), ("weights.symmetry", "max < 1")),
+        ]
     ]
-    assert all(rule.wanted in TOML.splitlines()[rule.line - 1] for rule in found if rule.line)
-
-
-def test_an_inline_table_has_rules_without_lines(tmp_path):
-    (tmp_path / "x.toml").write_text('check = { "tokens.entropy" = ["min > 0"] }\r\n')
-    (rule,) = read_rules(tmp_path / "x.toml")
-    assert (rule.subject, rule.line) == ("tokens.entropy", None)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.dictionaries(
-        st.text(alphabet="ab.#=[]'\"\\ \n", min_size=1, max_size=6),
-        st.lists(st.text(alphabet="ab#'\"\\[]{}=\n ", max_size=6), min_size=1, max_size=3),
-        max_size=4,
-    )
-)
-def test_lines_are_found_in_any_toml(table):
-    def quoted(text):
-        return '"' + "".join(f"\\u{ord(letter):04x}" if letter in '"\\\n' else letter for letter in text) + '"'
-
-    lines, where = ["[check]"], {}
-    for key, texts in table.items():
-        where[key] = [len(lines) + 1, *range(len(lines) + 2, len(lines) + 2 + len(texts))]
-        lines += [f"{quoted(key)} = [", *(f"  {quoted(text)},  # [ {{ =" for text in texts), "]"]
-    text = "\n".join(lines)
-    assert tomllib.loads(text)["check"] == table
-    assert lines_of(text, ("check",)) == where
+    (tmp_path / "y.toml").write_bytes(b'check = { "tokens.entropy" = ["min > 0"] }\r\n')
+    (rule,) = read_rules(tmp_path / "y.toml")
+    assert (rule.subject, rule.wanted) == ("tokens.entropy", "min > 0")
 
 
 @pytest.mark.parametrize(

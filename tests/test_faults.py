@@ -30,7 +30,6 @@ from attnlens.cli.entry import exit_code
 from attnlens.cli.verdict import failure
 from attnlens.cli.work import NO_MODEL
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
-from attnlens.files import TEMPORARY, machine, write_atomically
 from attnlens.models.hub import Hub, reachable
 from attnlens.records import Report
 
@@ -47,7 +46,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(DEMO, "m", ignore=shutil.ignore_patterns("checkpoints"))
     Path("my.txt").write_text("The cat sat on the mat and looked at the dog. " * 40)
-    os.link("my.txt", "hard.txt")
     Path("soft.txt").symlink_to("my.txt")
     return tmp_path
 
@@ -137,7 +135,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
     ("words", "part"),
     [
         ("inspect --text my.txt --markdown my.txt", "--markdown would replace my.txt, which --text reads"),
-        ("inspect --text my.txt --csv hard.txt", "hard.txt, which --text reads"),
+        ("inspect --text my.txt --csv soft.txt", "soft.txt, which --text reads"),
         ("inspect --text soft.txt --html my.txt", "my.txt, which --text reads"),
         ("swap-kernel --kernel rank:4 --fit --calibration my.txt --csv my.txt", "which --calibration reads"),
         ("swap-kernel --kernel rank --ranks plan.json --json plan.json", "which --ranks reads"),
@@ -145,6 +143,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
         ("inspect m/model.safetensors --json m/config.json", "a file of the model"),
         ("inspect m --json link/config.json", "a file of the model m"),
         ("doctor m --json weights", "a file of the model m"),
+        ("doctor n --json m/model.safetensors", "a file of the model n"),
         ("converge m --head 0.0 --csv m/tokenizer.json", "a file of the model m"),
         ("inspect --text pictures/overview.png --png pictures", "pictures/overview.png, which --text reads"),
         ("swap-kernel --save new --json new", "--json and --save name the same file"),
@@ -152,7 +151,10 @@ def test_mistakes_of_words_are_answered_without_torch(here):
 )
 def test_no_output_replaces_an_input(here, capsys, words, part):
     Path("link").symlink_to("m")
-    os.link("m/model.safetensors", "weights")
+    Path("weights").symlink_to("m/model.safetensors")
+    Path("n").mkdir()
+    for file in Path("m").iterdir():
+        Path("n", file.name).symlink_to(file.resolve())
     Path("pictures").mkdir()
     shutil.copy("my.txt", "pictures/overview.png")
     Path("plan.json").write_text(planned().plan.to_json())
@@ -396,21 +398,6 @@ def test_letters_that_the_font_lacks_are_not_told(tmp_path, recwarn):
     report = report.model_copy(update={"model": report.model.model_copy(update={"id": "模型"})})
     views.save_pictures(report, tmp_path / "x.png")
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
-
-
-def test_a_second_run_clears_what_a_killed_one_left(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        gone.wait()
-    (tmp_path / f"{TEMPORARY}{machine()}.{gone.pid}.0123456789abcdef").write_text("half")
-    others = {
-        f"{TEMPORARY}{machine()}.{os.getpid()}.0123456789abcdef",  # being written here
-        f"{TEMPORARY}0123456789ab.{gone.pid}.0123456789abcdef",  # and on another machine, with numbers of its own
-        ".attnlens.toml",
-    }
-    for name in others:
-        (tmp_path / name).write_text("mine")
-    write_atomically(tmp_path / "r.json", b"whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"r.json", *others}
 
 
 HOSTILE = {"MPLBACKEND": "module://no.such.backend", "PYTHONWARNINGS": "error", "COLUMNS": "99999999"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnlens.errors import OutputError
-from attnlens.files import check_writable, identity, write_atomically
+from attnlens.files import check_folder, check_writable, write_atomically
 
 
 def mode(path):
@@ -67,22 +67,12 @@ def test_a_device_is_written_into():
         write_atomically(Path("/dev/full"), b"content")
 
 
-@pytest.mark.parametrize("other", ["./a", "folder/../a", "link", "hard"])
-def test_one_file_has_one_identity(tmp_path, other, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    Path("b").touch()
-    for there in (False, True):
-        if other == "hard" and not there:
-            continue
-        if there:
-            Path("a").touch()
-        if other == "link" and not there:
-            Path("link").symlink_to("a")
-        if other == "hard":
-            Path("hard").hardlink_to("a")
-        assert identity(Path("a")) == identity(Path(other))
-        assert identity(Path("a")) != identity(Path("b"))
+def test_another_name_of_the_file_keeps_its_content(tmp_path):
+    (tmp_path / "input").write_bytes(b"input")
+    (tmp_path / "output").hardlink_to(tmp_path / "input")
+    write_atomically(tmp_path / "output", b"output")
+    assert (tmp_path / "input").read_bytes() == b"input"
+    assert (tmp_path / "output").read_bytes() == b"output"
 
 
 def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
@@ -94,13 +84,23 @@ def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+def test_a_place_without_permission_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "old").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for name in ("new", "old", "."):
+        with pytest.raises(OutputError, match=r"Permission denied\."):
+            check_writable(tmp_path / name, may_be_folder=True)
+    with pytest.raises(OutputError, match=f"no folder can be made in {tmp_path}"):
+        check_folder(tmp_path / "new" / "model")
+
+
 def test_paths_that_lead_nowhere_are_refused(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("none/file")
     for name, word in (
         ("loop", "symbolic links"),
-        ("file/below", "is no folder"),
+        ("file/below", "there is no folder"),
         ("dangling", "there is no folder"),
         ("x" * 300, "too long"),
         (".", "it is a folder"),

@@ -1,4 +1,4 @@
-"""Tests what is said to predict harm, and that an early end of a sweep keeps its word."""
+"""Tests what is said to predict harm."""
 
 import csv
 import itertools
@@ -19,12 +19,9 @@ from attnlens.plots import panel_figure, swap_panels
 from attnlens.plots.style import house_style
 from attnlens.records import Site, Swap, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.predictors.joined import predicted_by
-from attnlens.run.swap.predictors.ordered import MISSED, ordered
-from attnlens.run.swap.predictors.readings import CONSTANT, SweptMeasures
-from attnlens.run.swap.predictors.swept import swept_in_order
+from attnlens.run.swap.predictors import CONSTANT, SweptMeasures, predicted_by
 from attnlens.run.swap.sweep import Alone
-from attnlens.statistics import Design, remaining
+from attnlens.statistics import Design
 from attnlens.statistics.associations import over_windows, permutation_tests, split_half
 
 READ = {"sequences": 8, "tokens": 32}
@@ -222,170 +219,25 @@ def test_the_sweep_itself_is_the_same_with_and_without_the_join(demo, report):
     assert swap_kernel(demo, "rbf", sweep="heads", predictors=False, **READ).swap.sweep == report.swap.sweep
 
 
-# --- a sweep in the order of a measure --------------------------------------------------------------------------------
-
-
-def dense(predictor, values, rest, most):
-    """Σ P(t₄ > …) by pooling neighbours one by one."""
-    from scipy.stats import t
-
-    middle = np.median(values)
-    tame = np.arcsinh((values - middle) / (1.4826 * np.median(np.abs(values - middle))))
-    order = np.argsort(predictor)
-    pools = [[y] for y in tame[order]]
-    while True:
-        means = [np.mean(pool) for pool in pools]
-        fall = next((i for i in range(len(pools) - 1) if means[i] >= means[i + 1]), None)
-        if fall is None:
-            break
-        pools[fall : fall + 2] = [pools[fall] + pools[fall + 1]]
-    fit = np.concatenate([[np.mean(pool)] * len(pool) for pool in pools])
-    pooled = np.concatenate([[len(pool)] * len(pool) for pool in pools])
-    residuals = tame[order] - fit
-    squares = max((residuals**2).sum(), 2 * (np.maximum(residuals, 0) ** 2).sum())
-    size = math.sqrt(squares / max(2, len(fit) - len(pools)))
-    known = predictor[order]
-    at = [max(0, int((known <= x).sum()) - 1) for x in rest]
-    return sum(t.sf((np.sort(tame)[-most] - fit[i]) / size - 1 / math.sqrt(pooled[i]), 4) for i in at)
-
-
-def test_the_expected_number_is_that_of_the_formula():
-    x, noise = drawn(0, 30).numpy(), drawn(1, 30).numpy()
-    values = np.exp(x + 0.4 * noise)
-    found = remaining.expected_above(*(torch.from_numpy(part) for part in (x[:20], values[:20], x[20:])), 3)
-    assert found == pytest.approx(dense(x[:20], values[:20], x[20:], 3), rel=1e-9)
-    assert remaining.expected_above(torch.arange(9.0), torch.arange(9.0), torch.zeros(0), 2) == 0
-    assert remaining.expected_above(torch.arange(9.0), torch.ones(9), torch.zeros(1), 2) == math.inf
-
-
-LAWS = {
-    "normal": lambda heads, seed: drawn(seed, heads),
-    "t4": lambda heads, seed: torch.from_numpy(np.random.default_rng(seed).standard_t(4, heads)) / math.sqrt(2),
-    "Laplace": lambda heads, seed: drawn(seed, heads).abs() * drawn(seed + 10**6, heads).sign() * 1.2,
-    "lognormal harm": lambda heads, seed: drawn(seed, heads),
-}
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_a_stopped_sweep_misses_a_top_head_at_most_as_often_as_stated(law):
-    """72 heads whose harm one of four measures predicts but for noise; the most harmful eight are wanted."""
-    runs, missed, stopped, least = 60, 0, 0, 0
-    for run in range(runs):
-        measures = drawn(run, 4, 72)
-        harm = measures[2] + 0.2 * LAWS[law](72, run + 10**5)
-        harm = harm.exp() if law == "lognormal harm" else harm
-        found = ordered(measures, lambda places, harm=harm: harm[places], run)
-        top = set(harm.argsort(descending=True)[: found.most].tolist())
-        assert sorted([*found.swept, *found.left]) == list(range(72))
-        stopped += bool(found.left)
-        missed += bool(top & set(found.left))
-        least += bool(top - set(found.swept[: found.drawn]))
-    assert stopped > runs / 2
-    assert missed / runs <= bound(MISSED, runs, sds=2)
-    assert least == runs, "the control: the heads drawn at random alone never hold them all"
-
-
-def test_shuffled_measures_order_nothing_at_the_stated_rate():
-    runs = 200
-    chosen = []
-    for run in range(runs):
-        harm = drawn(run, 48).exp()
-        found = ordered(drawn(run + 10**5, 6, 48), lambda places, harm=harm: harm[places], run)
-        chosen.append(found.chosen is not None)
-        assert found.chosen is not None or not found.left
-    assert sum(chosen) / runs <= bound(0.05, runs)
-
-
-def test_a_sweep_that_stops_lists_what_it_left_without_a_number():
-    harm = (drawn(0, 80) * 2).exp()
-    alone, measures = planted(harm, {"planted": harm.log() + 0.02 * drawn(2, 80), "other": drawn(3, 80)})
-    asked = []
-
-    def sweep(some):
-        asked.extend(some)
-        places = [alone.units.index(unit) for unit in some]
-        return Alone(list(some), alone.own, alone.changed[places], alone.sizes, alone.kept, alone.design, tested=False)
-
-    fields = swept_in_order(alone.units, sweep, measures, 0)
-    prediction, left = fields["prediction"], fields["prediction"].order.not_swept
-    assert prediction.order.measure == "planted"
-    assert prediction.order.expected <= MISSED
-    assert len(left) > 20
-    assert len(asked) + len(left) == 80
-    assert {(one.layer, one.head) for one in left}.isdisjoint((effect.layer, effect.head) for effect in fields["sweep"])
-    assert all("predicted harm" in one.reason for one in left)
-    assert "delta" not in type(left[0]).model_fields
-    assert prediction.heads == prediction.order.drawn == 20, "the others were chosen by a measure"
-    top = {(alone.units[p][0].layer, alone.units[p][1]) for p in harm.argsort(descending=True)[:8].tolist()}
-    assert top <= {(effect.layer, effect.head) for effect in fields["sweep"]}
-    for one in fields["predictors"]:
-        assert len(one.values) == len(fields["sweep"])
-
-
-@pytest.mark.parametrize("why", ["lacks", "diverged", "expected"])
-def test_a_sweep_of_all_heads_names_its_cause(why):
-    harm = drawn(3, 40)
-    measure = harm + 0.8 * drawn(103, 40)
-    some = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].tolist()
-    if why == "lacks":
-        measure[next(place for place in range(40) if place not in some)] = math.nan
-    if why == "diverged":  # of the heads drawn, which are swept first
-        harm[some[0]] = math.nan
-    alone, measures = planted(harm, {"planted": measure})
-
-    def sweep(units):
-        places = [alone.units.index(unit) for unit in units]
-        return Alone(list(units), alone.own, alone.changed[places], alone.sizes, alone.kept, alone.design, tested=False)
-
-    order = swept_in_order(alone.units, sweep, measures, 0)["prediction"].order
-    assert (order.measure, order.not_swept) == ("planted", [])
-    told = {
-        "lacks": "1 head lacks planted",
-        "diverged": "1 head diverged",
-        "expected": "were expected among the last ones left, more than 0.05",
-    }
-    assert {name: words in order.rule for name, words in told.items()} == {name: name == why for name in told}
-
-
-def test_a_sweep_in_order_gives_each_head_the_effect_of_a_full_one(demo, report):
-    swap = swap_kernel(demo, "rbf", sweep="predicted", **READ).swap
-    full = {(effect.layer, effect.head): effect.delta for effect in report.swap.sweep}
-    order = swap.prediction.order
-    assert len(swap.sweep) + len(order.not_swept) == 32
-    assert order.drawn == 12
-    assert order.most == 4
-    for effect in swap.sweep:
-        assert effect.delta == pytest.approx(full[effect.layer, effect.head], abs=1e-6)
-
-
-def test_one_head_is_swept_and_orders_nothing(demo):
-    swap = swap_kernel(demo, "rbf", sweep="predicted", layers=[2], heads=[3], **READ).swap
-    assert [(effect.layer, effect.head) for effect in swap.sweep] == [(2, 3)]
-    assert swap.predictors == []
-    assert swap.prediction.order.measure is None
-    assert "drawn at random before any measure" in swap.prediction.order.rule
-
-
-def test_a_kernel_that_diverges_everywhere_is_swept_whole_and_says_so(demo, monkeypatch):
+def test_a_kernel_that_diverges_everywhere_is_swept_and_has_no_predictor(demo, monkeypatch):
     from attnlens.run.swap import sweep as room
 
     honest = room._losses
     monkeypatch.setattr(
         room, "_losses", lambda own, new, *rest: honest(own, new, *rest) * (1 if new is own else math.nan)
     )
-    swap = swap_kernel(demo, "rbf", sweep="predicted", **READ).swap
+    swap = swap_kernel(demo, "rbf", sweep="heads", **READ).swap
     assert len(swap.sweep) == 32
     assert all(effect.delta is None for effect in swap.sweep)
     assert swap.prediction.diverged == 32
     assert swap.predictors == []
-    assert "have no harm" in swap.prediction.order.rule
 
 
 def test_noise_and_shared_layers_are_joined_too():
-    noise = swap_kernel(family("whisper"), "rbf", sweep="predicted", **READ | {"tokens": 16, "sequences": 4}).swap
+    noise = swap_kernel(family("whisper"), "rbf", sweep="heads", **READ | {"tokens": 16, "sequences": 4}).swap
     assert noise.judged_by == "kl"
     assert noise.predictors
-    assert len(noise.sweep) + len(noise.prediction.order.not_swept) == sum(len(site.heads) for site in noise.sites)
+    assert len(noise.sweep) == sum(len(site.heads) for site in noise.sites)
     shared = swap_kernel(family("albert"), "rbf", sweep="heads", sequences=4, tokens=16).swap
     assert len(shared.sweep) >= 8
     assert shared.predictors
@@ -399,13 +251,12 @@ def test_noise_and_shared_layers_are_joined_too():
 def test_the_program_tells_writes_and_reads_it_again(tmp_path):
     names = {name: tmp_path / f"report.{name}" for name in ("json", "csv")}
     out = program(
-        *("swap-kernel", "demo", "--kernel", "rbf", "--sweep", "predicted", "--sequences", "8", "--tokens", "32"),
+        *("swap-kernel", "demo", "--kernel", "rbf", "--sweep", "heads", "--sequences", "8", "--tokens", "32"),
         *("--json", names["json"], "--csv", names["csv"]),
     )
     assert out.returncode == 0, out.stderr
     text = " ".join(out.stdout.split())
     assert "What predicts harm" in text
-    assert "drawn at random" in text
     assert "Not compared: tokens.share_positive" in text
     found = read_report(names["json"])
     rows = list(csv.DictReader(names["csv"].read_text().splitlines()))
@@ -432,6 +283,6 @@ def test_the_picture_shows_the_measures_asked_for_and_the_strongest_others(repor
     assert np.asarray(dots[0]) == pytest.approx(np.array([entropy.values, harm]).T)
 
 
-def test_an_order_without_measures_is_refused():
-    out = program("swap-kernel", "demo", "--sweep", "predicted", "--no-predictors")
-    refused(out, "--no-predictors reads none")
+def test_a_sweep_in_the_order_of_a_measure_is_no_longer_offered():
+    out = program("swap-kernel", "demo", "--sweep", "predicted")
+    refused(out, "predicted")

@@ -11,9 +11,9 @@ import attnlens
 from attnlens import hooks, texts
 from attnlens.kernels import parsed
 from attnlens.run.progress import Interrupted
+from attnlens.run.swap import predictors
 from attnlens.run.swap import sweep as room
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.predictors import sweeping
 from attnlens.run.swap.sweep import sweep, units
 from attnlens.statistics import Design, false_discovery, paired_difference
 from attnlens.texts.targets import feed, task_of
@@ -193,7 +193,7 @@ def test_an_interrupted_sweep_keeps_what_was_measured_before(demo, monkeypatch, 
         done.append(1)
         return sweep(*given)
 
-    monkeypatch.setattr(sweeping, "sweep", interrupted)
+    monkeypatch.setattr(predictors, "sweep", interrupted)
     with pytest.raises(Interrupted) as stop:
         swap_kernel(demo, ["rbf", "linear"], sweep="layers", **READ)
     swept, left = stop.value.report.swaps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from attnlens.addresses import StoreAddress, place_of
 from attnlens.cli import INTERRUPTED
 from attnlens.cli.outputs import DATA, STDOUT, Outputs, product
 from attnlens.cli.show import complain, console, say
 from attnlens.errors import AttnlensError, OutputError
-from attnlens.files import identity, make_folder, write_atomically
+from attnlens.files import make_folder, write_atomically
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -41,13 +41,13 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
         with failures.kept():
             show(outputs, report, _summary)
         if outputs.png is not None:
-            made = _draw(report, place_of(outputs.png), failures)
+            made = _draw(report, Path(outputs.png), failures)
             written += [f"{len(made)} pictures to {outputs.png}"] if len(made) > 1 else map(str, made)
-            older = _older(place_of(outputs.png), made)
+            older = _older(Path(outputs.png), made)
         if outputs.html is not None:
             with failures.kept():
                 page = _drawn(outputs.html, lambda: export.WRITERS["html"](report).encode())
-                write_atomically(place_of(outputs.html), page)
+                write_atomically(Path(outputs.html), page)
                 written.append(outputs.html)
     finally:
         if written and not outputs.quiet:
@@ -74,7 +74,7 @@ def write_data(
 def _naming_windows(outputs: Outputs, report: Report) -> Report:
     """The report with the file of its windows, where that is written beside it."""
     files = outputs.files("json", "windows_csv")
-    if len(files) < 2 or len({identity(file.parent) for file in files.values()}) > 1:
+    if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
     from attnlens.export import WRITERS
     from attnlens.records import File
@@ -129,11 +129,11 @@ def _summary(outputs: Outputs, report: Report) -> Document:
     return documents.summary(report, all_heads=outputs.all_heads, verbose=outputs.verbose)
 
 
-def _draw(report: Report, target: Path | StoreAddress, failures: Failures) -> list[Path | StoreAddress]:
+def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     """Draw and write each picture; which files were made."""
     from attnlens import export
 
-    made: list[Path | StoreAddress] = []
+    made: list[Path] = []
     with failures.kept():
         for path, draw in export.drawings(report, target).items():
             with failures.kept():
@@ -143,16 +143,16 @@ def _draw(report: Report, target: Path | StoreAddress, failures: Failures) -> li
     return made
 
 
-def _older(target: Path | StoreAddress, made: Sequence[Path | StoreAddress]) -> str:
+def _older(target: Path, made: Sequence[Path]) -> str:
     """How many pictures of other runs stay in the folder that got this one's; empty where none do."""
-    if isinstance(target, StoreAddress) or not target.is_dir():
+    if not target.is_dir():
         return ""
     count = len(set(target.glob("*.png")) - set(made))
     several = "older picture" + "s" * (count != 1)
     return f"{target} holds {count} {several} that this run did not write." if count else ""
 
 
-def _drawn(path: Path | StoreAddress | str, draw: Callable[[], bytes]) -> bytes:
+def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
     """A picture's file. Whatever goes wrong in drawing it costs that picture alone, hence the broad except."""
     try:
         return draw()
@@ -165,11 +165,8 @@ def _drawn(path: Path | StoreAddress | str, draw: Callable[[], bytes]) -> bytes:
         ) from error
 
 
-def _write_into_folder(path: Path | StoreAddress, content: bytes) -> None:
+def _write_into_folder(path: Path, content: bytes) -> None:
     """Write a picture; the folder is made for it, and does not stay where that fails."""
-    if isinstance(path, StoreAddress):  # the folder was made when the address was checked
-        path.write(content)
-        return
     new = not path.parent.exists()
     make_folder(path.parent)
     try:

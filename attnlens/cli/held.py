@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens import requests
-from attnlens.addresses import BETWEEN
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.defaults import FILES
@@ -16,7 +16,7 @@ from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
 from attnlens.cli.work import checked_model, working
 from attnlens.errors import UsageError
-from attnlens.files import check_writable, identity, write_atomically
+from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.check import JudgingRequest
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def baseline_of(given: Mapping[str, Any]) -> Baseline | None:
     from attnlens.records import read_baseline
 
     name = given["baseline"]
-    if name is not None and BETWEEN in name:
-        raise UsageError(f"--baseline names a file of this machine, and not {name}.", "Give the path of one.")
+    if name is not None:
+        local_path(name, "--baseline")
     if name is None or given["update_baseline"]:
         return None
-    if identity(Path(name)) == identity(Path(given["subject"])):
+    if os.path.realpath(name) == os.path.realpath(given["subject"]):
         raise UsageError(f"The report and its baseline are the same file, {name}.", "Name two files.")
     return read_baseline(Path(name))
 
@@ -91,13 +91,13 @@ def check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) 
     subject, model, baseline = given["subject"], given["model"], given["baseline"]
     inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
-        inputs.files.setdefault(identity(Path(name)), what)
+        inputs.files.setdefault(os.path.realpath(name), what)
     if given["update_baseline"]:
         check_writable(Path(baseline))
-        if what := inputs.holding(Path(baseline)):
+        if what := inputs.description(Path(baseline)):
             raise UsageError(f"--update-baseline would replace {baseline}, {what}.", "Write it somewhere else.")
     if baseline is not None:
-        inputs.files[identity(Path(baseline))] = "the baseline"
+        inputs.files[os.path.realpath(baseline)] = "the baseline"
     outputs.check(inputs)
 
 
@@ -109,7 +109,7 @@ def report_of(
         from attnlens.records import read_report
 
         return read_report(subject)
-    from attnlens.rules.needs import needed
+    from attnlens.rules.judging import needed
 
     settings = opt.keywords(requests.InspectRequest, given)
     if not settings["analyzers"] and settings["source"] == "both" and not given["update_baseline"]:
@@ -125,8 +125,8 @@ def judged(
 ) -> Report:
     """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
     from attnlens.rules import baselines
-    from attnlens.rules.tolerance import Tolerance
-    from attnlens.rules.verdict import verdict
+    from attnlens.rules.baselines import verdict
+    from attnlens.rules.rule import Tolerance
 
     asked = opt.keywords(JudgingRequest, given)
     tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.errors import TextError, UsageError
-from attnlens.files import OPEN_FILES, identity, refuse_other_kinds
+from attnlens.files import OPEN_FILES, refuse_other_kinds
 
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
@@ -25,10 +25,10 @@ SAY_TEXT = "Give a plain text file in UTF-8."
 class Inputs:
     """The files that a command reads, and the folders of its models."""
 
-    files: dict[object, str] = field(default_factory=dict)
-    """What each is, in words, by the identity that all its names have in common."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Description of each input file, keyed by its resolved path."""
     folders: dict[Path, str] = field(default_factory=dict)
-    """The same of models' folders, by real path."""
+    """Description of each folder of a model or a dataset, keyed by its resolved path."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any], models: Sequence[str]) -> Inputs:
@@ -61,18 +61,16 @@ class Inputs:
     @classmethod
     def of_report(cls, *paths: str) -> Inputs:
         """Those of a command which reads reports."""
-        return cls({identity(Path(path)): "the report" for path in paths})
+        return cls({os.path.realpath(path): "the report" for path in paths})
 
-    def holding(self, output: Path) -> str:
-        """What `output` is an input as, in words; empty where it is none, as a file that is not there."""
-        if not os.path.exists(output):  # noqa: PTH110  # never raises: what can't be looked at is told by who writes it
-            return ""
+    def description(self, output: Path) -> str:
+        """Return the description of the input that `output` would replace; empty if there is none."""
         real = Path(os.path.realpath(output))
-        beside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
-        return self.files.get(identity(output)) or ("" if output.is_dir() else next(beside, ""))
+        inside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
+        return self.files.get(str(real)) or (next(inside, "") if real.is_file() else "")
 
     def _add(self, path: Path, what: str) -> None:
-        self.files[identity(path)] = what
+        self.files[os.path.realpath(path)] = what
 
     def _add_model(self, name: str, given: Mapping[str, Any]) -> None:
         """The files of a model on this machine: of its folder all, wherever links lead; a bare file."""

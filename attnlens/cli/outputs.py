@@ -12,14 +12,13 @@ from typing import Any
 
 import typer
 
-from attnlens.addresses import StoreAddress, place_of
 from attnlens.cli.input_files import Inputs
 from attnlens.errors import OutputError, UsageError
-from attnlens.files import check_writable, identity
+from attnlens.files import check_writable, local_path
 
 READER_LEFT = 141
 """Exit code where the reader of stdout closes it early, as `head` does; the same as of a program that signals end."""
-DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit", "sarif"), ("png", "html")
+DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("png", "html")
 STDOUT = "-"
 
 
@@ -51,7 +50,6 @@ class Outputs:
     markdown: str | None = None
     plan: str | None = None
     junit: str | None = None
-    sarif: str | None = None
     save: str | None = None
     all_heads: bool = False
     quiet: bool = False
@@ -68,11 +66,11 @@ class Outputs:
         """Whether progress is shown."""
         return not (self.quiet or self.no_progress)
 
-    def files(self, *options: str) -> dict[str, Path | StoreAddress]:
-        """Those of these options that name a file and not stdout, with their paths or addresses."""
+    def files(self, *options: str) -> dict[str, Path]:
+        """Those of these options that name a file and not stdout, with their paths."""
         named = {option: getattr(self, option) for option in options}
         return {
-            option: place_of(name)
+            option: local_path(name, typed(option))
             for option, name in named.items()
             if name is not None and (option, name) != ("json", STDOUT)
         }
@@ -93,21 +91,19 @@ class Outputs:
 
             logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
         if self.png is not None:
-            _check_picture(place_of(self.png))
+            _check_picture(Path(self.png))
 
     def _check_distinct(self, inputs: Inputs) -> None:
-        names: dict[object, str] = {identity(Path(os.devnull)): ""}
+        names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
-            other = names.setdefault(identity(path), option)
+            other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
                 raise UsageError(
                     f"{typed(other)} and {typed(option)} name the same file, {path}.", "Give each its own file."
                 )
-            if isinstance(path, StoreAddress):  # no input lies there
-                continue
             replaced = path.glob("*.png") if option == "png" and path.is_dir() else [path]
             for file in replaced:
-                if what := inputs.holding(file):
+                if what := inputs.description(file):
                     raise UsageError(f"{typed(option)} would replace {file}, {what}.", "Write it somewhere else.")
 
 
@@ -128,11 +124,11 @@ def _check_name(option: str, name: str | None) -> None:
         raise UsageError(f"{typed(option)} does not write to stdout; --json does.", "Give a path, as /dev/stdout is.")
 
 
-def _check_picture(target: Path | StoreAddress) -> None:
+def _check_picture(target: Path) -> None:
     """Raise OutputError where the target is a file already, and its name ends in no kind of picture."""
     from attnlens.render.pictures import is_file
 
-    if not is_file(target) and isinstance(target, Path) and target.exists() and not target.is_dir():
+    if not is_file(target) and target.exists() and not target.is_dir():
         raise OutputError(
             f"{target} is there, and neither a folder nor a picture.", "End it in .png, .svg or .pdf, or name a folder."
         )

@@ -105,7 +105,7 @@ WindowsCsv = Annotated[
 ]
 Json = Annotated[
     str | None,
-    output("--json", "Write the report as JSON (`-`: to stdout). Every file may be an address of fsspec (`s3://…`)."),
+    output("--json", "Write the report as JSON (`-`: to stdout)."),
 ]
 Csv = Annotated[str | None, output("--csv", "Write one row a head as CSV.")]
 Png = Annotated[

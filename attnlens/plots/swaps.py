@@ -339,8 +339,6 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
     beyond = heads and limit(np.array([np.nan if e.delta is None else e.delta for e in swap.sweep]))[1] != "neither"
     lost += " A number: an effect beyond the last colour." * beyond
-    if swap.prediction is not None and swap.prediction.order is not None and swap.prediction.order.not_swept:
-        note, lost = f"{note}; hatched: not swept", f"{lost} Hatched: not swept."
     unit = "head" if heads else "layer"
     caption = (
         f"{clean(swap.kernel)}. Δ of the {effect_name(swap)}, where that {unit} alone has the kernel. "

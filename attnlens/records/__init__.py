@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
     from attnlens.records.measures import Head, HeadId, Measure, Null, Record
     from attnlens.records.plans import FormTried, KeyRank, Plan, PlanStep, Rise, read_plan
-    from attnlens.records.predictions import Prediction, Predictor, SweepOrder, Unswept
+    from attnlens.records.predictions import Prediction, Predictor
     from attnlens.records.provenance import (
         AdapterInfo,
         Conventions,
@@ -70,7 +70,7 @@ _NAMES = {
     "experiments": "Bound Curve Experiment Trajectory",
     "measures": "Head HeadId Measure Null Record",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
-    "predictions": "Prediction Predictor SweepOrder Unswept",
+    "predictions": "Prediction Predictor",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",
     "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
     "selections": "AttentionRows Pick Selection Sentence",
@@ -155,7 +155,6 @@ __all__ = [
     "StudyTable",
     "Summary",
     "Swap",
-    "SweepOrder",
     "Task",
     "Text",
     "TextChange",
@@ -163,7 +162,6 @@ __all__ = [
     "TextSummary",
     "Tool",
     "Trajectory",
-    "Unswept",
     "Verdict",
     "Windows",
     "json_schema",

@@ -54,8 +54,6 @@ class Check(Record):
     """The heads that break it, the worst first; empty where it holds or is about all heads together."""
     file: str | None = None
     """The file in which the rule stands; None for one that was given in the call."""
-    line: Count | None = None
-    """Its line there, from 1 on."""
 
 
 class BaselineMeasure(Record):

@@ -19,10 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from attnlens.addresses import as_path
 from attnlens.choices import Part
 from attnlens.errors import UsageError
-from attnlens.files import read_bytes, written
+from attnlens.files import local_path, read_bytes, written
 
 
 def _nine_digits(number: float) -> float:
@@ -63,7 +62,7 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
     Raises UsageError, which says `remedy`, where the file is missing, is not JSON, or is `otherwise`
     (`not a report`).
     """
-    content = read_bytes(as_path(path), UsageError, remedy)
+    content = read_bytes(local_path(path), UsageError, remedy)
     try:
         return kind.model_validate_json(content.removeprefix(BOM_UTF8))
     except ValidationError as error:

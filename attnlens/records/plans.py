@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from attnlens.addresses import as_place
 from attnlens.choices import Intervals, Part, Unit
-from attnlens.files import write_atomically
+from attnlens.files import local_path, write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
 from attnlens.records.swaps import Pair
@@ -216,7 +215,7 @@ class Plan(Record):
 
     def write_json(self, path: str | Path) -> None:
         """Write the plan through a temporary file and a rename; raises OutputError where it can't be written."""
-        write_atomically(as_place(path), self.to_json().encode())
+        write_atomically(local_path(path), self.to_json().encode())
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from attnlens.choices import Part
 from attnlens.records.measures import Count, Number, Record
 
 
@@ -35,45 +34,11 @@ class Predictor(Record):
     """Why a field of this record is null, by its name."""
 
 
-class Unswept(Record):
-    """A head that `--sweep predicted` left out."""
-
-    layer: Count
-    """The site's running number."""
-    head: Count
-    """The query head."""
-    part: Part
-    """encoder, decoder or cross."""
-    reason: str
-    """Why it was not swept."""
-
-
-class SweepOrder(Record):
-    """How `--sweep predicted` went."""
-
-    drawn: Count
-    """How many heads were drawn at random and swept first."""
-    measure: str | None = None
-    """The measure that ordered the others; None where none stood."""
-    rho: Number | None = None
-    """Its Spearman's ρ with the harm over the heads drawn."""
-    p_corrected: Number | None = None
-    """Its permutation p over them, corrected for all measures; None where no measure has one."""
-    most: Count
-    """How many of the most harmful heads the sweep is after."""
-    expected: Number | None = None
-    """Expected number of them among the heads not swept, when it stopped; at most 0.05."""
-    rule: str
-    """By which rule it stopped, or why it did not."""
-    not_swept: list[Unswept] = []
-    """The heads that were not swept, those of the largest predicted harm first."""
-
-
 class Prediction(Record):
     """What was looked at to find what predicts the harm of one kernel."""
 
     heads: Count
-    """How many heads were looked at: all that were swept, or those drawn at random where the sweep stopped early."""
+    """How many heads were looked at: all that were swept."""
     diverged: Count = 0
     """How many of them diverged, which have no harm."""
     measures: Count
@@ -86,7 +51,5 @@ class Prediction(Record):
     """√reliability: the ρ expected of a measure that told the harm but for the noise of the windows."""
     left_out: dict[str, str] = {}
     """Measures that were not compared, and why."""
-    order: SweepOrder | None = None
-    """How the sweep was ordered, where a measure was to order it."""
     reasons: dict[str, str] = {}
     """Why a field of this record is null, by its name."""

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from attnlens.addresses import as_place
 from attnlens.choices import Part
 from attnlens.errors import UsageError
-from attnlens.files import write_atomically
+from attnlens.files import local_path, write_atomically
 from attnlens.records.checks import Check
 from attnlens.records.comparison import Comparison, changed
 from attnlens.records.coverage import Coverage
@@ -231,7 +230,7 @@ class Report(Record):
 
         Raises OutputError where the path can't be written.
         """
-        write_atomically(as_place(path), self.to_json().encode())
+        write_atomically(local_path(path), self.to_json().encode())
 
     def save(self, path: str | Path) -> None:
         """Write the report as what the path ends in: .json, .csv, .md, .html, or a picture, .png, .svg or .pdf.

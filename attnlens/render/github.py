@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from urllib.parse import quote
+
 from attnlens.records import Report
 from attnlens.render.markdown import markdown
-from attnlens.render.sarif import uri
 from attnlens.sections.checked import document, worst
 from attnlens.sentences import checked
 from attnlens.wording import clean
@@ -21,7 +24,7 @@ def workflow_commands(report: Report) -> list[str]:
     blamed = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
     lines = []
     for check, message in [*alone, *blamed][:MOST]:
-        place = {} if check.file is None else {"file": uri(check.file), "line": str(check.line or 1)}
+        place = {} if check.file is None else {"file": uri(check.file)}
         properties = place | {"title": f"attnlens {check.subject}"}
         said = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
         lines.append(f"::error {said}::{_coded(message, IN_MESSAGES)}")
@@ -30,6 +33,15 @@ def workflow_commands(report: Report) -> list[str]:
 
 def _coded(text: str, codes: dict[int, str]) -> str:
     return clean(text).translate(codes)
+
+
+def uri(file: str) -> str:
+    """Return the file as GitHub looks for it: quoted, relative to the workspace (else to the current folder)."""
+    root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
+    path = Path(clean(file)).resolve()
+    if path.is_relative_to(root):
+        return quote(path.relative_to(root).as_posix(), errors="replace")
+    return "file://" + quote(path.as_posix(), errors="replace")
 
 
 def step_summary(report: Report) -> str:

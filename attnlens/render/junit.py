@@ -26,7 +26,7 @@ def junit(report: Report) -> str:
 
 
 def _testcase(suite: ElementTree.Element, check: Check) -> None:
-    place = {} if check.file is None else {"file": clean(check.file), "line": str(check.line or 1)}
+    place = {} if check.file is None else {"file": clean(check.file)}
     named = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
     case = ElementTree.SubElement(suite, "testcase", named | place | {"time": "0"})
     if not check.passed:

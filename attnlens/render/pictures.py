@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnlens.addresses import StoreAddress
 from attnlens.errors import OutputError
 from attnlens.plots.style import DPI, FORMATS, crowded, encoded, house_style
 from attnlens.sections.section import Picture
@@ -46,16 +45,16 @@ def embedded_picture(picture: Picture) -> tuple[str, bytes]:
         return "image/png", encoded(drawn, ".png", DPI)
 
 
-def files_of(pictures: Sequence[Picture], folder: Path | StoreAddress) -> dict[Path | StoreAddress, Drawing]:
+def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
     """What draws each picture's file in the folder; nothing is drawn yet."""
     names = file_names(picture.stem for picture in pictures)
     return {folder / name: partial(encoded_picture, picture) for name, picture in zip(names, pictures, strict=True)}
 
 
-def is_file(target: Path | StoreAddress) -> bool:
+def is_file(target: Path) -> bool:
     """Whether the target means one picture and not a folder of them. Raises OutputError for another ending."""
     suffix = target.suffix.lower()
-    if not suffix or (isinstance(target, Path) and target.is_dir()):
+    if not suffix or target.is_dir():
         return False
     if suffix not in FORMATS:
         raise OutputError(

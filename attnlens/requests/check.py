@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from attnlens.requests.fields import Option
-from attnlens.rules.tolerance import FDR, RELATIVE
+from attnlens.rules.rule import FDR, RELATIVE
 
 PANEL = "Baseline"
 

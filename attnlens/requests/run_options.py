@@ -210,11 +210,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
     ]
     sweep: Annotated[
         Sweep | None,
-        Option(
-            "Swap each of the `heads` or `layers` alone too, and rank them; `predicted`: heads in the order of a "
-            "measure that predicts their harm, until few of the most harmful can be left.",
-            metavar="WHAT",
-        ),
+        Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
     ]
     predictors: Annotated[
         bool,

@@ -109,13 +109,8 @@ class SwapOptions:
         if len(self.kernels) > 1 and (self.heal is not None or self.save):
             what = "save" if self.heal is None else "heal"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
-        if self.sweep in ("heads", "predicted"):
+        if self.sweep == "heads":
             self._check_alone()
-        if self.sweep == "predicted" and not self.predictors:
-            raise UsageError(
-                "--sweep predicted orders heads by measures, and --no-predictors reads none.",
-                "Leave out --no-predictors, or use --sweep heads.",
-            )
         if self.calibration and not self.calibrates:
             raise UsageError(
                 "Calibration text is given and nothing reads it.",

@@ -9,9 +9,9 @@ from operator import index
 from typing import Any, cast
 
 from attnlens import arguments, registry
-from attnlens.addresses import BETWEEN
 from attnlens.arguments import LARGEST, path, several, shown, word
 from attnlens.errors import UsageError
+from attnlens.files import local_path
 
 Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """One name or path, or several."""
@@ -110,8 +110,7 @@ def folder(name: str, given: Any) -> Any:
     if isinstance(given, str) and (not given.strip() or "\0" in given):
         raise UsageError(f"--{name} names no folder.", f"Give a path after --{name}, or leave it out.")
     found = path(name, given)
-    if BETWEEN in found:
-        raise UsageError(f"--{name} writes into a folder of this machine, and not to {found}.", "Give the path of one.")
+    local_path(found, f"--{name}")
     return found
 
 

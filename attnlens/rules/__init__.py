@@ -33,9 +33,8 @@ def check(
     UsageError for a rule that makes no sense or matches nothing, a partial report, and a baseline of another run.
     """
     from attnlens.records import Report, read_baseline, read_report
-    from attnlens.rules.rule import rules_of
-    from attnlens.rules.tolerance import Tolerance
-    from attnlens.rules.verdict import verdict
+    from attnlens.rules.baselines import verdict
+    from attnlens.rules.rule import Tolerance, rules_of
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
     found = [] if rules in ((), None) and baseline is not None else rules_of(rules)

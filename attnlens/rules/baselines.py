@@ -1,4 +1,4 @@
-"""Compares a report with a baseline: which heads read otherwise, beyond tolerance and beyond chance."""
+"""Compares a report with a baseline, and gives the one verdict behind table, exit code, JSON, JUnit and annotations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from attnlens.errors import UsageError
 from attnlens.files import written
-from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Report
+from attnlens.records import Baseline, BaselineMeasure, Check, Head, HeadId, Measure, Report
 from attnlens.registry import info_of
-from attnlens.rules.judging import breach
-from attnlens.rules.tolerance import Tolerance
+from attnlens.rules.judging import breach, judged, refuse_unfit
+from attnlens.rules.rule import Rule, Tolerance
 from attnlens.wording import listed
 
 SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
@@ -25,16 +25,13 @@ def baseline_of(report: Report) -> Baseline:
     if not names:
         raise UsageError("The report has no measures that a baseline could hold.", "Make one with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
-    measures = {name: _column(report, name) for name in names}
+    measures = {}
+    for name in names:
+        column = [head.measures.get(name) for head in report.heads]
+        values = [None if measure is None else measure.value for measure in column]
+        errors = [None if measure is None else measure.se for measure in column]
+        measures[name] = BaselineMeasure(values=values, errors=errors)
     return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
-
-
-def _column(report: Report, name: str) -> BaselineMeasure:
-    found = [head.measures.get(name) for head in report.heads]
-    return BaselineMeasure(
-        values=[None if one is None else one.value for one in found],
-        errors=[None if one is None else one.se for one in found],
-    )
 
 
 def refuse_other(report: Report, baseline: Baseline, *, allow_other_model: bool) -> None:
@@ -109,19 +106,16 @@ class Move:
 
 
 def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
-    gone = Measure(value=None, reason="it was not measured")
-    return [
-        _move(head, head.measures.get(name, gone), then, error)
-        for head, then, error in zip(report.heads, column.values, column.errors, strict=True)
-    ]
-
-
-def _move(head: Head, now: Measure, then: float | None, error: float | None) -> Move:
-    if now.value is None or then is None or now.se is None or error is None:
-        return Move(head, now.value, then, None)
-    spread, change = math.hypot(now.se, error), abs(now.value - then)
-    known = spread > 0 and math.isfinite(change / spread)  # which it is not of numbers near the largest
-    return Move(head, now.value, then, math.erfc(change / spread / 2**0.5) if known else None)
+    """Compare one measure of every head with the baseline's column."""
+    moves = []
+    for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
+        now, p = head.measures.get(name, Measure(value=None, reason="it was not measured")), None
+        if now.value is not None and then is not None and now.se is not None and error is not None:
+            spread, change = math.hypot(now.se, error), abs(now.value - then)
+            if spread > 0 and math.isfinite(change / spread):  # which it is not of numbers near the largest
+                p = math.erfc(change / spread / 2**0.5)
+        moves.append(Move(head, now.value, then, p))
+    return moves
 
 
 def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
@@ -146,11 +140,29 @@ def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, 
         wanted=wanted,
         passed=not worst,
         heads=heads,
-        breaches=[_breach(move) for move in worst],
+        breaches=[breach(move.head, move.now, move.then, move.p) for move in worst],
         file=file,
-        line=None if file is None else 1,
     )
 
 
-def _breach(move: Move) -> Breach:
-    return breach(move.head, move.now, move.then, move.p)
+def verdict(
+    report: Report,
+    rules: Sequence[Rule],
+    baseline: Baseline | None = None,
+    tolerance: Tolerance = Tolerance(),  # noqa: B008  # it is frozen
+    file: str | None = None,
+    *,
+    allow_partial: bool = False,
+    allow_other_model: bool = False,
+) -> Report:
+    """The report with its `checks`: one a rule, and one a measure of the baseline, whose file is `file`.
+
+    Raises UsageError for a report that nothing can be concluded from, a rule that matches nothing, and a baseline of
+    another run.
+    """
+    refuse_unfit(report, allow_partial=allow_partial)
+    checks = judged(report, rules)
+    if baseline is not None:
+        refuse_other(report, baseline, allow_other_model=allow_other_model)
+        checks += against(report, baseline, tolerance, file)
+    return report.model_copy(update={"checks": checks})

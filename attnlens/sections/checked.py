@@ -70,7 +70,7 @@ def rows(report: Report) -> Sheet:
     for check in report.checks:
         own: dict[str, Cell] = {
             **{"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads},
-            **{"file": check.file, "line": check.line},
+            "file": check.file,
         }
         blamed: list[dict[str, Cell]] = [
             {

@@ -71,7 +71,6 @@ Annotations = Annotated[
     ),
 ]
 Junit = Annotated[str | None, opt.output("--junit", "Write a testcase a rule as JUnit XML.")]
-Sarif = Annotated[str | None, opt.output("--sarif", "Write the failures as SARIF 2.1.0.")]
 CsvRows = Annotated[str | None, opt.output("--csv", "Write one row a head that breaks a rule as CSV.")]
 
 
@@ -88,7 +87,6 @@ def check(
     recompute: Recompute = None,
     annotations: Annotations = False,
     junit: Junit = None,
-    sarif: Sarif = None,
     csv: CsvRows = None,
     markdown: opt.Markdown = None,
     **_shared: Any,
@@ -108,7 +106,7 @@ def check(
 
         complain(
             f"{len(failed)} of {counted(len(report.checks), 'rule')} failed: {listed(failed, 3)}.",
-            "The table says what was found; --json, --csv, --junit and --sarif keep it.",
+            "The table says what was found; --json, --csv and --junit keep it.",
         )
         raise typer.Exit(FAILED)
 
@@ -118,7 +116,6 @@ def _writers() -> dict[str, Callable[[Report], str]]:
     from attnlens.render.csv_text import spreadsheet
     from attnlens.render.junit import junit
     from attnlens.render.markdown import markdown
-    from attnlens.render.sarif import sarif
     from attnlens.sections import checked
 
     return {
@@ -126,7 +123,6 @@ def _writers() -> dict[str, Callable[[Report], str]]:
         "csv": lambda report: spreadsheet(checked.rows(report)),
         "markdown": lambda report: markdown(checked.document(report)),
         "junit": junit,
-        "sarif": sarif,
     }
 
 

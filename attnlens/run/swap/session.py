@@ -25,7 +25,7 @@ from attnlens.run.progress import Progress, Tell, telling, timed
 from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
 from attnlens.run.swap.controls.alternatives import shapes_of
 from attnlens.run.swap.healing import changed_weights
-from attnlens.run.swap.predictors.sweeping import Sweeping, Windowed
+from attnlens.run.swap.predictors import Sweeping
 from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.from_plan import check_fits
 from attnlens.run.swap.resources import enough_memory, peak_of
@@ -134,8 +134,8 @@ class Swapping:
     @cached_property
     def sweeping(self) -> Sweeping:
         """Sweeps the heads or layers of each kernel."""
-        over = Windowed(self.evaluated, self.fed, self.design)
-        return Sweeping(self.loaded, self.options, self.settings, self.task, over, self.sites, self.heads_of)
+        over = self.evaluated, self.fed, self.design
+        return Sweeping(self.loaded, self.options, self.settings, self.task, *over, self.sites, self.heads_of)
 
     def teller(self, stage: str, total: int, kernel: Kernel) -> Tell:
         """Tells the progress of a stage of one kernel, which is named where there are several."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +59,6 @@ class Alone:
         """The mean rise of each unit; NaN where it diverged."""
         means = (self.changed - self.own).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
-
-    def with_more(self, other: Alone) -> Alone:
-        """These units and others, on the same sequences."""
-        both = torch.cat([self.changed, other.changed])
-        return replace(self, units=[*self.units, *other.units], changed=both)
 
     def effects(self, seed: int) -> list[Effect]:
         """The effect of each unit, the most harmful first.

@@ -10,7 +10,6 @@ from attnlens.sentences.swaps.effects import interval
 from attnlens.sentences.swaps.predictions import (
     found_sentence,
     left_out_sentence,
-    order_sentences,
     p_value,
     prediction_help,
 )
@@ -23,7 +22,6 @@ MOST, FEW = 8, 3
 def prediction_section(swaps: Sequence[Swap]) -> Section:
     """What predicts the harm of each kernel; the strongest measures in a table."""
     lines = [found_sentence(swap) for swap in swaps]
-    lines += [sentence for swap in swaps for sentence in order_sentences(swap)]
     rows = [(swap, one) for swap in swaps for one in _strongest(swap, MOST if len(swaps) == 1 else FEW)]
     notes = (prediction_help(swaps), left_out_sentence(swaps))
     table = _table(rows, named=len(swaps) > 1) if rows else None

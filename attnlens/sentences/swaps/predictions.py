@@ -8,7 +8,7 @@ from attnlens.sentences.swaps.effects import interval
 from attnlens.wording import NO_VALUE, clean, counted, listed, written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from attnlens.records import Prediction, Predictor, Swap
 
@@ -34,23 +34,6 @@ def strength(one: Predictor) -> str:
     """`tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
     layers = "" if one.layers_ci95 is None else f", over layers {interval(one.layers_ci95, 2)}"
     return f"{clean(one.measure)} (ρ {written(one.rho, 2)}{layers}, p {p_value(one.p_corrected)})"
-
-
-def order_sentences(swap: Swap) -> Iterator[str]:
-    """How a sweep in the order of a measure went, and which heads it left."""
-    order = swap.prediction.order if swap.prediction is not None else None
-    if order is None:
-        return
-    if order.measure is not None and order.rho is not None:
-        yield (
-            f"{clean(swap.kernel)}: {counted(order.drawn, 'head')} drawn at random were swept first; there "
-            f"{clean(order.measure)} goes with the harm (ρ {written(order.rho, 2)}, p {p_value(order.p_corrected)} "
-            "corrected), and ordered the others."
-        )
-    yield clean(order.rule)
-    if order.not_swept:
-        left = [f"layer {one.layer} head {one.head}" for one in order.not_swept]
-        yield f"Not swept: {counted(len(left), 'head')}: {listed(left, NAMED)}."
 
 
 def prediction_help(swaps: Sequence[Swap]) -> str:
