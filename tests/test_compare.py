@@ -6,9 +6,11 @@ import copy
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import damage
+import families
 import loaded
 import model_types
 import pytest
@@ -20,6 +22,7 @@ import attnlens
 from attnlens import models, texts
 from attnlens.errors import UsageError
 from attnlens.records import Comparison, Report
+from attnlens.sentences.comparisons import discoveries
 
 SMALL: dict[str, Any] = {"sequences": 12, "tokens": 32, "analyzers": ("symmetry", "spectrum")}
 KEPT = {"smollm2": 5, "minilm": 5, "two layers of smollm2": 2, "two layers of minilm": 2}
@@ -293,6 +296,9 @@ def in_memory(name: str, what: dict[str, int]) -> tuple[models.Loaded, models.Lo
 FEW: dict[str, Any] = {"sequences": 4, "tokens": 16, "analyzers": "symmetry"}
 
 
+FOUR: dict[str, Any] = {"sequences": 4, "tokens": 32, "analyzers": "symmetry"}
+
+
 def test_models_in_training_are_compared_at_rest_and_stay_in_training():
     first, second = in_memory("demo", {"gain doubled": 1})
     for side in (first, second):
@@ -404,3 +410,151 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
     assert {head.relation for head in found.heads} == {"identical"}
     other = [row for row in found.rows if row.measure == "tokens.share_key"]
     assert all(row.delta is None and "another kernel" in row.reason for row in other)
+
+
+# --- what is said of a change is true ---------------------------------------------------------------------------------
+
+
+def tiny(name: str) -> models.Loaded:
+    """A tiny random model whose attention is sharp."""
+    return loaded.loaded(families.build(name))
+
+
+def changed(own: models.Loaded, change: Callable[[Any], None], **settings: Any) -> models.Loaded:
+    """A copy of the model after a change of its weights, with other settings."""
+    config = copy.deepcopy(own.model.config)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    second = type(own.model)(config).eval()
+    second.load_state_dict(own.model.state_dict())
+    with torch.no_grad():
+        change(second)
+    return loaded.loaded(second)
+
+
+def own_kl(first: models.Loaded, second: models.Loaded) -> torch.Tensor:
+    """KL(P ‖ P') of each head of the first layer, whose inputs are the same, by eager attention in float64."""
+    rows = []
+    for side in (first, second):
+        model = copy.deepcopy(side.model).double()
+        model.set_attn_implementation("eager")
+        batches = texts.batches(first, texts.sample("tiny"), texts.Cut(sequences=4, tokens=32)).batches
+        with torch.no_grad():
+            rows += [torch.cat([model(**batch.inputs, output_attentions=True).attentions[0] for batch in batches])]
+    terms = rows[0] * (rows[0].clamp(min=1e-12).log() - rows[1].clamp(min=1e-12).log())
+    return terms.sum(-1).mean((0, 2))
+
+
+def interleaved(*, layers: tuple[int, ...], key_heads: tuple[int, ...]) -> Callable[[Any], None]:
+    """The rows of W_Q and W_K of some heads in the order that GPT-J rotates, not in that of LLaMA."""
+
+    def change(model: Any) -> None:
+        for layer in layers:
+            attention = model.model.layers[layer].self_attn
+            size, group = attention.head_dim, model.config.num_attention_heads // model.config.num_key_value_heads
+            order = torch.arange(size).view(2, -1).T.flatten()
+            queries = [group * key + place for key in key_heads for place in range(group)]
+            for linear, heads in ((attention.q_proj, queries), (attention.k_proj, key_heads)):
+                for tensor in linear.parameters():
+                    for head in heads:
+                        tensor[head * size : (head + 1) * size] = tensor[head * size : (head + 1) * size][order]
+
+    return change
+
+
+@pytest.mark.parametrize(("layers", "key_heads"), [((0, 1), (0, 1)), ((0,), (1,))])
+def test_a_lost_rope_permutation_is_said_to_change_attention(layers, key_heads):
+    own = tiny("llama")
+    other = changed(own, interleaved(layers=layers, key_heads=key_heads))
+    found = attnlens.compare(own, other, **FOUR).comparison
+    heads = {(layer, 3 * key + place) for layer in layers for key in key_heads for place in range(3)}
+    assert {(one.layer, one.head) for one in found.heads if one.relation == "same form"} == heads
+    assert max(row.delta for row in rows(found, "compare.form_change").values()) < 1e-6
+    right = own_kl(own, other)
+    for (layer, head), row in rows(found, "compare.own_kl").items():
+        if layer == 0:
+            assert row.delta == pytest.approx(float(right[head]), rel=1e-3, abs=1e-6)
+        assert row.beyond_rounding is ((layer, head) in heads)
+    said = " ".join(found.notes)
+    assert "attention is the same" not in said
+    assert f"W_Q and W_K of {len(heads)} heads have the same product M but different attention: the rotation" in said
+    assert "a lost RoPE permutation?" in said
+    # which the weights alone show too
+    said = " ".join(attnlens.compare(own, other, source="weights", **FOUR).comparison.notes)
+    assert f"W_Q and W_K of {len(heads)} heads have the same product M but different attention: the rotation" in said
+
+
+def test_another_gauge_that_keeps_attention_is_said_to():
+    """The control: a factor for each pair that turns together commutes with the rotation."""
+
+    def gauge(model: Any) -> None:
+        attention = model.model.layers[0].self_attn
+        scales = torch.linspace(0.5, 2, attention.head_dim // 2).repeat(2)
+        for tensor in attention.q_proj.parameters():
+            tensor.mul_(scales.repeat(6).view(-1, *[1] * (tensor.ndim - 1)))
+        for tensor in attention.k_proj.parameters():
+            tensor.div_(scales.repeat(2).view(-1, *[1] * (tensor.ndim - 1)))
+
+    own = tiny("llama")
+    found = attnlens.compare(own, changed(own, gauge), **FOUR).comparison
+    said = " ".join(found.notes)
+    assert "Of 6 heads W_Q and W_K are others with the same product M" in said
+    assert "within rounding (another gauge): attention is the same" in said
+    assert "different attention" not in said
+
+
+def test_another_gauge_beside_old_biases_is_not_said_to_keep_attention():
+    def gauge(model: Any) -> None:
+        attention = model.bert.encoder.layer[0].attention.self
+        attention.query.weight.mul_(2)
+        attention.key.weight.div_(2)  # and their biases stay
+
+    own = tiny("bert")
+    other = changed(own, gauge)
+    found = attnlens.compare(own, other, **FOUR).comparison
+    assert min(float(value) for value in own_kl(own, other)) > 1e-3
+    said = " ".join(found.notes)
+    assert "W_Q and W_K of 4 heads have the same product M but different attention: biases" in said
+    assert "attention is the same" not in said
+    weights = " ".join(attnlens.compare(own, other, source="weights", **FOUR).comparison.notes)
+    assert "attention is the same" not in weights
+
+
+def test_a_lifted_window_is_the_heads_own_change_however_few_windows_are_read():
+    own = tiny("mistral")
+    assert own.model.config.sliding_window == 5
+    other = changed(own, lambda model: None, sliding_window=None)
+    found = attnlens.compare(own, other, **FOUR).comparison
+    right = own_kl(own, other)
+    assert float(right.min()) > 0.1
+    for (layer, head), row in rows(found, "compare.own_kl").items():
+        assert row.delta == pytest.approx(float(right[head]), rel=1e-3) or layer > 0
+        assert row.beyond_rounding
+    said = " ".join(discoveries(found))
+    assert "only because of what changed before them" not in said
+    assert f"{len(found.heads)} heads attend otherwise to the same hidden states, their form being the same" in said
+
+
+def test_heads_behind_damage_inherit_their_change():
+    """The control: gains of the last layer change its own heads; those of a block in the middle the heads behind it."""
+    found = compared("demo", ("gain doubled", 0))
+    said = " ".join(discoveries(found))
+    assert "only because of what changed before them" in said
+    assert named(found, "compare.own_kl") == of_layer(found, 0)
+
+
+def test_a_scale_is_part_of_the_form():
+    own = tiny("gemma2")
+    other = changed(own, lambda model: None, query_pre_attn_scalar=6)
+    found = attnlens.compare(own, other, **FOUR).comparison
+    assert all(row.delta == pytest.approx(1, rel=1e-5) for row in rows(found, "compare.form_change").values())
+    assert {head.relation for head in found.heads} == {"changed"}
+    assert any("All weights that both models have are the same numbers" in note for note in found.notes)
+
+    def halved(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.div_(2)
+
+    found = attnlens.compare(own, changed(own, halved, query_pre_attn_scalar=6), **FOUR).comparison
+    assert {head.relation for head in found.heads} == {"same form"}
+    assert any("attention is the same" in note for note in found.notes)

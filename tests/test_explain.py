@@ -2,10 +2,12 @@
 
 import re
 
+import heads
 import pytest
+import torch
 from program import attnlens, refused, without_torch
 
-from attnlens import registry
+from attnlens import linalg, registry
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
 from attnlens.registry import GatheringPlace, MeasureInfo
@@ -26,6 +28,18 @@ def test_every_measure_has_its_page():
         assert [word for word in SAID if not facts.get(word)] == [], name
         assert facts["formula"] == INFOS[name].formula
         assert ("--analyzer" in facts["runs"]) == (name.startswith(("ksvd", "selec", "ext", "adapter", "features")))
+
+
+def test_the_negative_share_is_the_negative_part_of_the_symmetric_kernel():
+    """Numbers: a symmetric negative semidefinite kernel has it all, an indefinite one is split between two shares."""
+    for name in ("tokens.share_negative", "extended.share_negative"):
+        assert "the negative part of the symmetric kernel" in INFOS[name].meaning
+    assert "the negative part of the symmetric kernel" in kernel_pages()["negativeless"].lines[0]
+    assert not [name for name, info in INFOS.items() if "indefinite" in info.meaning]
+    u = torch.tensor([[1.0, -1.0, 2.0, -2.0], [1.0, 1.0, -1.0, -1.0]], dtype=torch.float64)
+    for signs, share in (((-1.0, -1.0), 1.0), ((1.0, -1.0), 16 / (16 + 100)), ((1.0, 1.0), 0.0)):
+        parts = linalg.anatomy(heads.query_key((torch.tensor(signs)[:, None] * u).mT[None], u.mT[None], "tokens"))
+        assert float(parts.negative) == pytest.approx(share)
 
 
 def test_what_to_do_can_be_typed():
@@ -64,6 +78,8 @@ def test_no_kernel_and_no_measure_have_one_name():
         ("ksvd.cosine_spectrum", "error", "none: a curve is the mean over windows"),
         ("ksvd.cosine_spectrum", "range", "curve over index; each 0 to 1"),
         ("ksvd.rank90", "identified", "Not identified"),
+        ("tokens.share_negative", "formula", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
+        ("tokens.share_positive", "formula", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
         ("tokens.share_skew", "identified", "Identified for heads that see all pairs"),
         ("tokens.share_first", "read beside", "tokens.first_if_even"),
         ("tokens.share_distance", "sums to 1", "with tokens.share_key, tokens.share_interaction"),
@@ -96,7 +112,7 @@ def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkey
 
 
 def test_a_docstring_is_question_and_definitions(monkeypatch):
-    monkeypatch.setattr("attnlens.registry.analysis._GATHERINGS", dict(registry.analysis._GATHERINGS))
+    monkeypatch.setattr("attnlens.registry.analysis._ANALYZERS", dict(registry.analysis._ANALYZERS))
 
     def begin(_place: GatheringPlace):
         """Is it so?

@@ -6,10 +6,11 @@ import ast
 import contextlib
 import doctest
 import functools
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import families
 import matplotlib.figure
 import pytest
 import torch
-from program import DEMO
+from program import DEMO, environment_with, refused
 from reports import synthetic_report, timeless
 
 import attnlens
@@ -153,6 +154,85 @@ def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(mon
             assert torch.allclose(given(model, batch), given(family("bert")[0], batch), atol=1e-4)
     finally:
         registry.KERNELS.pop("warm", None)
+
+
+def entered(module: str, what: str, name: str, measure: str = "tokens.mine", **more: Any) -> Callable[..., Any]:
+    """A function of that module, entered as a kernel or an analyzer."""
+    facts = {"formula": "z", "source": "me", "positive": True, "symmetric": True, "features": "none", "form": "score"}
+
+    def function(score: torch.Tensor) -> Any:
+        """Half the score."""
+        return score / 2
+
+    function.__module__, function.__code__ = module, function.__code__.replace(co_filename=module)
+    if what == "kernel":
+        return registry.kernel(name, **facts, **more)(function)
+    enter = registry.analyzer if what == "analyzer" else registry.gathering
+    return enter(name, "tokens", [registry.MeasureInfo(measure, "Mine.", "1")], by_default=False, **more)(function)
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The registry, as it was before a test entered anything."""
+    registry.every_analyzer()
+    parsed("rbf")
+    monkeypatch.setattr(registry.analysis, "_ANALYZERS", dict(registry.analysis._ANALYZERS))
+    before = dict(registry.KERNELS)
+    yield
+    registry.KERNELS.clear()
+    registry.KERNELS.update(before)
+
+
+@pytest.mark.usefixtures("tables")
+@pytest.mark.parametrize(
+    ("what", "name", "measure"),
+    [
+        ("kernel", "rbf", ""),
+        ("analyzer", "symmetry", "tokens.mine"),
+        ("analyzer", "selection", "tokens.mine"),
+        ("gathering", "symmetry", "tokens.mine"),
+    ],
+)
+def test_a_plug_in_replaces_a_built_in_only_if_it_says_so(what, name, measure):
+    with pytest.raises(
+        UsageError, match=f"mine defines the (kernel|analyzer) '{name}', which is already built in"
+    ) as no:
+        entered("mine", what, name, measure)
+    assert "replace=True" in no.value.remedy
+    assert "mine" not in [getattr(info.function, "__module__", "") for info in registry.KERNELS.values()]
+    function = entered("mine", what, name, measure, replace=True)
+    if what == "kernel":
+        assert registry.KERNELS[name].function is function
+    else:
+        assert [one.name for one in registry.every_analyzer() if one.measures[0].name == measure] == [name]
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_plug_in_takes_no_name_of_a_tie_filter_or_measure_and_no_other_plug_ins():
+    for name in ("window", "symmetric", "hybrid"):
+        with pytest.raises(UsageError, match="is a tie, filter or hybrid"):
+            entered("mine", "kernel", name, replace=True)
+    with pytest.raises(UsageError, match=r"the measure 'tokens\.entropy', which is already built in"):
+        entered("mine", "analyzer", "mine", "tokens.entropy", replace=True)
+    for what in ("kernel", "analyzer"):
+        entered("mine", what, "own")
+        entered("mine", what, "own")  # as a notebook's cell that runs again
+        with pytest.raises(UsageError, match=f"yours defines the {what} 'own', which is already defined by mine"):
+            entered("yours", what, "own")
+
+
+def test_an_entry_point_that_takes_the_name_of_a_built_in_is_refused(tmp_path):
+    (tmp_path / "greedy-1.dist-info").mkdir()
+    (tmp_path / "greedy.py").write_text(
+        "from attnlens import kernel\n@kernel('rbf', formula='z', source='me', positive=True, symmetric=True, "
+        "features='none', form='score')\ndef mine(score):\n    return score\n"
+    )
+    (tmp_path / "greedy-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: greedy\nVersion: 1\n")
+    (tmp_path / "greedy-1.dist-info" / "entry_points.txt").write_text("[attnlens.kernels]\ngreedy = greedy\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words, environment = [sys.executable, "-m", "attnlens", "list", "kernels"], environment_with(PYTHONPATH=path)
+    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    refused(found, "greedy defines the kernel 'rbf', which is already built in")
 
 
 def test_entry_points_are_read_once_a_process(monkeypatch):

@@ -25,8 +25,10 @@ def _share(name: str, meaning: str, formula: str) -> MeasureInfo:
 
 
 TOKENS = (
-    _share("positive", "is a positive definite kernel", "Σμ₊²/‖LJ‖², μ the eigenvalues of JSJ"),
-    _share("negative", "is symmetric but indefinite", "Σμ₋²/‖LJ‖², μ the eigenvalues of JSJ"),
+    _share("positive", "is a positive definite kernel", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
+    _share(
+        "negative", "is the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"
+    ),
     _share("skew", "is asymmetric and that no gate removes", "‖JAJ‖²/‖LJ‖²"),
     _share("key", "depends on the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
 )

@@ -122,14 +122,14 @@ TOKENS = (
     _kernel_share(
         "positive",
         "share of what softmax sees that is a positive definite kernel, where all pairs are seen",
-        "Σμ₊²/‖LJ‖², μ the eigenvalues of JSJ",
+        "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ",
         "Near 1 the head is a Mercer kernel of its tokens up to gates, and methods made for these apply; "
         "swap-kernel --kernel mercer measures what the rest is worth.",
     ),
     _kernel_share(
         "negative",
-        "share that is symmetric but indefinite, where all pairs are seen",
-        "Σμ₋²/‖LJ‖², μ the eigenvalues of JSJ",
+        "share of what softmax sees that is the negative part of the symmetric kernel, where all pairs are seen",
+        "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ",
         "Its size does not say what it is worth to the model: swap-kernel --kernel negativeless does.",
     ),
     _kernel_share(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.kernels.parts import keyless, mercer, negativeless, skewless
-from attnlens.registry import Fit, KernelParameter
+from attnlens.registry import MODIFIERS, Fit, KernelParameter
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
@@ -95,7 +95,7 @@ TIES = {
         Modifier(
             "negativeless",
             "L − Σ μ₋uuᵀ, μ and u of JSJ, S = (L + Lᵀ)/2",
-            "the symmetric but indefinite part is gone, skew part and gates stay; bidirectional heads",
+            "the negative part of the symmetric kernel is gone, skew part and gates stay; bidirectional heads",
             "Schoenberg 1938; Wright & Gonzalez 2021",
             part=negativeless,
             caution=WHOLE,
@@ -187,6 +187,7 @@ HYBRIDS = {
     )
 }
 """Which keys keep the model's own kernel, beside a kernel of features for all others."""
+MODIFIERS.update(TIES, FILTERS, HYBRIDS)
 
 NEAR_WEIGHT = "near_log_weight"
 """The name of log γ, (heads,), among a hybrid's fitted parameters."""

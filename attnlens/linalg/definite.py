@@ -29,7 +29,7 @@ class Anatomy:
     positive: Float[Tensor, "*batch heads"]
     """Σμ₊²/‖LJ‖²: a positive definite kernel."""
     negative: Float[Tensor, "*batch heads"]
-    """Σμ₋²/‖LJ‖²: symmetric but indefinite."""
+    """Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel."""
     skew: Float[Tensor, "*batch heads"]
     """‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys removes."""
     key: Float[Tensor, "*batch heads"]

@@ -14,6 +14,8 @@ CHANGE = "change."
 """Before a measure's name where its change stands in its place."""
 DISTANCE = "compare."
 """Before the names of distances, which are changes already."""
+SURELY = 47.2
+"""Times its size under rounding alone beyond which a divergence has p < 1e-3: (Student's t of 5 draws)²."""
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """How the second model's form M of a head stands to the first one's: the same numbers; the same form of other factors
 (another gauge); the form within what rounding of the weights does; another form."""
@@ -48,6 +50,13 @@ class MeasureChange(Record):
     """Whether q is at most the rate asked for."""
     reason: str | None = None
     """Why there is no delta, or no p."""
+
+    @property
+    def beyond_rounding(self) -> bool | None:
+        """Whether a divergence is larger than rounding alone makes it once in a thousand heads; None if not known."""
+        if self.delta is None or self.rounding is None:
+            return None
+        return self.delta > SURELY * self.rounding
 
 
 class HeadChange(HeadId):

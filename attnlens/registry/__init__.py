@@ -17,12 +17,13 @@ from attnlens.registry.analysis import (
     measure_infos,
     measure_sources,
 )
-from attnlens.registry.kernels import KERNELS, Fit, KernelInfo, KernelParameter, OutputFit, kernel
+from attnlens.registry.kernels import KERNELS, MODIFIERS, Fit, KernelInfo, KernelParameter, OutputFit, kernel
 from attnlens.registry.measure_info import NOT_IDENTIFIED, MeasureInfo
 from attnlens.registry.names import checked_name
 
 __all__ = [
     "KERNELS",
+    "MODIFIERS",
     "NOT_IDENTIFIED",
     "Analyzer",
     "Answer",

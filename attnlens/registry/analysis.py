@@ -13,7 +13,7 @@ from attnlens.choices import Sources
 from attnlens.records.comparison import CHANGE
 from attnlens.registry.distances import DISTANCES, NAMED
 from attnlens.registry.measure_info import MeasureInfo
-from attnlens.registry.names import checked_name
+from attnlens.registry.names import checked_name, is_built_in, refuse_replacing
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -114,8 +114,7 @@ class Gathering(Named):
     """Whether it wants the modules' inputs, and the form on them."""
 
 
-_ANALYZERS: dict[tuple[str, Source], Analyzer] = {}
-_GATHERINGS: dict[tuple[str, Source], Gathering] = {}
+_ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
 
 
 def analyzer(
@@ -126,18 +125,21 @@ def analyzer(
     by_default: bool = True,
     needs_base: bool = False,
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None,
+    replace: bool = False,
 ) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
-    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs where none is named too.
+    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs if none is named too.
 
     `needs_base`: it compares with the model without its adapter, and runs by itself where the model has one. `brief`:
-    a measure and a function that gives it alone, which is read of heads that are swept.
+    a measure and a function that gives it alone, which is read of heads that are swept. `replace`: take the place of
+    the analyzer that another module entered under that name, which otherwise is a UsageError.
     """
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
         question, definitions = _said(function, name)
-        _ANALYZERS[name, source] = Analyzer(
+        made = Analyzer(
             name, source, question, tuple(measures), function, by_default, needs_base, brief, definitions=definitions
         )
+        _enter(made, function, replace=replace)
         return function
 
     return enter
@@ -149,19 +151,33 @@ def _said(function: Callable[..., object], name: str) -> tuple[str, str]:
     return question, definitions.strip()
 
 
+def _enter(made: Analyzer | Gathering, function: Callable[..., object], *, replace: bool) -> None:
+    """Register an analyzer. Raise UsageError if it would replace one of another module, or give its measures too."""
+    if not is_built_in(function):
+        import_module("attnlens.analyzers")
+    names = {info.name for info in made.measures}
+    for key, other in _ANALYZERS.items():
+        present = other.function if isinstance(other, Analyzer) else other.begin
+        if key != (made.name, made.source):
+            for name in sorted(names & {info.name for info in other.measures}):
+                refuse_replacing("measure", name, function, present, "Choose another name.")
+        elif not replace:
+            refuse_replacing("analyzer", made.name, function, present)
+    _ANALYZERS[made.name, made.source] = made
+
+
 def gathering(
-    name: str, source: Source, measures: Iterable[MeasureInfo], **traits: bool
+    name: str, source: Source, measures: Iterable[MeasureInfo], *, replace: bool = False, **traits: bool
 ) -> Callable[[Callable[[GatheringPlace], Gatherer]], Callable[[GatheringPlace], Gatherer]]:
     """Enter a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
 
-    `traits` are the last fields of Gathering.
+    `traits` are the last fields of Gathering, `replace` is as for an analyzer.
     """
 
     def enter(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
         question, definitions = _said(begin, name)
-        _GATHERINGS[name, source] = Gathering(
-            name, source, question, tuple(measures), begin, **traits, definitions=definitions
-        )
+        made = Gathering(name, source, question, tuple(measures), begin, **traits, definitions=definitions)
+        _enter(made, begin, replace=replace)
         return begin
 
     return enter
@@ -199,9 +215,9 @@ def comparing(source: Sources) -> list[Analyzer]:
 
 
 def every_analyzer() -> list[Analyzer | Gathering]:
-    """All that `--analyzer` can name."""
+    """Return all that `--analyzer` can name, gatherings last."""
     _load()
-    return [*_ANALYZERS.values(), *_GATHERINGS.values()]
+    return sorted(_ANALYZERS.values(), key=lambda found: isinstance(found, Gathering))
 
 
 def measure_infos() -> dict[str, MeasureInfo]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from attnlens.errors import UsageError
+from attnlens.registry.names import is_built_in, refuse_replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,10 +143,25 @@ KERNELS: dict[str, KernelInfo] = {}
 """Every kernel that was entered so far; attnlens.kernels enters its own."""
 
 
-def kernel(name: str, **facts: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Enter a function as the kernel `name`; `facts` are the other fields of KernelInfo."""
+MODIFIERS: set[str] = set()
+"""Names of ties, filters and hybrids, which a kernel cannot have; attnlens.kernels enters them."""
+
+
+def kernel(
+    name: str, *, replace: bool = False, **facts: Any
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Enter a function as the kernel `name`; `facts` are the other fields of KernelInfo.
+
+    `replace`: take the place of the kernel that another module entered under that name, else a UsageError.
+    """
 
     def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if not is_built_in(function):
+            import_module("attnlens.kernels")
+        if name in MODIFIERS:
+            raise UsageError(f"{name!r} is a tie, filter or hybrid, not a kernel.", "Choose another name.")
+        if name in KERNELS and not replace:
+            refuse_replacing("kernel", name, function, KERNELS[name].function)
         meaning = (function.__doc__ or name).splitlines()[0]
         KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
         return function

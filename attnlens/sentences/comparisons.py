@@ -45,19 +45,23 @@ def discoveries(found: Comparison) -> Iterator[str]:
             f"{f' ({largest.path})' if len(blocks) > 1 else ''}."
         )
     named = {name: _named(found, name) for name in (OWN_ROWS, FORMS, ROWS)}
+    own = {(row.layer, row.head) for row in found.rows if row.measure == OWN_ROWS and row.beyond_rounding}
+    own |= named[OWN_ROWS]
+    named[FORMS] |= own & {(head.layer, head.head) for head in found.heads if head.relation == "changed"}
     if named[FORMS]:
         yield f"The form M of {counted(len(named[FORMS]), 'head')} is another one: {_places(named[FORMS])}."
-    local = named[OWN_ROWS] - named[FORMS]
+    local = own - named[FORMS]
     if local:
+        unsure = len(local - named[OWN_ROWS])
         yield (
             f"{counted(len(local), 'head')} attend otherwise to the same hidden states, their form being the same: "
-            f"{_places(local)}."
+            f"{_places(local)}{f' ({unsure} of them not significantly over these windows)' if unsure else ''}."
         )
     lone = [row for row in found.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
     if lone:
         which = listed([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
         yield f"{counted(len(lone), 'measure')} of a head with a value in one model alone: {which}."
-    inherited = named[ROWS] - named[OWN_ROWS] - named[FORMS]
+    inherited = named[ROWS] - own - named[FORMS]
     if inherited and any(row.measure == OWN_ROWS for row in found.rows):
         yield f"{counted(len(inherited), 'head')} attend otherwise only because of what changed before them."
 

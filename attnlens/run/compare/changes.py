@@ -50,7 +50,7 @@ class Changes:
             rows=rows,
             blocks=self._blocks(apart, rounding),
             outcome=predicted,
-            notes=[*told(self.pairing, heads), *why],
+            notes=[*told(self.pairing, heads, rows), *why],
         )
 
     @property

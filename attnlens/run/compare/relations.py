@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attnlens.errors import UnreadableError
-from attnlens.records import HeadChange, QueryKey, Relation, Site
+from attnlens.records import HeadChange, MeasureChange, QueryKey, Relation, Site
+from attnlens.registry.distances import FORMS, OWN_ROWS
+from attnlens.run.compare.forms import distances
 from attnlens.run.compare.rounding import site_type, stored_type
 from attnlens.run.compare.sides import Pairing
 from attnlens.run.compare.significance import Judged
@@ -19,6 +22,9 @@ SURE = 1e-3
 """p below which a form is another one: rounding alone gives a larger change once in a thousand heads."""
 ROUNDED = 4.0
 """Spacings, relative to the factors' size, by which they may differ and be the same but for rounding."""
+
+LOST = 1e-3
+"""‖ΔM‖/‖M‖ between rotated positions from which on the rotation acts on other coordinates."""
 
 
 def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
@@ -62,13 +68,14 @@ def _unread(pairing: Pairing, site: Site, other: Site) -> str:
 def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation | None:
     first, second = pair
     sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
-    same = first.scale == second.scale and all(torch.equal(*side) for side in sides)
-    if same or (not pairing.placed[first.site].moved and _same_modules(pairing, first.site)):
+    if first.scale == second.scale and all(torch.equal(*side) for side in sides):
+        return "identical"
+    if p < SURE:
+        return "changed"
+    if first.scale == second.scale and not pairing.placed[first.site].moved and _same_modules(pairing, first.site):
         return "identical"
     if p != p:
         return None
-    if p < SURE:
-        return "changed"
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(site_type(side.loaded.model, site)).eps for side, site in sites)
     close = all(_apart(*side) <= ROUNDED * spacing for side in sides)
@@ -89,9 +96,10 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((other - one).norm()) / size if size else float(other.norm() > 0)
 
 
-def told(pairing: Pairing, heads: Sequence[HeadChange]) -> list[str]:
+def told(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureChange]) -> list[str]:
     """What there is to say of the models as wholes, one sentence each."""
-    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(pairing, heads), *_of_forms(heads)]
+    own = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
+    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(pairing, heads), *_of_forms(pairing, heads, own)]
 
 
 def _of_sight(pairing: Pairing) -> Iterator[str]:
@@ -140,10 +148,52 @@ def _of_order(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
         )
 
 
-def _of_forms(heads: Sequence[HeadChange]) -> Iterator[str]:
-    count = sum(head.relation == "same form" for head in heads)
-    if count:
+def _of_forms(
+    pairing: Pairing, heads: Sequence[HeadChange], own: Mapping[tuple[int, int], bool | None]
+) -> Iterator[str]:
+    """Say what other factors of the same product M do to attention; `own`: whether a head's own KL exceeds rounding."""
+    same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
+    different = {place for place in same if own.get(place)}
+    turned = {place for place in _turned(pairing, same) if own.get(place) is not False}
+    gauge = {place for place in same - turned if own.get(place) is False}
+    product = "have the same product M but different attention"
+    if turned:
         yield (
-            f"Of {counted(count, 'head')} W_Q and W_K are others with the same product M within rounding (another "
+            f"W_Q and W_K of {counted(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost RoPE "
+            f"permutation?): {_places(turned)}."
+        )
+    if different - turned:
+        yield (
+            f"W_Q and W_K of {counted(len(different - turned), 'head')} {product}: biases, norms or the mask act "
+            f"differently: {_places(different - turned)}."
+        )
+    if gauge:
+        yield (
+            f"Of {counted(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding (another "
             "gauge): attention is the same."
         )
+    unknown = same - turned - different - gauge
+    if unknown:
+        yield (
+            f"Of {counted(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
+            "attention was not compared."
+        )
+
+
+def _places(heads: Iterable[tuple[int, int]]) -> str:
+    return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
+
+
+def _turned(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Find the heads whose M is the same at equal positions alone, because the rotation acts on other coordinates."""
+    for site in pairing.sites:
+        pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
+        rotation = None if pair is None else pair[0].rotation
+        if pair is None or rotation is None or len(rotation.angles) < 2:
+            continue
+        far = replace(rotation, angles=rotation.angles[-1:].expand(pair[0].query.shape[-2], -1))
+        first, second = (replace(form, query=far.turned(form.query.double())) for form in pair)
+        near, apart = (distances(*forms)[FORMS] for forms in (pair, (first, second)))
+        for head in range(len(apart)):
+            if (site.layer, head) in heads and apart[head] > max(10 * float(near[head]), LOST):
+                yield site.layer, head
