@@ -30,12 +30,12 @@ from attnlens.records import (
     Swap,
 )
 from attnlens.records.windows import Windows
-from attnlens.run.outcomes.positions import TokenLosses
-from attnlens.run.outcomes.windows import PREDICTED, STATES, placed_windows
+from attnlens.run.outcomes.differences import PREDICTED, STATES, placed_windows
+from attnlens.run.outcomes.outputs import TokenLosses
 from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate
-from attnlens.run.swap.controls.alternatives import one_window
+from attnlens.run.swap.controls import one_window
 from attnlens.statistics import Design
 from attnlens.unit_files import key_of, refused
 
