@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, texts, weights
-from attnlens.kernels.latents import Latents, directions
-from attnlens.kernels.shared_keys import Turn, placed
+from attnlens.kernels.latents import Latents, Turn, directions, placed
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
-from attnlens.run.swap.ranks.bases import Basis
-from attnlens.run.swap.ranks.preparation import turns
+from attnlens.run.swap.ranks.bases import Basis, turns
 from attnlens.texts.targets import Fed
 from attnlens.weights.factors import Maps
 

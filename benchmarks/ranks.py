@@ -28,10 +28,8 @@ from attnlens import hooks, models, texts
 from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
 from attnlens.records import Rise, Site
-from attnlens.run.swap.ranks.bases import Basis
-from attnlens.run.swap.ranks.calibration import Sample, by_text
-from attnlens.run.swap.ranks.forms import by_output, form_name, possible_forms
-from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
+from attnlens.run.swap.ranks.bases import Basis, by_output, form_name, possible_forms
+from attnlens.run.swap.ranks.calibration import Losses, Sample, by_text, losses, rise_of
 from attnlens.run.swap.ranks.search import Budgeting, Trial
 from attnlens.statistics import Design
 from attnlens.texts import Content, Cut

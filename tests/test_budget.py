@@ -19,21 +19,18 @@ from program import refused
 import attnlens
 from attnlens import arguments, hooks, texts
 from attnlens.arguments import Budget
-from attnlens.attention.costs import LatentSizes, SiteSizes, costs
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.linalg.nested import nested
 from attnlens.plots.swaps import _kept
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import calibration, preparation, savings
+from attnlens.run.swap.ranks import bases as bases_module
+from attnlens.run.swap.ranks import calibration, plans
 from attnlens.run.swap.ranks import search as room
-from attnlens.run.swap.ranks.bases import bases, gathered
-from attnlens.run.swap.ranks.calibration import Sample, by_text
-from attnlens.run.swap.ranks.preparation import output_metrics
-from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
-from attnlens.run.swap.ranks.savings import break_even, saving, sizes
-from attnlens.run.swap.ranks.sensitivity import _between, levels, sensitivities
+from attnlens.run.swap.ranks.bases import _between, bases, gathered, levels, output_metrics, sensitivities
+from attnlens.run.swap.ranks.calibration import Losses, Sample, by_text, losses, rise_of
+from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, break_even, costs, saving, sizes
 from attnlens.sections.swaps.tables import numbers_kept, plan_rows
 from attnlens.sentences.swaps.plans import plan_lines
 from attnlens.statistics import Design
@@ -629,8 +626,8 @@ def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, for
         return costs(sized, latent).flops < costs(sized, replace(latent, rank=16 * keys)).flops
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(savings, "_latents", lambda _choice, _site: [latent])
-        reason, length = savings.no_break_even(None, found), break_even(None, found)
+        patch.setattr(plans, "_latents", lambda _choice, _site: [latent])
+        reason, length = plans.no_break_even(None, found), break_even(None, found)
     assert length is None
     assert (reason is None) == (says is None)
     assert falls(1e9) == (says is None and not latent.before) or latent.before
@@ -853,7 +850,7 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
         read.append([row for one in fed for row in one.inputs["input_ids"].tolist()])
         return output_metrics(loaded, sites, fed, *rest)
 
-    monkeypatch.setattr(preparation, "output_metrics", watched)
+    monkeypatch.setattr(bases_module, "output_metrics", watched)
     form, text = parsed("rank:2,metric=output"), BOOK[0].text
     two = [texts.Content(text[:9000], "first"), texts.Content(text[9000:], "second")]
     batches = texts.batches(demo, two, Cut(tokens=16, sequences=9, batch_size=4))

@@ -7,7 +7,7 @@ from torch import nn
 
 from attnlens import linalg
 from attnlens.records import QueryKey, Site
-from attnlens.weights.few_tokens import FewTokens, Mixture
+from attnlens.weights.probe import FewTokens, Mixture
 
 
 @pytest.fixture

@@ -32,8 +32,7 @@ from attnlens.models.deferred import is_announced, reading
 from attnlens.models.deferred.reading import LENGTH, LocalFile, local
 from attnlens.records import Head, Report
 from attnlens.weights import query_key_maps, rope, rows
-from attnlens.weights.norms import linear, norms_inside
-from attnlens.weights.probe import Probe, alone, float64_weights
+from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 
 ALIKE = 1e-6
 """Largest relative difference between what is read of a file and of the loaded model."""

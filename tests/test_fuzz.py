@@ -23,7 +23,7 @@ from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.records import Report, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.restored import load_swapped
+from attnlens.run.swap.saved import load_swapped
 
 CASES = 150 * int(os.environ.get("ATTNLENS_FUZZ", "1"))
 fuzzed = settings(

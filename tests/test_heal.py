@@ -22,11 +22,11 @@ from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.progress import Interrupted
 from attnlens.run.swap import pipeline as entry
 from attnlens.run.swap.fit import SHARES, Search, fit
-from attnlens.run.swap.healing import Healer, rates
+from attnlens.run.swap.healing import Healer, course
 from attnlens.run.swap.healing import descent as room
 from attnlens.run.swap.healing.course import Course, shape
 from attnlens.run.swap.healing.held_out import split
-from attnlens.run.swap.healing.trainable import trainable
+from attnlens.run.swap.healing.trained import trainable
 from attnlens.run.swap.pipeline import swap_kernel
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
@@ -515,8 +515,8 @@ def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
 
 
 def test_a_stage_that_no_rate_makes_better_is_left_out(demo, monkeypatch):
-    monkeypatch.setattr(rates, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
-    monkeypatch.setattr(rates, "LEAST", 10.0)
+    monkeypatch.setattr(course, "RATES", {"transfer": (10.0,), "whole": (10.0,)})
+    monkeypatch.setattr(course, "LEAST", 10.0)
     made, found = healer(demo, "rbf", steps=40)
     assert (found.best, len(found.curve)) == (0, 1)
     assert [(stage.steps, stage.learning_rate, stage.stopped) for stage in found.stages] == [(0, 0, True)] * 2

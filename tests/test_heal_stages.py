@@ -27,11 +27,10 @@ from attnlens.kernels import parsed
 from attnlens.records import HealingRate, read_report
 from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing import Healer, descent, heal, rates
+from attnlens.run.swap.healing import Healer, course, descent, heal
 from attnlens.run.swap.healing.course import adamw, descend
-from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split
+from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split, transfer, transferred
 from attnlens.run.swap.healing.trained import LowRankChange, Trained
-from attnlens.run.swap.healing.transfer import transfer, transferred
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.sentences.swaps.healing import healing as healing_sentences
 from attnlens.texts.targets import Fed
@@ -336,10 +335,10 @@ class Planted:
 
 
 def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(monkeypatch):
-    monkeypatch.setattr(rates, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
+    monkeypatch.setattr(course, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
     planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
     held = HeldOut(planted, fed)
-    rate, tried = rates.chosen_rate(planted, "whole", [fed] * 8, held)
+    rate, tried = course.chosen_rate(planted, "whole", [fed] * 8, held)
     assert not planted.leaves[0].any(), "the numbers are put back"
     assert all(isinstance(one, HealingRate) for one in tried)
 

@@ -348,7 +348,7 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "config of 5,000 digits": (lambda f: _json(f, "config.json", f'{{"n_layer": {"9" * 5000}}}'), ("not a JSON",)),
     "config of one word": (lambda f: _json(f, "config.json", "null"), ("is not a JSON object",)),
     "model type is a list": (_config(model_type=["gpt2"]), ("model_type",)),
-    "model type of 3 MB": (_config(model_type="x" * 3_000_000), ("config.json can't be read",)),
+    "model type of 3 MB": (_config(model_type="x" * 3_000_000), ("config.json (model_type", "can't be read")),
     "sub-config is a word": (_config(model_type="clip", text_config="gpt2"), ()),
     "sub-config of another type": (_config(model_type="encoder-decoder", encoder={"model_type": 3}, decoder={}), ()),
     "backbone of a list": (_config(model_type="detr", backbone_config=[1, 2], use_timm_backbone=False), ()),

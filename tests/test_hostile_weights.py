@@ -55,10 +55,10 @@ def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quant_method": "nosuch"}, ("'nosuch'", "does not know")),
-        ({"bits": 4}, ("None", "does not know")),
-        ("int8", ("does not know",)),
-        ({"quant_method": ["fp8"]}, ("does not know",)),
+        ({"quant_method": "nosuch"}, ("quantised by nosuch", "GGUF")),
+        ({"bits": 4}, ("quantised by None", "GGUF")),
+        ("int8", ("quantised by int8", "GGUF")),
+        ({"quant_method": ["fp8"]}, ("quantised by ['fp8']", "GGUF")),
         *(
             ({"quant_method": method}, (f"quantised by {method}", "GGUF"))
             for method in ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8")

@@ -14,16 +14,15 @@ from torch import Tensor
 from views import summary
 
 from attnlens import hooks, models
-from attnlens.attention import attend, hybrids, route, weights
+from attnlens.attention import attend, route, sums, weights
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.features import LearnedStart
-from attnlens.kernels.state import HeadShape, branches, state_numbers
+from attnlens.kernels.spelling import HeadShape, branches, state_numbers
 from attnlens.records import Call, Swap
 from attnlens.run import swap_kernel
-from attnlens.run.swap.fit import unfitted
-from attnlens.run.swap.near_weights import NearShares
-from attnlens.run.swap.restored import load_swapped
+from attnlens.run.swap.fit import NearShares, unfitted
+from attnlens.run.swap.saved import load_swapped
 from attnlens.sections.reference.explanations import explanation
 from attnlens.texts import placeholder
 
@@ -99,7 +98,7 @@ def test_a_hybrid_is_its_formula_weight_by_weight(
     found, kernel = Call(query, key, value, 0.6, seen[:, None]), hybrid(width, sinks=sinks)
     expected, rows = by_loops(found, kernel, seen), seen.any(-1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrids, "CHUNK", chunk)
+        patch.setattr(sums, "CHUNK", chunk)
         for path in ("auto", "eager"):
             torch.testing.assert_close(attend(found, kernel, path)[rows], expected[rows], rtol=1e-10, atol=1e-12)
 

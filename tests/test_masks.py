@@ -9,7 +9,7 @@ import transformers as tf
 
 from attnlens import hooks, weights
 from attnlens.attention import attend
-from attnlens.hooks.call import read_call
+from attnlens.hooks.interface import read_call
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 from attnlens.registry import analyzers

@@ -20,8 +20,7 @@ from attnlens.attention import attend, weights
 from attnlens.errors import UsageError
 from attnlens.kernels import TIES as EVERY_TIE
 from attnlens.kernels import Kernel, parsed
-from attnlens.kernels.nearest.fitted import NearestFit
-from attnlens.kernels.nearest.forms import factored, nearest_positive, nearest_symmetric, own_form
+from attnlens.kernels.nearest import NearestFit, factored, nearest_positive, nearest_symmetric, own_form
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.pipeline import swap_kernel
 

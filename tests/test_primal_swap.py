@@ -18,7 +18,7 @@ from attnlens.registry import Fit, OutputFit
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.healing import Healer
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.restored import load_swapped
+from attnlens.run.swap.saved import load_swapped
 
 HEADS, DIM, TOKENS = 2, 6, 20
 

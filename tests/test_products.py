@@ -17,10 +17,9 @@ from torch import Tensor, nn
 import attnlens
 from attnlens import hooks, linalg, texts, weights
 from attnlens.errors import NotBilinearError
-from attnlens.weights import products, query_key_maps, rows
+from attnlens.weights import query_key_maps, rows
 from attnlens.weights.factors import Factors, Maps
-from attnlens.weights.norms import linear, norms_inside
-from attnlens.weights.probe import Probe, alone, float64_weights
+from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 
 ALIKE = 1e-9
 """Largest relative difference between what is read as products and by the Jacobian."""
@@ -81,12 +80,12 @@ def test_products_are_the_jacobian(name: str) -> None:
     for probe in probes(enlarged(model_types.build(name))):
         if read(probe, rows.rows_of_weights) is not None:
             continue
-        found, expected = read(probe, products.products_of_weights), jacobian(probe)
+        found, expected = read(probe, rows.products_of_weights), jacobian(probe)
         assert found is not None
         assert apart(found, expected) <= 1e-12
         with torch.no_grad():
             spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
-        other = read(replace(probe, weights=spoilt), products.products_of_weights)
+        other = read(replace(probe, weights=spoilt), rows.products_of_weights)
         assert other is not None
         assert apart(other, expected) > ALIKE, "a control"
         checked += 1
@@ -98,7 +97,7 @@ def test_biases_below_the_norm_and_queries_without_a_latent(changes: dict[str, A
     model = deepseek(**changes)
     model.model.layers[0].self_attn.kv_a_layernorm.weight[2:5] = 0
     (probe,) = probes(model)
-    found = read(probe, products.products_of_weights)
+    found = read(probe, rows.products_of_weights)
     assert found is not None
     assert apart(found, jacobian(probe)) <= 1e-12
 
@@ -171,7 +170,7 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
     biased = enlarged(nn.LayerNorm(len(norm.weight)).double())
     setattr(module, latent, biased if kind == "norm with a bias" else Between(norm, nn.SiLU()))
     (probe,) = probes(model)
-    assert read(probe, products.products_of_weights) is None
+    assert read(probe, rows.products_of_weights) is None
     inputs = [texts.placeholder(loaded(model), tokens, 0).batches[0].inputs for tokens in (1, 7)]
     (found,) = weights.factors(model, *(hooks.survey(model, one) for one in inputs))
     assert isinstance(found, NotBilinearError)
@@ -180,8 +179,8 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
 @pytest.mark.parametrize("latent", ["q_a_layernorm", "kv_a_layernorm"])
 def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (probe,) = probes(deepseek())
-    assert read(probe, products.products_of_weights) is not None
-    gain, noted_by = getattr(probe.reached.module, latent).weight, products._inner_inputs
+    assert read(probe, rows.products_of_weights) is not None
+    gain, noted_by = getattr(probe.reached.module, latent).weight, rows._inner_inputs
 
     @contextmanager
     def without(module: nn.Module) -> Iterator[list[Tensor]]:
@@ -189,14 +188,14 @@ def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.Mon
             yield noted
             noted[:] = [part / gain if part.shape[-1] == len(gain) else part for part in noted]
 
-    monkeypatch.setattr(products, "_inner_inputs", without)
-    assert read(probe, products.products_of_weights) is None
+    monkeypatch.setattr(rows, "_inner_inputs", without)
+    assert read(probe, rows.products_of_weights) is None
 
 
 def test_hooks_are_taken_away() -> None:
     (probe,) = probes(deepseek())
-    read(probe, products.products_of_weights)
+    read(probe, rows.products_of_weights)
     assert not any(part._forward_pre_hooks for part in probe.reached.module.modules())
-    with pytest.raises(ZeroDivisionError), products._inner_inputs(probe.reached.module):
+    with pytest.raises(ZeroDivisionError), rows._inner_inputs(probe.reached.module):
         raise ZeroDivisionError
     assert not any(part._forward_pre_hooks for part in probe.reached.module.modules())

@@ -10,9 +10,9 @@ from scipy import stats
 
 from attnlens.kernels.latents import Latents
 from attnlens.linalg.nested import nested
-from attnlens.run.swap.ranks import rises
+from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks.bases import Basis
-from attnlens.run.swap.ranks.rises import Losses, rise_of
+from attnlens.run.swap.ranks.calibration import Losses, rise_of
 from attnlens.run.swap.ranks.search import Budgeting
 from attnlens.statistics import Design
 from attnlens.texts.sampling import chosen
@@ -24,8 +24,8 @@ BUDGET = 0.01
 @pytest.fixture(autouse=True)
 def fewer_draws(monkeypatch):
     """200 bootstrap samples an interval in the place of 2000, for speed: its ends move by a tenth of their error."""
-    whole = rises.paired_difference
-    monkeypatch.setattr(rises, "paired_difference", lambda *given, **more: whole(*given, draws=200, **more))
+    whole = calibration.paired_difference
+    monkeypatch.setattr(calibration, "paired_difference", lambda *given, **more: whole(*given, draws=200, **more))
 
 
 def heavy(generator, *shape):

@@ -22,8 +22,7 @@ from attnlens.run.swap.fit import fit
 from attnlens.run.swap.healing import changed_weights
 from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.restored import load_swapped
-from attnlens.run.swap.saved import UnsavedError, save_swapped
+from attnlens.run.swap.saved import UnsavedError, load_swapped, save_swapped
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
 

@@ -9,7 +9,7 @@ from attnlens import hooks
 from attnlens.kernels import parsed
 from attnlens.run.outcomes.agreement import Prompts, agreement, continued
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.restored import load_swapped
+from attnlens.run.swap.saved import load_swapped
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="GGUF files need the package gguf")

@@ -8,8 +8,8 @@ from heads import turns
 
 from attnlens import hooks, weights
 from attnlens.errors import NotBilinearError
-from attnlens.weights.norms import linear as linear_norms
-from attnlens.weights.norms import norms_inside
+from attnlens.weights.probe import linear as linear_norms
+from attnlens.weights.probe import norms_inside
 
 
 def read(model, name=None, inputs=None):

@@ -1,4 +1,4 @@
-"""Kernels that are products of vectors, through torch's scaled_dot_product_attention."""
+"""Kernels that are products of vectors: through torch's scaled_dot_product_attention, or as logits of one softmax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from attnlens.errors import ModelError
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
@@ -51,3 +52,27 @@ def _mask(call: Call) -> Shaped[Tensor, "#batch #heads queries keys"] | None:
     seen = call.visible()
     bias = call.bias.to(call.query.dtype)
     return bias if seen is None else bias.masked_fill(~seen, -torch.inf)
+
+
+def as_exponential(
+    query: Float[Tensor, "batch heads queries head_dim"],
+    key: Float[Tensor, "batch heads keys head_dim"],
+    scale: float,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor, float]:
+    """q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to what a row's softmax ignores.
+
+    Of the same head_dim, or one more, where the kernel is one of products (exponential, rbf, cosine); else q' is log k
+    itself and k' the identity. Raises ModelError for a kernel that can be negative, whose attention is no softmax.
+    """
+    if kernel.signed:
+        raise ModelError(
+            f"Attention by the kernel {kernel.spelling} can be negative: it is no softmax, and has no logits to read.",
+            "Choose a model with a positive kernel.",
+        )
+    if kernel.tie is None and kernel.info.dot is not None:
+        found: tuple[Tensor, Tensor, float] = kernel.info.dot(query, key, scale, **kernel.parameters)
+        return found
+    logits = kernel.log(query, key, scale)
+    identity = torch.eye(key.shape[2], dtype=logits.dtype, device=logits.device)
+    return logits, identity.expand(*key.shape[:2], -1, -1), 1.0

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attnlens.attention.hybrids import by_hybrid
-from attnlens.attention.positions import unplaced
+from attnlens.attention.masks import unplaced
 from attnlens.attention.primal_scores import by_primal, refuse_primal
 from attnlens.attention.products import by_products
-from attnlens.attention.rows import in_tiles
+from attnlens.attention.rows import by_whole, in_tiles, refuse_hidden
 from attnlens.attention.scores import by_scores
-from attnlens.attention.sums import by_sums, reach
-from attnlens.attention.whole import by_whole, refuse_hidden
+from attnlens.attention.sums import by_hybrid, by_sums, reach
 from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import Kernel

@@ -1,24 +1,26 @@
 """Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
 
-from attnlens.hooks.blocks import blocks, recorded, resumed
-from attnlens.hooks.eager import handed_out
 from attnlens.hooks.identity import (
     IDENTITY_TOLERANCE,
     Precise,
     allow_float64,
     as_dtype,
+    blocks,
     difference,
+    handed_out,
     identity_error,
+    recorded,
     repeat_error,
+    resumed,
 )
-from attnlens.hooks.implementations import implementation, is_attention
-from attnlens.hooks.inputs import inputs_of
 from attnlens.hooks.interface import (
     CallCounter,
     Replacement,
     Swaps,
+    implementation,
     install,
     is_answered,
+    is_attention,
     opened,
     replace,
     swapped,
@@ -31,6 +33,7 @@ from attnlens.hooks.survey import (
     as_sequences,
     at_real_tokens,
     forward,
+    inputs_of,
     real_outputs,
     real_tokens,
     survey,

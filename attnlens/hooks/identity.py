@@ -1,9 +1,9 @@
-"""Measures by how much a model's outputs change when its own attention is recomputed."""
+"""Replays a model's blocks, and measures how much its outputs change under recomputed attention."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,10 +14,113 @@ from transformers import PreTrainedModel
 
 from attnlens.attention import attend
 from attnlens.errors import is_memory
-from attnlens.hooks.interface import opened
+from attnlens.hooks.interface import implementation, opened
 from attnlens.hooks.survey import Reached, by_name, forward, real_outputs, survey
 from attnlens.kernels import OWN
-from attnlens.records import Call
+from attnlens.records import Call, Site
+from attnlens.tracer import tracing
+
+
+def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
+    """The elements of the model's outermost module lists that run once in a forward pass, in the order of execution.
+
+    None is found in a model that calls one module again and again (ALBERT): then nothing can be left out.
+    """
+    listed: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer, _ in listed)
+        if isinstance(module, nn.ModuleList) and not inside:
+            listed += [(f"{path}.{index}", block) for index, block in enumerate(module)]
+    order: list[nn.Module] = []
+    handles = [block.register_forward_hook(lambda module, _args, _output: order.append(module)) for _, block in listed]
+    try:
+        with torch.no_grad():
+            forward(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names, calls = {block: path for path, block in listed}, Counter(order)
+    return [(names[block], block) for block in order if calls[block] == 1]
+
+
+@contextmanager
+def recorded(found: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Any]]:
+    """What each block gives in the forward pass inside the `with`, by its path."""
+    given: dict[str, Any] = {}
+
+    def remember(path: str) -> Any:
+        return lambda _module, _args, output: given.__setitem__(path, output)
+
+    handles = [block.register_forward_hook(remember(path)) for path, block in found]
+    try:
+        yield given
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def resumed(found: Sequence[tuple[str, nn.Module]], given: Mapping[str, Any], site: Site) -> Iterator[None]:
+    """Let the blocks that run before the one that holds `site` answer with what they gave, without computing.
+
+    Exact as long as what is changed lies in that block or behind it. Where no block holds the site, all are computed.
+    """
+    holding = [index for index, (path, _) in enumerate(found) if site.path.startswith(f"{path}.")]
+    before = found[: holding[0]] if holding else []
+    for path, block in before:
+        block.forward = _answer(given[path])
+    try:
+        yield
+    finally:
+        for _, block in before:
+            del block.forward  # the class's own method is seen again
+
+
+def _answer(given: Any) -> Any:
+    return lambda *_args, **_kwargs: given
+
+
+@contextmanager
+def handed_out(model: PreTrainedModel, reached: Sequence[Reached], found: dict[Site, Tensor]) -> Iterator[None]:
+    """Inside, the model uses transformers' eager attention, and `found` are the weights of its softmaxes.
+
+    Where none has the shape of a site's (a sink has a column of its own), they are what the module hands out.
+    """
+    shapes = {one.site: (*one.call.query.shape[:3], one.call.key.shape[2]) for one in reached}
+    sites = {(site.path, site.ordinal): site for site in shapes}
+    paths = {one.module: one.site.path for one in reached}
+    softmaxes, calls = Counter[str](), Counter[str]()
+
+    def shown(module: nn.Module, weights: Tensor) -> None:
+        path = paths.get(module, "")
+        site = sites.get((path, softmaxes[path]))
+        if site is not None and weights.shape == shapes[site]:
+            found[site] = weights
+        softmaxes[path] += 1
+
+    def remember(path: str) -> Any:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            site = sites[path, calls[path]]
+            calls[path] += 1
+            for part in output if isinstance(output, tuple) and softmaxes[path] < calls[path] else ():
+                if isinstance(part, Tensor) and part.shape == shapes[site]:
+                    found[site] = part  # the last of them, as T5 hands out its position bias first
+
+        return hook
+
+    handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
+    try:
+        with implementation(model, "eager"), tracing(model, _unused, prove=True, shown=shown):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unused(call: Call) -> Tensor:
+    """An answer that the model does not go on with."""
+    return call.value
+
 
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""

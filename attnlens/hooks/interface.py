@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
@@ -18,12 +18,161 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.attention import Route, attend
+from attnlens.attention.masks import split_mask
 from attnlens.errors import ModelError
-from attnlens.hooks.call import read_call
-from attnlens.hooks.implementations import choose, implementation, implementations
 from attnlens.kernels import OWN, Kernel
 from attnlens.records import Call, Site
 from attnlens.tracer import Refused, tracing
+
+IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
+"""Whose attention goes through transformers' interface."""
+PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
+"""What the names of modules beside attention end in."""
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
+    """Inside the block the model uses the attention implementation `name`; every configuration is restored at its end.
+
+    Those parts whose own implementation is the eager one use `in_place_of_eager`, if it is given; a part that computes
+    its attention by hand has no other.
+    """
+    before = implementations(model)
+    try:
+        if _parts(model):
+            choose(model, name, in_place_of_eager or name)
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+
+
+def choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
+    """Set the implementation of every part that goes through the interface; the model's own class need not."""
+    if not (parts := _parts(model)):
+        raise out_of_reach(model)
+    before = implementations(model)
+    for part in parts[:1] if parts[0] is model else parts:
+        part.set_attn_implementation(name)
+    for config, own in before:
+        if own == "eager" and config._attn_implementation_internal == name:
+            config._attn_implementation_internal = in_place_of_eager
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Of the model and the models inside it, those whose attention goes through the interface."""
+    inside = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [part for part in inside if part._can_set_attn_implementation()]
+
+
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """Every configuration in use, each once."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
+    return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
+
+
+def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    """Every configuration that carries the name of an attention implementation, with that name."""
+    named = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
+    return [(config, config._attn_implementation_internal) for config in named]
+
+
+def out_of_reach(
+    model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
+) -> ModelError:
+    """The error for a model none of whose attention is read: it has none, ran none, or computes it in another way.
+
+    `refused` says by module what was found and why it can't be read; `ran` are the modules of a pass.
+    """
+    name = type(model).__name__
+    if refused:
+        path, reason = next(iter(refused.items()))
+        return ModelError(f"{name} can't be read: at {path}, {reason}.", f"Choose another model: {IN_REACH}.")
+    if not any(is_attention(module) for module in model.modules()):
+        return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
+    if ran is not None and not any(map(is_attention, ran)):
+        return ModelError(
+            f"{name} runs none of its attention on this input.", "Give an input in which it finds something to attend."
+        )
+    return ModelError(
+        f"{name} computes its attention by hand, without a softmax of queries times keys that sums up values.",
+        f"Choose a model with softmax attention: {IN_REACH}.",
+    )
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module's class calls itself attention, and no piece beside it."""
+    name = type(module).__name__
+    return "Attention" in name and not name.endswith(PIECES)
+
+
+def read_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
+) -> Call:
+    """The arguments of transformers' attention functions in one vocabulary.
+
+    Raises ModelError for one that changes the scores and is not known here.
+    """
+    scaling = more.get("scaling")
+    if more.get("sinks") is not None:
+        raise ModelError(
+            f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
+            "Choose another model; one sink for each head is supported.",
+        )
+    if isinstance(scaling, complex):  # the root of a negative number in a config
+        raise ModelError(f"{type(module).__name__} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
+    heads = max(key.shape[1], value.shape[1])  # one of them may be shared by more queries than the other
+    if key.shape[1] != value.shape[1]:
+        key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
+    if mask is not None:  # one row may stand for all queries (LightGlue)
+        mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
+    allowed, added = split_mask(mask)
+    bias = more.get("position_bias")
+    if bias is not None and added is not None:
+        bias = bias + added
+    places = more.get("position_ids")
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        allowed=allowed,
+        causal=mask is None and _causal_without_mask(module, query, more.get("is_causal")),
+        bias=added if bias is None else bias,
+        softcap=more.get("softcap"),
+        sinks=more.get("s_aux"),
+        dropout=(more.get("dropout") or 0.0) if module.training else 0.0,
+        module=module,
+        places=places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None,
+    )
+    return _narrowed(call, more)
+
+
+def _narrowed(call: Call, more: dict[str, Any]) -> Call:
+    """The call with those keys alone visible that a sparse model's indexer chose for each query, where it has one.
+
+    Modules put them into the mask that they give to transformers' own functions; others get the numbers of the keys, or
+    of blocks of keys (MiniMax-M3).
+    """
+    indices, blocks = more.get("indices"), more.get("block_indices")
+    if indices is None and blocks is None:
+        return call
+    query, keys = call.query, call.key.shape[2]
+    chosen = query.new_zeros(query.shape[0], 1, query.shape[2], keys, dtype=torch.bool)
+    if indices is not None:
+        chosen = chosen.scatter(-1, indices.long()[:, None], True)
+    else:
+        indexer = cast("Any", call.module).indexer
+        chosen = indexer.build_block_mask(blocks, ~chosen, keys, query.dtype, query.device, None) == 0
+    seen = call.visible()
+    return changed(call, allowed=chosen if seen is None else chosen & seen, causal=False)
+
+
+def _causal_without_mask(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
+    """transformers' own rule for a missing mask (its SDPA function)."""
+    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
 
 NAMES = "attnlens_"
 """How the names begin under which transformers knows attnlens' answers."""

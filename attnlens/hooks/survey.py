@@ -1,13 +1,13 @@
-"""Lists the attention sites of one forward pass, and checks that recomputed attention gives the model's outputs."""
+"""Lists the attention sites of one forward pass, with their inputs, towers and padding."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,13 +17,40 @@ from transformers import PreTrainedModel
 from attnlens.attention import attend
 from attnlens.choices import Part
 from attnlens.errors import ModelError
-from attnlens.hooks.implementations import configs_of, is_attention, out_of_reach
-from attnlens.hooks.interface import opened
-from attnlens.hooks.towers import towers
+from attnlens.hooks.interface import configs_of, is_attention, opened, out_of_reach
 from attnlens.kernels import OWN
 from attnlens.models.placement import device_of_inputs
 from attnlens.records import Call, Site
 from attnlens.tracer import Refused
+
+OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
+"""The tower of a modality, by transformers' own word for it."""
+
+
+def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
+    """Each attention module's tower, where the model has more than one; nothing where one encoder is all there is.
+
+    A module belongs to the innermost model around it that says what it reads; where that reads several modalities it
+    is none's. A decoder is no tower of an encoder–decoder: Whisper has an encoder, and Florence-2 vision and text.
+    """
+    found: dict[nn.Module, Part] = {}
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
+    writing = set(decoder.modules()) - {model} if isinstance(decoder, nn.Module) else set()
+    for inner in model.modules():  # from the outside in
+        if isinstance(inner, PreTrainedModel) and inner is not model:
+            part, inside = _reads(inner), set(inner.modules())
+            found = {module: tower for module, tower in found.items() if module not in inside}
+            found |= {} if part is None else dict.fromkeys(inside, part)
+    found = {module: part for module, part in found.items() if module not in writing}
+    return found if len(set(found.values())) > 1 else {}
+
+
+def _reads(model: PreTrainedModel) -> Part | None:
+    """The only modality that a model reads; None where it reads several."""
+    said = model.input_modalities
+    parts = {OF_MODALITY[one] for one in ([said] if isinstance(said, str) else said) if one in OF_MODALITY}
+    return parts.pop() if len(parts) == 1 else None
+
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """The names under which transformers' attention modules take the other sequence of a cross-attention."""
@@ -270,3 +297,59 @@ def _part(call: Call, arguments: dict[str, Any]) -> Part:
     seen = call.visible()
     causal = seen is not None and bool(above.any()) and not bool((seen & above).any())
     return "decoder" if causal else "encoder"
+
+
+@contextmanager
+def inputs_of(reached: Iterable[Reached]) -> Iterator[dict[nn.Module, Tensor]]:
+    """Inside the block, module → the inputs (batch, tokens, d_model) of its latest call, for these sites' modules."""
+    latest: dict[nn.Module, Tensor] = {}
+    known = {found.module: found for found in reached}
+
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        latest[module] = known[module].sequences(by_name(module, args, kwargs)[known[module].input_name])
+
+    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in known]
+    try:
+        yield latest
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
+    """The same computation, in which queries of padding see nothing.
+
+    In self-attention they are the tokens that nobody sees; in cross-attention only the mask among the inputs tells.
+    """
+    mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
+    if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
+        return call
+    real = mask.bool()[:, None, :, None].expand(-1, 1, -1, call.key.shape[2])
+    return replace(call, allowed=real if call.allowed is None else call.allowed & real)
+
+
+def unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
+    """The same computation without padding: sequence by sequence, or whole where there is none."""
+    hiding = hiding_padding(call, inputs)
+    for batch, queries, keys in real_parts(hiding.allowed, call.query.shape[0], site.part):
+        yield call if isinstance(queries, slice) else hiding.sequences(batch, queries, keys)
+
+
+def real_parts(
+    allowed: Tensor | None, sequences: int, part: Part
+) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
+    """Sequences of a batch with the queries and keys that are no padding; one in which no query sees a key is left out.
+
+    A key that no query may see is padding, and in cross-attention a query that may see none.
+    """
+    every = list(range(sequences)), slice(None), slice(None)
+    if allowed is None:
+        yield every
+        return
+    keys = allowed.any(dim=-2).any(dim=-2).expand(sequences, -1)
+    queries = allowed.any(dim=-1).any(dim=-2).expand(sequences, -1) if part == "cross" else keys
+    if bool(keys.all()) and bool(queries.all()):
+        yield every
+        return
+    for sequence in keys.any(-1).nonzero().flatten().tolist():
+        yield [sequence], queries[sequence].nonzero().squeeze(-1), keys[sequence].nonzero().squeeze(-1)

@@ -11,8 +11,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnlens.attention import attend
-from attnlens.attention.logits import as_exponential
 from attnlens.attention.primal_heads import PrimalHeads
+from attnlens.attention.products import as_exponential
 from attnlens.kernels import parsed
 from attnlens.records import Call
 

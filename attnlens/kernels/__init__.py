@@ -1,9 +1,8 @@
 """Attention kernels, defined in the files of this room; a Kernel is one with its parameters."""
 
-from attnlens.kernels.loading import kernels
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, Modifier
 from attnlens.kernels.spec import Kernel
-from attnlens.kernels.spelling import parsed
+from attnlens.kernels.spelling import kernels, parsed
 
 OWN = Kernel(kernels()["exponential"])
 """The models' own kernel."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import UsageError
 from attnlens.kernels.fitting import output_weighted, pairs_weighted
-from attnlens.kernels.latents import Grams, Latents, latents_of
-from attnlens.kernels.shared_keys import Turn, shared_keys
+from attnlens.kernels.latents import Grams, Latents, Turn, latents_of, shared_keys
 from attnlens.kernels.spec import wide
 from attnlens.registry import KernelParameter, kernel
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.adapters.files import AdapterFiles, find_adapter
-from attnlens.models.bounds import bounded
-from attnlens.models.building import built, checked_files, config_of, info_of
+from attnlens.models.building import bounded, built, checked_files, config_of, info_of
 from attnlens.models.classes import InputKind, kind_of
 from attnlens.models.configs import drop_settings
 from attnlens.models.folders import names_in

@@ -1,28 +1,73 @@
-"""Builds a model from its config and its tensors with transformers, whose errors become ours."""
+"""Builds a model from its config and its tensors with transformers, within bounds; its errors become ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import prod
+from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import AttnlensError, ModelError, is_memory
-from attnlens.files import sha256
+from attnlens.files import sha256, shortened, written
 from attnlens.models.adapters.files import AdapterFiles
 from attnlens.models.classes import model_class, own_models, refuse_own_code
-from attnlens.models.configs import check_config, check_counts, take_choices
+from attnlens.models.configs import check_config, check_counts, fields, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
 from attnlens.models.hub import first_line
 from attnlens.models.locate import CONFIG, Location
-from attnlens.models.stored import Stored, tensors_in
+from attnlens.models.stored import Stored, numbers_in, tensors_in
 from attnlens.records import File, FileInParts, ModelInfo
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-GENERATION = "generation_config.json"
+TIMES, PARTS_TIMES = 8, 16
+"""A model may have so many times the numbers of its files (tied weights are stored once), and times their tensors."""
+SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
+"""What a model may have beside: numbers, numbers in tables of positions and masks, modules and tensors."""
+
+
+@contextmanager
+def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
+    """Inside, a model that outgrows its files is given up while it is built, when its tensors take no memory yet.
+
+    Raises ModelError there, with the largest size in the config.
+    """
+    from torch.nn.modules import module
+
+    limits = {"numbers": TIMES * numbers_in(stored) + SPARE, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
+    limits["buffers"] = limits["numbers"] + SPARE_BUFFERS
+    counts = dict.fromkeys(limits, 0)
+    thread = get_ident()  # the hooks are torch's own and see what every thread builds
+
+    def counter(kind: str) -> Callable[[nn.Module, str, Any], None]:
+        def count(_owner: nn.Module, _name: str, value: Any) -> None:
+            if get_ident() != thread or (kind != "parts" and not getattr(value, "is_meta", False)):
+                return
+            counts["parts"] += 1
+            counts[kind] += 0 if kind == "parts" else prod(value.shape)
+            if any(counts[what] > limits[what] for what in limits):
+                sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
+                size, path = max(sizes, default=(0, ""))
+                largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if sizes else ""
+                where = place.folder / (place.file if place.form == "gguf" else CONFIG)
+                problem = f"{where} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its"
+                raise ModelError(f"{problem} weight files.", "Give the weights their own config.")
+
+        return count
+
+    with ExitStack() as stack:
+        for kind, register in (
+            ("numbers", module.register_module_parameter_registration_hook),
+            ("buffers", module.register_module_buffer_registration_hook),
+            ("parts", module.register_module_module_registration_hook),
+        ):
+            stack.callback(register(counter(kind)).remove)
+        yield
 
 
 def checked_files(place: Location, trust_remote_code: bool, adapter: AdapterFiles | None) -> dict[str, Stored]:
@@ -74,7 +119,8 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
     own_models(place.config.get("model_type"))
     where = place.folder / (place.file if place.gguf else CONFIG)
-    with _foreign(f"{where} can't be read", "Is it a model that transformers knows?"):
+    kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
+    with _foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=trust_remote_code, **place.gguf
         )
@@ -126,7 +172,7 @@ def _generation(place: Location) -> GenerationConfig | None:
     """What transformers reads beside the weights where it finds them itself: it may name the decoder's first token."""
     from transformers import GenerationConfig
 
-    there = (place.folder / GENERATION).is_file()
+    there = (place.folder / "generation_config.json").is_file()
     return GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
 
 

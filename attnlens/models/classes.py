@@ -54,7 +54,7 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
     """Raise ModelError where the model brings code that transformers does not know itself; never ask on stdin."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+    if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
         raise ModelError(
             f"{where} brings its own code, which would run on this machine.",
             "Read the code in the folder; if you trust it, add --trust-remote-code.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
@@ -41,25 +40,23 @@ SAY_MEND = "Mend the config, or download the model again."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError, with the file and the field, for sizes below 1 and for names that are no names."""
-    config, file = place.config, place.folder / CONFIG
-    for path, size in sizes(config):
-        if size < 1:
-            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_MEND)
-    kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
-    for field, kind, words in kinds:
-        value = config.get(field)
-        inside = value if isinstance(value, list) else []
-        if value is not None and (not isinstance(value, kind) or not all(isinstance(name, str) for name in inside)):
-            raise ModelError(f"{file} says {field} = {written(value)}, which must be {words}.", SAY_MEND)
-    for path, value in fields(config):
+    """Raise ModelError for weights in codes that attnlens does not decode, and for tables of rotations without end.
+
+    transformers checks all other fields itself when it builds the model.
+    """
+    file = place.folder / CONFIG
+    for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
-            problem = (
-                f"{file} says {shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}."
-            )
-            raise ModelError(problem, SAY_MEND)
+            problem = f"{shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}"
+            raise ModelError(f"{file} says {problem}.", SAY_MEND)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
-            _check_quantised(file, path, value)
+            method = _method(value) if isinstance(value, dict) else value
+            if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
+                raise ModelError(
+                    f"{file} says by {shortened(path)} that the weights are quantised by {shortened(str(method))}; of "
+                    f"quantised checkpoints attnlens reads GGUF, {', '.join(DECODED)}.",
+                    "Get the model unquantised, or as GGUF.",
+                )
 
 
 def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -81,25 +78,6 @@ def _method(settings: dict[str, Any]) -> object:
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     return settings.get("quant_method")
-
-
-def _check_quantised(file: Path, path: str, settings: object) -> None:
-    """Raise ModelError for weights in codes that transformers does not decode, or does not know how to."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    method = _method(settings) if isinstance(settings, dict) else None
-    if method in DECODED and path in READ_SETTINGS:
-        return
-    if method == "bitsandbytes" or (isinstance(method, str) and method in AUTO_QUANTIZATION_CONFIG_MAPPING):
-        raise ModelError(
-            f"{file} says by {shortened(path)} that the weights are quantised by {method}; of quantised checkpoints "
-            f"attnlens reads GGUF, {', '.join(DECODED)}.",
-            "Get the model unquantised, or as GGUF.",
-        )
-    raise ModelError(
-        f"{file} says {shortened(path)}.quant_method = {written(method)}, which transformers does not know.",
-        "Get the model unquantised, or as GGUF.",
-    )
 
 
 def check_counts(place: Location, tensors: int) -> None:

@@ -48,9 +48,11 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_kernels() -> Iterator[None]:
-    """Inside, transformers downloads no compiled code, as it does for some models where the package `kernels` is.
+    """Inside, transformers downloads no compiled code from the hub; models compute the same without it.
 
-    It is told that there is none, and so computes the same without.
+    A patch, because security needs it and no switch covers it: with the package `kernels`, RWKV, YOSO and MRA
+    call transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read
+    only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run what an earlier program cached.
     """
     hub: Any = import_module("transformers.integrations.hub_kernels")
     own = getattr(hub, "get_kernel_hub", None)

@@ -3,7 +3,20 @@
 Nothing heavy is imported here, so that a mistake is answered at once.
 """
 
-from attnlens.requests.fields import Option, alternatives, checked, options, value_of
+from attnlens.requests.fields import (
+    Option,
+    Words,
+    alternatives,
+    checked,
+    folder,
+    head,
+    numbers,
+    one_head,
+    options,
+    value_of,
+    whole,
+    words,
+)
 from attnlens.requests.run_options import (
     OUTPUT,
     CheckpointsRequest,
@@ -12,10 +25,8 @@ from attnlens.requests.run_options import (
     InspectRequest,
     Loading,
     ModelRequest,
-    SeriesRequest,
     SwapRequest,
 )
-from attnlens.requests.values import Words, folder, head, numbers, one_head, whole, words
 from attnlens.requests.work_options import SpreadRequest
 
 __all__ = [
@@ -27,7 +38,6 @@ __all__ = [
     "Loading",
     "ModelRequest",
     "Option",
-    "SeriesRequest",
     "SpreadRequest",
     "SwapRequest",
     "Words",

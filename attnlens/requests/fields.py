@@ -2,15 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import index
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from attnlens.arguments import LARGEST, switch
+from attnlens import arguments, registry
+from attnlens.arguments import LARGEST, path, several, shown, switch, word
+from attnlens.errors import UsageError
+from attnlens.files import local_path
 from attnlens.registry import checked_name
-from attnlens.requests.values import Numbers, Words, numbers, whole, words
+
+Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""One name or path, or several."""
+Numbers = Iterable[int]
+"""Running numbers of layers or heads."""
+DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
+
+
+def words(what: str, given: Words) -> list[str]:
+    """Several names or paths as strings; a plain one means itself and not its letters.
+
+    Raises UsageError where one of them is neither a string nor a path, or an empty one.
+    """
+    alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if alone else several(what, cast("Iterable[Any]", given))
+    for one in found:
+        if not isinstance(one, str | os.PathLike):
+            raise UsageError(f"{what}={shown(given)} holds no string: {shown(one)}.", "Give strings or paths.")
+    return [path(what, one) for one in found]
+
+
+def whole(what: str, given: Any, least: int, most: int = LARGEST) -> int:
+    """`given`, if it is a whole number from `least` to `most`; else UsageError."""
+    number = _integer(given)
+    bounds = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
+    if number is None or not least <= number <= most:
+        raise UsageError(f"{what}={shown(given)} makes no sense.", f"Give a whole number, {bounds}.")
+    return number
+
+
+def numbers(what: str, given: Any) -> list[int] | None:
+    """Numbers of layers or heads, each once; None means all.
+
+    Raises UsageError for a string, an empty list, and whatever is no whole number from 0 on.
+    """
+    if given is None:
+        return None
+    say = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{what}={shown(given)} is no list of numbers.", say)
+    items = several(what, given)
+    found = [number for one in items if (number := _integer(one)) is not None]
+    if len(found) < len(items) or min(found, default=0) < 0 or max(found, default=0) > LARGEST:
+        raise UsageError(f"{what}={shown(items)} does not hold whole numbers from 0 on alone.", say)
+    if not found:
+        raise UsageError(f"{what}=[] asks for nothing.", say)
+    return list(dict.fromkeys(found))
+
+
+def head(given: Any) -> tuple[int, int]:
+    """(layer, head), or `3.7`, as two whole numbers from 0 on; UsageError for anything else."""
+    parts = given.strip().split(".") if isinstance(given, str) else given
+    if isinstance(given, str) and all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        parts = [int(part) for part in parts]
+    found = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
+    if len(found) != 2 or any(part is None or not 0 <= part <= LARGEST for part in found):
+        raise UsageError(
+            f"head={shown(given)} is no head.", "Write LAYER.HEAD, like 3.7; in Python (3, 7) will do too."
+        )
+    layer, number = (part for part in found if part is not None)
+    return layer, number
+
+
+def one_head(given: Any, layers: object, heads: object) -> dict[str, list[int]]:
+    """The head that is named as the layers and heads to look at; nothing where none is.
+
+    Raises UsageError where layers or heads are named beside it.
+    """
+    if given is None:
+        return {}
+    if layers is not None or heads is not None:
+        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
+    layer, number = head(given)
+    return {"layers": [layer], "heads": [number]}
+
+
+def _integer(given: Any) -> int | None:
+    """The whole number that it is (numpy's too), or None; True is no number."""
+    if isinstance(given, bool):
+        return None
+    try:
+        return index(given)
+    except TypeError:
+        return None
+
+
+def analyzers(name: str, given: Any) -> list[str]:
+    """The names of analyzers; UsageError for one that there is not."""
+    found = words(name, given)
+    registry.analyzers(found)
+    return found
+
+
+def folder(name: str, given: Any) -> Any:
+    """The path of a folder, as a string; UsageError for anything else."""
+    if isinstance(given, str) and (not given.strip() or "\0" in given):
+        raise UsageError(f"--{name} names no folder.", f"Give a path after --{name}, or leave it out.")
+    found = path(name, given)
+    local_path(found, f"--{name}")
+    return found
+
+
+def file(name: str, given: Any) -> Any:
+    """A file, by its path or as it is; UsageError for a path that names none."""
+    if isinstance(given, str) and (not given.strip() or "\0" in given):
+        raise UsageError(f"--{name} names no file.", f"Give a path after --{name}, or leave it out.")
+    return given
+
+
+def rule(_name: str, given: Any) -> Any:
+    """What counts as selected, argmax or top-p:0.9; UsageError for anything else."""
+    arguments.selection_share(given)
+    return given
+
+
+def device(name: str, given: Any) -> Any:
+    """The name of a device, whether or not this machine has it; UsageError for anything else."""
+    if not DEVICES.fullmatch(word(name, given)):
+        raise UsageError(f"There is no kind of device {shown(given)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+    return given
+
+
+def budget(_name: str, given: Any) -> Any:
+    """A budget, as in loss:1% or ppl:2%; UsageError for anything else."""
+    arguments.budget(given)
+    return given
+
+
+def rate(name: str, given: Any) -> float:
+    """A share between 0 and 1; UsageError for anything else."""
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < 1:
+        return float(given)
+    raise UsageError(f"{name}={shown(given)} is no share between 0 and 1.", "Give one, as in --fdr 0.05.")
+
 
 CallOnly = Literal["", "dangerous", "read", "written"]
 

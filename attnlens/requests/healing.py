@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from attnlens.arguments import LARGEST, shown
 from attnlens.choices import HealingGoal, HealingUnit
 from attnlens.errors import UsageError
+from attnlens.requests.fields import Option
 
 WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
 UNITS: dict[str, tuple[HealingUnit, float]] = {
@@ -99,3 +100,47 @@ class HealOptions:
 
 NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing")
 """The options that mean nothing without --heal."""
+
+
+class HealingRequest(TypedDict, total=False):
+    """What `swap_kernel` can be asked for about healing."""
+
+    heal: Annotated[
+        int | str,
+        Option(
+            "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
+            0,
+            metavar="AMOUNT",
+            typed=str,
+            shown="0",
+            check=lambda _name, given: Amount.of(given),
+        ),
+    ]
+    heal_on: Annotated[
+        HealingGoal | None,
+        Option(
+            "What healing learns: the predictions of the original (`teacher`), or the next tokens of the `text`.",
+            metavar="GOAL",
+            noun="--heal-on",
+            shown="teacher",
+        ),
+    ]
+    heal_batch: Annotated[
+        int | None,
+        Option(
+            "Sequences of one training step; default: one batch, or fewer where few tokens are asked for.",
+            metavar="N",
+            least=1,
+            most=65536,
+        ),
+    ]
+    heal_rank: Annotated[
+        int | None,
+        Option("Let healing change each weight by a product of this rank alone.", metavar="R", least=1, most=65536),
+    ]
+    heal_control: Annotated[
+        bool, Option("With `--heal-on text`: train the original model's same numbers equally long, and compare.", False)
+    ]
+    heal_checkpointing: Annotated[
+        bool, Option("Healing in less memory: compute activations a second time on the way back.", False)
+    ]

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import LARGEST, path, word
 from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
-from attnlens.requests import values
-from attnlens.requests.fields import Option
-from attnlens.requests.healing_options import HealingRequest
-from attnlens.requests.values import Numbers, Words
+from attnlens.requests import fields
+from attnlens.requests.fields import Numbers, Option, Words
+from attnlens.requests.healing import HealingRequest
 from attnlens.requests.work_options import SharedRequest, WorkRequest
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
@@ -26,7 +25,7 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 def one_file(said: str) -> Option:
     """An option that names a file."""
-    return Option(said, panel=INPUT, metavar="FILE", typed=str | None, check=values.file, call_only="read")
+    return Option(said, panel=INPUT, metavar="FILE", typed=str | None, check=fields.file, call_only="read")
 
 
 def several_files(said: str) -> Option:
@@ -39,7 +38,7 @@ class Loading(TypedDict, total=False):
     """How a model is loaded."""
 
     device: Annotated[
-        str, Option("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", "auto", metavar="DEVICE", check=values.device)
+        str, Option("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", "auto", metavar="DEVICE", check=fields.device)
     ]
     dtype: Annotated[
         str,
@@ -151,7 +150,7 @@ class SeriesRequest(ModelRequest, total=False):
             (),
             flag="--analyzer",
             metavar="NAME",
-            check=values.analyzers,
+            check=fields.analyzers,
         ),
     ]
     select: Annotated[
@@ -161,7 +160,7 @@ class SeriesRequest(ModelRequest, total=False):
             "that hold a share of the weight (`top-p:0.9`).",
             "argmax",
             metavar="RULE",
-            check=values.rule,
+            check=fields.rule,
         ),
     ]
 
@@ -193,7 +192,7 @@ class CompareRequest(SeriesRequest, total=False):
             "Of the changes that are named at most this share is none (Benjamini–Hochberg over heads × measures).",
             0.05,
             metavar="RATE",
-            check=values.rate,
+            check=fields.rate,
         ),
     ]
 
@@ -229,7 +228,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
             "With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`, and "
             "promise what they cost from windows that chose nothing.",
             metavar="BUDGET",
-            check=values.budget,
+            check=fields.budget,
         ),
     ]
     ranks: Annotated[
@@ -290,7 +289,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
             "Write the changed model to this folder.",
             panel=OUTPUT,
             metavar="DIR",
-            check=values.folder,
+            check=fields.folder,
             call_only="written",
         ),
     ]

@@ -9,9 +9,8 @@ from attnlens.arguments import LARGEST, path, shown
 from attnlens.choices import STUDIES
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
-from attnlens.requests.fields import Option
+from attnlens.requests.fields import Option, Words, folder, words
 from attnlens.requests.run_options import INPUT, OUTPUT, Place, one_file, several_files
-from attnlens.requests.values import Words, folder, words
 from attnlens.requests.work_options import EngineRequest
 
 ALL = "all"

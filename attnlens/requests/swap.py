@@ -16,8 +16,8 @@ from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.kernels import Kernel, parsed
 from attnlens.records import Plan, read_plan
+from attnlens.requests.fields import Words, words
 from attnlens.requests.healing import HealOptions
-from attnlens.requests.values import Words, words
 
 MOST_DIRECTIONS = 65536
 """A rank that cuts nothing in any head."""

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from attnlens.arguments import LARGEST, shown
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
-from attnlens.requests.fields import Option, checked
-from attnlens.requests.values import Words, words
+from attnlens.requests.fields import Option, Words, checked, words
 
 PANEL = "Synthetic experiments"
 MOST = 4096

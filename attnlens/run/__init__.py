@@ -9,8 +9,7 @@ from attnlens.run.recompute import recompute
 from attnlens.run.study import study
 from attnlens.run.swap.pipeline import swap_kernel, swapped
 from attnlens.run.swap.replaced import replaced
-from attnlens.run.swap.restored import Swapped, load_swapped
-from attnlens.run.swap.saved import UnsavedError
+from attnlens.run.swap.saved import Swapped, UnsavedError, load_swapped
 from attnlens.run.training.one_head import converge_head
 from attnlens.run.training.series import converge_checkpoints, followed
 from attnlens.run.training.synthetic import converge_synthetic

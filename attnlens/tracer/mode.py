@@ -18,12 +18,8 @@ from attnlens.attention import attend
 from attnlens.errors import ModelError, UnreadableError
 from attnlens.kernels import OWN
 from attnlens.records import Call
-from attnlens.tracer.call import fused_call, traced_call
-from attnlens.tracer.lead import Lead, Tokens
-from attnlens.tracer.products import operands, product, weighted_sum
-from attnlens.tracer.provenance import Provenance, tensors
-from attnlens.tracer.scores import begun
-from attnlens.tracer.softmax import TracedSoftmax, rounding_of, unread
+from attnlens.tracer.call import Lead, Tokens, TracedSoftmax, fused_call, rounding_of, traced_call, unread
+from attnlens.tracer.scores import Provenance, begun, operands, product, tensors, weighted_sum
 
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -1,15 +1,173 @@
-"""Scores on their way from a product of queries and keys to a softmax, and what stands in for the product."""
+"""Products of queries and keys, their way to a softmax, and the stand-ins that show what each step does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from string import ascii_letters
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
-from attnlens.tracer.products import Product
+
+@dataclass(frozen=True)
+class Product:
+    """One call of a function whose result is affine in left · rightᵀ, the product over their last axis."""
+
+    left: Tensor
+    """(…, rows, size): the first operand."""
+    right: Tensor
+    """(…, columns, size): the second operand; its leading axes are those of the first, or 1, or missing."""
+    again: Callable[[Tensor, Tensor], Tensor]
+    """The call's result, (…, rows, columns), for other operands of the same shapes."""
+    plain: bool
+    """Whether the result is left · rightᵀ and nothing beside it."""
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading axes of the result."""
+        return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A product of attention weights with what they weigh."""
+
+    value: Tensor
+    """(…, keys, value_dim), its leading axes in the order of the weights'."""
+    arranged: Callable[[Tensor], Tensor]
+    """(…, queries, value_dim), the axes in the order of the weights', as the call's own result has them."""
+
+
+MATMULS = frozenset(
+    {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__}
+)
+ADDING = frozenset({torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm})
+FUNCTIONS = MATMULS | ADDING | {torch.einsum, F.linear}
+"""The functions whose result is a product of two of their arguments, plus a multiple of a third."""
+
+
+def operands(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """The two tensors that a call multiplies as matrices; None where it is no such call."""
+    if function not in FUNCTIONS:
+        return None
+    if function is torch.einsum:
+        found = _einsum(args)
+        return None if found is None else found[1:]
+    first, second = _arguments(function, args, kwargs)
+    return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
+
+
+def product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+    """The call as a product of queries with keys; None where its axes are not those of one."""
+    if function is torch.einsum:
+        return _einsum_product(args)
+    first, second = _arguments(function, args, kwargs)
+    if min(first.dim(), second.dim()) < 2:
+        return None
+    if function is F.linear:
+        return Product(first, second, lambda left, right: F.linear(left, right), plain=len(args) + len(kwargs) == 2)
+
+    def again(left: Tensor, right: Tensor) -> Tensor:
+        if function not in ADDING:
+            return left @ right.transpose(-1, -2)
+        factors = {name: kwargs[name] for name in ("beta", "alpha") if name in kwargs}
+        added = args[0] if args else kwargs["input"]
+        found: Tensor = function(added.to(left), left, right.transpose(-1, -2), **factors)
+        return found
+
+    return Product(first, second.transpose(-1, -2), again, plain=function not in ADDING)
+
+
+def weighted_sum(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: Tensor) -> Sum | None:
+    """The call as Σ_j weights_ij value_j; None where it is another product."""
+    if function is torch.einsum:
+        return _einsum_sum(args, weights)
+    first, second = _arguments(function, args, kwargs)
+    if first is not weights or function in ADDING or function is F.linear or second.dim() < 2:
+        return None
+    return Sum(second, lambda found: found)
+
+
+def _arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The two operands among the arguments, in the order of their product."""
+    names = ("batch1", "mat1") if function in ADDING else ("input", "self")
+    others = ("batch2", "mat2", "other", "tensor2", "weight")
+    place = 1 if function in ADDING else 0
+    first = args[place] if len(args) > place else next((kwargs[name] for name in names if name in kwargs), None)
+    second = args[place + 1] if len(args) > place + 1 else next((kwargs[n] for n in others if n in kwargs), None)
+    return (second, first) if function is Tensor.__rmatmul__ else (first, second)
+
+
+def _einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
+    """Axes of both operands and of the result, and the operands of torch.einsum; None where it is no such product."""
+    if not args or not isinstance(args[0], str):
+        return None
+    given = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    equation = args[0].replace(" ", "")
+    if len(given) != 2 or "->" not in equation or (spelled := _spelled(equation, given)) is None:
+        return None
+    inputs, result = spelled.split("->")
+    left, right = inputs.split(",")
+    return (left, right, result), given[0], given[1]
+
+
+def _spelled(equation: str, given: Sequence[Tensor]) -> str | None:
+    """The equation with letters in place of its ellipses; None where these stand for unequally many axes."""
+    inputs = equation.partition("->")[0].split(",")
+    counts = {part.dim() - len(axes) + 3 for axes, part in zip(inputs, given, strict=True) if "..." in axes}
+    if len(counts) > 1:
+        return None
+    free = [letter for letter in ascii_letters if letter not in equation]
+    return equation.replace("...", "".join(free[: sum(counts)]))
+
+
+def _einsum_product(args: tuple[Any, ...]) -> Product | None:
+    found = _einsum(args)
+    if found is None:
+        return None
+    (left, right, result), one, other = found
+    summed = [axis for axis in left if axis in right and axis not in result]
+    rows, columns = _own(left, right, result), _own(right, left, result)
+    if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or result[-2:] != rows + columns:
+        return None
+    lead = result[:-2]
+    if set(left) != {*lead, rows, *summed} or set(right) != {*lead, columns, *summed}:
+        return None
+
+    def again(queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.einsum(f"{lead}{rows}{summed[0]},{lead}{columns}{summed[0]}->{result}", queries, keys)
+
+    queries, keys = (
+        part.permute([axes.index(axis) for axis in f"{lead}{own}{summed[0]}"])
+        for part, axes, own in ((one, left, rows), (other, right, columns))
+    )
+    return Product(queries, keys, again, plain=True)
+
+
+def _einsum_sum(args: tuple[Any, ...], weights: Tensor) -> Sum | None:
+    found = _einsum(args)
+    if found is None:
+        return None
+    (axes, others, result), one, other = found
+    if other is weights:
+        axes, others, other = others, axes, one
+    lead, rows, summed = axes[:-2], axes[-2], axes[-1]
+    size = _own(others, axes, result)
+    if set(others) != {*lead, summed, size} or len(size) != 1 or set(result) != {*lead, rows, size}:
+        return None
+    value = other.permute([others.index(axis) for axis in f"{lead}{summed}{size}"])
+    order = [f"{lead}{rows}{size}".index(axis) for axis in result]
+    return Sum(value, lambda output: output.permute(order))
+
+
+def _own(axes: str, other: str, result: str) -> str:
+    """The axes of one operand alone that are in the result."""
+    return "".join(axis for axis in axes if axis not in other and axis in result)
 
 
 @dataclass(eq=False)
@@ -84,3 +242,121 @@ def _moved(found: Product) -> tuple[Tensor, Tensor]:
         (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
         for part in (found.left, found.right)
     )
+
+
+STEPS_END = frozenset(
+    {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.embedding}
+    | {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.log_softmax, torch.log_softmax}
+    | {torch.layer_norm, torch.group_norm, torch.batch_norm, Tensor.log_softmax}
+    | {torch.max, torch.amax, Tensor.max, Tensor.amax, torch.logsumexp, Tensor.logsumexp}
+)
+"""Functions behind which a tensor is no longer the scores of a head, or its weights; nor is a row's largest score."""
+LARGER = frozenset({torch.max, Tensor.max})
+"""Functions that give the largest of one tensor, or the larger of two."""
+MULTIPLYING = frozenset(
+    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow, torch.addcmul, torch.addcdiv}
+    | {getattr(Tensor, name) for name in ("pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "__pow__")}
+    | {getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__imul__")}
+    | {getattr(Tensor, name) for name in ("multiply", "divide", "true_divide", "__truediv__", "__itruediv__")}
+)
+"""Functions that multiply a tensor by another one."""
+
+
+@dataclass
+class Provenance:
+    """What is known of the tensors of one forward pass; none of them is kept alive."""
+
+    scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
+    """Tensor → what it is for other products, by product."""
+    inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
+    """The tensors that depend on the model's inputs, masks and positions apart."""
+    weights: MutableMapping[Tensor, Any] = field(default_factory=WeakIdKeyDictionary)
+    """Tensor → the softmax whose weights it holds."""
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function's result, with what is known of it."""
+        given = list(tensors((args, kwargs)))
+        carried: dict[TracedScores, None] = {}
+        ends = _ends(function, given)
+        if not ends:
+            for tensor in given:
+                carried.update(dict.fromkeys(self.scores.get(tensor, ())))
+        steps = {scores: self._step(scores, function, args, kwargs, given) for scores in carried}
+        result = function(*args, **kwargs)
+        target = args[0] if function is Tensor.__setitem__ else result
+        for scores, standins in steps.items():
+            self._keep(scores, standins, target)
+        dependent = any(tensor in self.inputs for tensor in given) and not _shape_alone(function)
+        weighing = next((self.weights[tensor] for tensor in given if tensor in self.weights), None)
+        for tensor in tensors(target):
+            if dependent and tensor.dtype != torch.bool:
+                self.inputs[tensor] = True
+            if weighing is not None and not ends:
+                self.weights[tensor] = weighing
+        return result
+
+    def _step(
+        self, scores: TracedScores, function: Any, args: Any, kwargs: Any, given: list[Tensor]
+    ) -> list[Any] | None:
+        """The function's results on the three stand-ins; None where it can't be executed on them."""
+        others = [tensor for tensor in given if scores not in self.scores.get(tensor, ())]
+        if function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
+            scores.scaled_by_inputs = True
+
+        def substituted(name: str) -> Any:
+            def other(value: Any) -> Any:
+                known = self.scores.get(value, {}).get(scores) if isinstance(value, Tensor) else None
+                if known is not None:
+                    return getattr(known, name)
+                # what a step changes in place is changed once, by the model itself
+                return value.clone() if isinstance(value, Tensor) and in_place and value is given[0] else value
+
+            new_args, new_kwargs = tree_map(other, (args, kwargs))
+            found = function(*new_args, **new_kwargs)
+            return new_args[0] if function is Tensor.__setitem__ else found
+
+        in_place = _in_place(function)
+        known = next(self.scores[tensor][scores] for tensor in given if scores in self.scores.get(tensor, ()))
+        try:
+            return known.map(substituted)
+        except RuntimeError:  # somebody's function, on numbers of another type than it was made for
+            return None
+
+    def _keep(self, scores: TracedScores, steps: list[Any] | None, target: Any) -> None:
+        """Note the stand-ins of every tensor of a result."""
+        if steps is None:
+            return
+        parts = [list(tensors(step)) for step in steps]
+        for index, tensor in enumerate(tensors(target)):
+            if tensor.is_floating_point():
+                found = Standins(parts[0][index], parts[1][index], parts[2][index] if parts[2] else None)
+                self.scores[tensor] = {**self.scores.get(tensor, {}), scores: found}
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+
+
+def _ends(function: Any, given: Sequence[Tensor]) -> bool:
+    """Whether scores end at the function; the larger of two tensors, element by element, is a step like others."""
+    return function in STEPS_END and not (function in LARGER and len(given) == 2)
+
+
+def _in_place(function: Any) -> bool:
+    """Whether a function of torch changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _shape_alone(function: Any) -> bool:
+    """Whether a function looks at nothing but its argument's shape: `zeros_like`, `new_ones`."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_like") or name.startswith("new_")

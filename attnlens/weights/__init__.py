@@ -2,8 +2,7 @@
 
 from attnlens.weights.factors import Factors, Traits
 from attnlens.weights.probe import nothing_to_read, used_weights
-from attnlens.weights.query_key_maps import factors
-from attnlens.weights.rebuilt import rebuilt
+from attnlens.weights.query_key_maps import factors, rebuilt
 from attnlens.weights.rope import Turns, frequencies, rotations
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""W_Q and W_K of each head, whatever the layout, from the Jacobian of the captured queries and keys."""
+"""Factors of each head's matrix M, from the weights of its module."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from transformers import PreTrainedModel
 from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.models.deferred import is_announced
-from attnlens.records import Rotation
+from attnlens.records import QueryKey, Rotation
 from attnlens.weights.factors import Factors, Maps, unit
-from attnlens.weights.few_tokens import FewTokens
-from attnlens.weights.norms import Norms, WithoutLengths, linear, norms_inside
 from attnlens.weights.probe import (
     TOLERANCE,
+    FewTokens,
+    Norms,
     Present,
     Probe,
+    WithoutLengths,
     alone,
     float64_weights,
+    linear,
+    norms_inside,
     nothing_to_read,
     unreadable,
     used_weights,
 )
-from attnlens.weights.products import products_of_weights
 from attnlens.weights.rope import ANGLE, SINGLE, Turns, rounding_of
-from attnlens.weights.rows import rows_of_weights
+from attnlens.weights.rows import products_of_weights, rows_of_weights
 
 Sides = tuple[Tensor, Tensor]
 """Queries and keys."""
@@ -259,3 +261,14 @@ def _check_everywhere(found: Factors, window: Probe) -> None:
         error = (seen[:, fine].double() - expected[:, fine]).norm()
         if not error <= border * expected[:, fine].norm():
             raise unreadable(f"its {name} depend on more than their own token and its position")
+
+
+def rebuilt(found: Reached, factors: Factors) -> QueryKey:
+    """The site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
+
+    Under QK-norm the per-token length, which W_Q does not carry, is taken from the captured queries and keys.
+    """
+    captured = found.call.query_key(found.site)
+    x, y = (found.sequences(found.arguments[name]) for name in (found.input_name, found.other or found.input_name))
+    query, key = factors.rebuilt(x, y, (captured.query, captured.key))
+    return replace(captured, query=query, key=key)

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
 from attnlens.records import Call, Rotation
-from attnlens.weights.norms import Norms, linear, norms_inside, without_gains
-from attnlens.weights.probe import Probe, float64_weights, unreadable
+from attnlens.weights.probe import Norms, Probe, float64_weights, linear, norms_inside, unreadable, without_gains
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Complex, Float, Int

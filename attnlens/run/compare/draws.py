@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlens import texts, weights
-from attnlens.hooks.padding import hiding_padding
+from attnlens.hooks.survey import hiding_padding
 from attnlens.records import Call, QueryKey, Site
 from attnlens.registry import Analyzer
 from attnlens.registry.distances import OWN_ROWS, ROWS

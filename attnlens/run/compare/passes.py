@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlens import attention, hooks
-from attnlens.hooks.padding import hiding_padding, real_parts
+from attnlens.hooks.survey import hiding_padding, real_parts
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 from attnlens.run.compare.sides import Block, ComparedModel

@@ -21,7 +21,7 @@ from attnlens.run.in_memory import at_rest, held
 from attnlens.run.inspect.pipeline import inspect, prepared
 from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
-from attnlens.run.swap.restored import restored
+from attnlens.run.swap.saved import restored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

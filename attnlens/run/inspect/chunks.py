@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attnlens.hooks.padding import real_parts
+from attnlens.hooks.survey import real_parts
 from attnlens.records import QueryKey
 
 PIECE_BYTES = 32 * 2**20

@@ -15,17 +15,15 @@ from attnlens.hooks import Swaps
 from attnlens.records import Pair, Plan, Swap
 from attnlens.requests.healing import HealOptions
 from attnlens.run.outcomes.agreement import agreements
-from attnlens.run.outcomes.differences import compare
+from attnlens.run.outcomes.differences import compare, windows_of
 from attnlens.run.outcomes.outputs import tokens_in
-from attnlens.run.outcomes.windows import windows_of
 from attnlens.run.progress import Tell, telling_at_most, timed
+from attnlens.run.swap import candidate as candidates
 from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
-from attnlens.run.swap.controls import measuring
 from attnlens.run.swap.fit import MOST_FITTED, fit, passes
 from attnlens.run.swap.gates import leaks
 from attnlens.run.swap.healing import Procedure, changed_weights, control_of, digest_of
-from attnlens.run.swap.ranks.from_plan import given
-from attnlens.run.swap.ranks.savings import planned
+from attnlens.run.swap.ranks.plans import given, planned
 from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
 from attnlens.run.swap.readings import KernelFacts, KernelReading, losses_of
 from attnlens.run.swap.resources import enough_memory
@@ -138,12 +136,12 @@ class KernelRun:
         """The candidate as far as it has come, and its controls."""
         session, candidate = self.session, self.candidate
         shown = session.shapes, session.loaded, session.probe, session.variant
-        measuring.prepare(candidate, *shown, controls=session.options.controls)
-        every = measuring.variants(candidate, session.variant, session.controls)
+        candidates.prepare(candidate, *shown, controls=session.options.controls)
+        every = candidates.variants(candidate, session.variant, session.controls)
         tell = self._teller("compare", len(every) * sum(map(tokens_in, session.fed)))
         found = compare(session.loaded.model, session.fed, every, session.task, tell, session.design)
-        session.controls |= measuring.common(candidate, found)
-        measuring.keep_differences(candidate, session.controls | found)
+        session.controls |= candidates.common(candidate, found)
+        candidates.keep_differences(candidate, session.controls | found)
         if session.task in ("causal", "masked"):
             one = next(iter(candidate.found.values()))
             self.notes += guessed(one, session.settings, texts.vocabulary(session.loaded.model))
@@ -159,12 +157,12 @@ class KernelRun:
             control = None if healer.interrupted else procedure.run_control()
         self.interrupted = healer.interrupted or (control is not None and control[1].interrupted)
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
-        variants = measuring.healed(candidate, session.variant, session.shapes if session.options.controls else {})
+        variants = candidates.healed(candidate, session.variant, session.shapes if session.options.controls else {})
         if control is not None:
             variants["control"] = session.variant(control[1].healed_swaps(), control[1].values())
         tell = self._teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
         found = compare(model, session.fed, variants, session.task, tell, session.design)
-        measuring.keep_healed(candidate, found)
+        candidates.keep_healed(candidate, found)
         if control is not None:
             record = control_of(control[0], found["control"], found["healed"], self._seed)
             reasons = healing.reasons if record else {**healing.reasons, "control": "a model diverged"}
@@ -174,14 +172,14 @@ class KernelRun:
     def _generate(self) -> None:
         """For how long greedy continuations are the original's, of every stage and control."""
         session, candidate = self.session, self.candidate
-        exact = partial(session.variant, path=measuring.EXACT)
-        every = measuring.variants(candidate, exact, session.agreements)
+        exact = partial(session.variant, path=candidates.EXACT)
+        every = candidates.variants(candidate, exact, session.agreements)
         tell = self._teller("generate", len(every) + 1)
         own, notes = session.continuation
         tell(1)
         found = agreements(session.loaded.model, own, every, tell)
-        session.agreements |= measuring.common(candidate, found)
-        measuring.keep_agreements(candidate, session.agreements | found)
+        session.agreements |= candidates.common(candidate, found)
+        candidates.keep_agreements(candidate, session.agreements | found)
         self.notes += notes
 
     def _planned(self, choice: Choice, limit: Budget) -> Plan:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from attnlens.records import Control, Coverage, Plan, Report, Settings, Skipped, Stage, Summary, Swap
 from attnlens.records.windows import Windows
-from attnlens.run.outcomes.positions import TokenLosses
-from attnlens.run.outcomes.windows import placed_windows
+from attnlens.run.outcomes.differences import placed_windows
+from attnlens.run.outcomes.outputs import TokenLosses
 from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate
-from attnlens.run.swap.controls.alternatives import one_window
+from attnlens.run.swap.controls import one_window
 from attnlens.statistics import Design
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from attnlens.registry import checked_name
 from attnlens.run import checks
 from attnlens.run.in_memory import at_rest, held_model
 from attnlens.run.inspect.capture import tensors
-from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
+from attnlens.run.swap.sites import chosen_sites, idle_sites, refuse_crossing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

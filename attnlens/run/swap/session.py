@@ -13,7 +13,7 @@ from torch import Tensor
 from attnlens import hooks, models, texts
 from attnlens.choices import Route
 from attnlens.kernels import Kernel
-from attnlens.kernels.state import HeadShape
+from attnlens.kernels.spelling import HeadShape
 from attnlens.records import Settings, Site, Skipped, Task
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
@@ -22,13 +22,13 @@ from attnlens.run.outcomes.agreement import Continued, Prompts, own_continuation
 from attnlens.run.outcomes.differences import Differences, Variant
 from attnlens.run.outcomes.outputs import run
 from attnlens.run.progress import Progress, Tell, telling, timed
-from attnlens.run.swap.chosen import chosen_sites, idle_sites, refuse_crossing
-from attnlens.run.swap.controls.alternatives import shapes_of
+from attnlens.run.swap.controls import shapes_of
 from attnlens.run.swap.healing import changed_weights
 from attnlens.run.swap.predictors import Sweeping
 from attnlens.run.swap.ranks.calibration import Sample
-from attnlens.run.swap.ranks.from_plan import check_fits
+from attnlens.run.swap.ranks.plans import check_fits
 from attnlens.run.swap.resources import enough_memory, peak_of
+from attnlens.run.swap.sites import chosen_sites, idle_sites, refuse_crossing
 from attnlens.statistics import Design
 from attnlens.texts.targets import Fed
 

@@ -12,7 +12,7 @@ from attnlens.arguments import selection_share
 from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UnreadableError
 from attnlens.hooks import Reached
-from attnlens.hooks.padding import hiding_padding
+from attnlens.hooks.survey import hiding_padding
 from attnlens.records import Call, Null, QueryKey, Settings, Site
 from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run.inspect.chunks import finite_heads

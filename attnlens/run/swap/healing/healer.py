@@ -23,8 +23,7 @@ from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
 from attnlens.run.outcomes.outputs import divergence, owned_means, predictions
 from attnlens.run.swap.fit import TINIEST, unfitted
-from attnlens.run.swap.healing.trainable import trainable
-from attnlens.run.swap.healing.trained import LowRankChange, Trained, seed_of, standing_in
+from attnlens.run.swap.healing.trained import LowRankChange, Trained, seed_of, standing_in, trainable
 from attnlens.texts import Batch
 from attnlens.texts.targets import NOTHING, Fed, asking, logits_of, states_of
 

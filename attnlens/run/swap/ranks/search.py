@@ -23,11 +23,16 @@ from attnlens.models import Loaded
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.run.progress import Tell
 from attnlens.run.swap.healing.procedure import digest_of
-from attnlens.run.swap.ranks.bases import Basis, FormsRead, gathered
-from attnlens.run.swap.ranks.calibration import Sample, by_text
-from attnlens.run.swap.ranks.forms import by_output, form_name, possible_forms
-from attnlens.run.swap.ranks.rises import Losses, losses, rise_of
-from attnlens.run.swap.ranks.sensitivity import sensitivities
+from attnlens.run.swap.ranks.bases import (
+    Basis,
+    FormsRead,
+    by_output,
+    form_name,
+    gathered,
+    possible_forms,
+    sensitivities,
+)
+from attnlens.run.swap.ranks.calibration import Losses, Sample, by_text, losses, rise_of
 from attnlens.runs.work import Keep, keep_nothing, key_of
 from attnlens.statistics import Design
 from attnlens.texts.targets import HEADLESS, Fed, feed

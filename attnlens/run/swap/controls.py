@@ -1,8 +1,8 @@
-"""The simple alternatives to each asked kernel: a sink-window of its size, hard, uniform, and its own branches."""
+"""Simple alternatives to each kernel: a sink-window of its size, hard, uniform, and its own branches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -15,12 +15,38 @@ from attnlens.choices import ControlRole
 from attnlens.errors import UsageError
 from attnlens.hooks import OWN, Reached
 from attnlens.kernels import Kernel, parsed
-from attnlens.kernels.state import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
+from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
 from attnlens.models import Loaded
 from attnlens.records import Control, Site
 from attnlens.run.outcomes.differences import Differences, Variant
-from attnlens.run.outcomes.positions import FEWEST, TokenLosses
-from attnlens.run.swap.controls.spelled import spelled
+from attnlens.run.outcomes.outputs import FEWEST, TokenLosses
+
+
+def spelled(kernels: Iterable[Kernel]) -> str:
+    """`sink-window:4,68`, or where sites differ `sink-window:4,68–80 by layer`; where some keep all keys, `4,68–all`.
+
+    Windows of different names stand beside each other, `window:2/sink-window:1,2 by layer`.
+    """
+    found = list(dict.fromkeys(kernel.spelling for kernel in kernels))
+    if len(found) < 2:
+        return "".join(found)
+    by_name: dict[str, list[list[int]]] = {}
+    for spelling in found:
+        name, _, numbers = spelling.partition(":")
+        if spelling != OWN.spelling:
+            by_name.setdefault(name, []).append([int(number) for number in numbers.split(",")])
+    whole = OWN.spelling in found
+    return "/".join(f"{name}:{_ranges(rows, whole=whole)}" for name, rows in by_name.items()) + " by layer"
+
+
+def _ranges(rows: list[list[int]], *, whole: bool) -> str:
+    """Of each place the least and the largest number; the last is that of the window."""
+    *firsts, last = [(min(numbers), max(numbers)) for numbers in zip(*rows, strict=True)]
+    least, most = last
+    told = [f"{low}" if low == high else f"{low}–{high}" for low, high in firsts]
+    end = f"{least}–all" if whole else f"{least}" if least == most else f"{least}–{most}"
+    return ",".join([*told, end])
+
 
 CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
 WHOLE = "{what} holds all {tokens} keys: it is the model itself"
