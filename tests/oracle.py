@@ -78,7 +78,7 @@ COMMANDS = {
 }
 DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "stamp", "beside_sdpa"}
 """Fields of a report, and beginnings of columns, that are not the same in two runs."""
-PLACE = re.compile(r"[^\s\"'(]*/attnlens/demo")
+PLACE = re.compile(r"(?:/[\w.-]{1,60}){1,8}/attnlens/demo")
 """Where the tree lies that runs."""
 COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[.,;)<])|(?<=, )[0-9.]+$")
 
@@ -109,9 +109,9 @@ def main() -> None:
 def differences(before: Path, after: Path) -> Iterator[str]:
     """A line for each value that is not the same."""
     kept, made = (
-        {os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file() and "work" not in path.parts}
-        for folder in (before, after)
+        {os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file()} for folder in (before, after)
     )
+    kept, made = ({name for name in names if not name.startswith("work/")} for names in (kept, made))
     yield from (f"{after.name}/{name}: missing" for name in sorted(kept - made))
     yield from (f"{after.name}/{name}: new" for name in sorted(made - kept))
     for name in sorted(kept & made):
