@@ -25,7 +25,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread, local
+from threading import Event, Thread, local
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ Keep = Callable[[str, Callable[[], Any]], Any]
 RUN = "run.json"
 """The file in a run's folder with the facts that its key hashes."""
 SUFFIX = ".safetensors"
+OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
+"""The names of units' files, and of the folders with their parts."""
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
 """What a unit may raise that can be different at a second try."""
 OTHER_WORK = "Name another folder with --work."
@@ -176,11 +178,16 @@ class WorkPlan:
             raise OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
 
     def _unwritable(self) -> str:
+        root = self.root
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             return error.strerror or str(error)
-        return "" if not isinstance(self.root, Path) or os.access(self.root, os.W_OK) else "Permission denied"
+        except Exception as error:  # what a store raises is its library's own
+            if isinstance(root, Path):
+                raise
+            return reason_of(error)
+        return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
     def store(self, facts: Mapping[str, Any]) -> Store | None:
         """Return the store of a run; None if the user's cache, where nothing was asked for, cannot be written."""
@@ -230,18 +237,30 @@ class Store:
         """
         path = self.path(name)
         try:
-            content = path.read_bytes()
-            return _parsed(content, self._stamp(name))
+            if isinstance(path, Path) and path.exists() and not path.is_file():
+                raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, of which reading may never end
+            return _parsed(path.read_bytes(), self._stamp(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
-            aside = path.with_name(path.name + ".damaged")
-            LOG.warning("%s is damaged or not the unit %s: it is kept as %s.", path, clean(name), aside.name)
-            with suppress(FileNotFoundError):  # another process has set it aside
-                path.rename(aside)
+            self._set_aside(name)
             return None
         except OSError as error:
             raise OutputError(f"{path} cannot be read: {error.strerror or error}.", OTHER_WORK) from None
+
+    def _set_aside(self, name: str) -> None:
+        """Rename what is under a unit's name and not its file, and log that."""
+        path = self.path(name)
+        aside = path.with_name(path.name + ".damaged")
+        try:
+            path.rename(aside)
+        except FileNotFoundError:  # another process has set it aside
+            return
+        except OSError as error:
+            what = f"it cannot be set aside: {error.strerror or error}"
+        else:
+            what = f"it is kept as {aside.name}"
+        LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
 
     def save(self, name: str, value: Any) -> None:
         """Write what a unit found, whole or not at all. Raises OutputError if it cannot be written."""
@@ -263,7 +282,8 @@ class Store:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 return write_atomically(path, content)
             except OSError as error:
-                raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
+                if not isinstance(error, FileNotFoundError) or attempt == 7:
+                    raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
             except OutputError:
                 if path.parent.exists() or attempt == 7:
                     raise
@@ -288,18 +308,22 @@ class Store:
         """Remove the run's files, because its report is written; files of anybody else stay."""
         with suppress(OSError):  # another process may clear it at the same time
             for path in list(self.folder.iterdir()):
+                if path.name != RUN and not OWN_NAME.fullmatch(path.name):
+                    continue
                 if path.is_dir() and not path.is_symlink():
                     Store(path, {}).clear()
-                elif path.name == RUN or path.name.endswith(SUFFIX):
+                else:
                     path.unlink(missing_ok=True)
-            self.folder.rmdir()
+            if isinstance(self.folder, Path):  # `UPath.rmdir` removes what is inside
+                self.folder.rmdir()
 
     def report_others(self) -> None:
         """Log which other runs of the same kind have units in the same folder, and the first fact that differs."""
+        places: list[Any] = []
         with suppress(OSError):
-            for path in sorted(self.folder.parent.iterdir()):
-                if path.name == self.folder.name or not (path / RUN).exists():
-                    continue
+            places = sorted(self.folder.parent.iterdir())
+        for path in places:
+            with suppress(OSError, ValueError, AttributeError, RecursionError):  # it is anybody's file
                 facts = json.loads((path / RUN).read_text())
                 reason = difference(self.facts, facts)
                 if facts.get("command") == self.facts.get("command") and reason:
@@ -334,7 +358,7 @@ def _serialised(value: Any, stamp: str) -> bytes:
 
     tensors: dict[str, Tensor] = {}
     text = json.dumps({"stamp": stamp, "value": _plain(value, tensors)})
-    return save(tensors, {"attnlens": text, "sha256": _digest(text, tensors)})
+    return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
 
 
 def _parsed(content: bytes, stamp: str) -> Any:
@@ -345,12 +369,12 @@ def _parsed(content: bytes, stamp: str) -> Any:
     try:
         tensors = load(content)
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        text = metadata["attnlens"]
+        digest, _, text = metadata["attnlens"].partition(" ")
         whole = json.loads(text)
-        if metadata["sha256"] != _digest(text, tensors) or whole["stamp"] != stamp:
+        if digest != _digest(text, tensors) or whole["stamp"] != stamp:
             raise ValueError(stamp)
         return _restored(whole["value"], tensors)
-    except (SafetensorError, LookupError, TypeError) as error:
+    except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(stamp) from error
 
 
@@ -387,7 +411,7 @@ def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key
+    return tuple(map(_hashable, key)) if isinstance(key, list) else key
 
 
 def run_units(
@@ -456,8 +480,12 @@ def _computed(
         value = compute(name)
         if store is not None:
             (store.keep if plan.shard is None else store.save)(name, value)  # of a shard nothing else would remain
-            store.inside(name).clear()
+            clear_parts(name, value)
         return value
+
+    def clear_parts(name: str, value: Any) -> None:
+        if store is not None and usable(value):
+            store.inside(name).clear()
 
     if not plan.elsewhere or elsewhere is None or store is None:
         for name in names:  # another run that shares the folder may have finished a unit by the time it is its turn
@@ -479,6 +507,7 @@ def _computed(
         if failure is not None:
             yield name, failure
         elif (value := store.load(name)) is not None:
+            clear_parts(name, value)
             yield name, value
         elif plan.engine == "local":  # another run has written its report, and cleared the folder
             yield name, tried(compute, name)
@@ -526,7 +555,6 @@ def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store,
                 "Give all workers the same files, texts and versions.",
             )
         store.save(name, make(name))
-        store.inside(name).clear()
 
     failure: Failure | None = tried(compute, name)
     if failure is None or isinstance(failure.error, AttnlensError):
@@ -565,24 +593,31 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
     Each process has a pool of its own, so that one that is killed takes only its own unit with it, which is then tried
     once more.
     """
-    own, pools = local(), []
+    own, pools, ended = local(), [], Event()
     context = get_context("forkserver" if _server_started else "spawn")
 
     def call(name: str) -> Any:
         for _ in range(2):
+            if ended.is_set():
+                break
             if getattr(own, "pool", None) is None:
                 own.pool = ProcessPoolExecutor(1, context, _begin_worker)
                 pools.append(own.pool)
             try:
-                with (
-                    _interruptions_blocked()
-                ):  # a new process inherits that: this one decides what an interruption ends
+                # a new process inherits that: this one decides what an interruption ends
+                with _interruptions_blocked():
                     future = own.pool.submit(function, name)
+                if ended.is_set():  # it may have begun after the others were ended
+                    end(own.pool)
                 return future.result()
             except BrokenExecutor:
                 own.pool.shutdown()
                 own.pool = None
         return Failure(LOST)
+
+    def end(pool: ProcessPoolExecutor) -> None:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()  # what it had finished is in its files
 
     with ThreadPoolExecutor(plan.jobs) as threads:
         futures = {threads.submit(call, name): name for name in names}
@@ -597,9 +632,10 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
                     )
                 yield futures[future], result
         except BaseException:
+            ended.set()
             threads.shutdown(wait=False, cancel_futures=True)
-            for process in [process for pool in pools for process in (pool._processes or {}).values()]:
-                process.terminate()  # what it had finished is in its files
+            for pool in pools:
+                end(pool)
             raise
     for pool in pools:
         pool.shutdown()

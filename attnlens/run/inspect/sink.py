@@ -142,9 +142,12 @@ def replay(value: Any, sink: Sink, analyzers: Iterable[Named]) -> None:
     """Hand over what a unit of work noted down, in its order."""
     named: dict[tuple[str, str], Named] = {(one.name, one.source): one for one in analyzers}
     for method, arguments in value:
+        if method not in NOTED:  # the file may be anybody's
+            raise ValueError(f"No unit notes down {method}.")
         getattr(sink, method)(*(_made(part, named) for part in arguments))
 
 
+NOTED = {name for name in vars(UnitRecord) if name == "skip" or name.startswith("add_")}
 RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Null, Measure, Selection, AttentionRows)}
 PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Answer, Site, Traits)}
 
