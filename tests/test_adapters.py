@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import fake_hub
+import peft
 import pytest
 import tiny
 import torch
@@ -208,7 +210,6 @@ def test_a_report_without_an_adapter_says_nothing_of_one(tmp_path: Path) -> None
 
 
 def test_peft_merges_the_same(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft itself is needed to compare with it")
     base = llama(tmp_path / "base")
     for number, (settings, _) in enumerate(KINDS.values()):
         config = peft.LoraConfig(
@@ -240,13 +241,69 @@ def test_modules_that_are_stored_whole_replace_the_base_s_or_are_named(tmp_path:
     assert loaded.info.unexpected == ["base_model.model.score.weight"]
 
 
-def test_an_adapter_beside_weights_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_adapter_beside_weights_is_merged_once_and_its_base_is_not_followed(tmp_path: Path) -> None:
     base = llama(tmp_path / "base")
-    write(base, base, [Q.format(0), Q.format(1)])
+    edited(base / "config.json", architectures=None)  # so that an Auto class loads it
+    write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
+    expected = models.load(base, adapter=tmp_path / "adapter").model.state_dict()
+    write(base, base, [Q.format(0), Q.format(1)], base_model_name_or_path=str(tmp_path / "other"))
     refused(ModelError, lambda: models.load(base), "beside the weights", f"--adapter {base}")
     loaded = models.load(base, adapter=base)
-    before = weights(base)[f"{Q.format(0)}.weight"]
-    assert not torch.equal(loaded.model.model.layers[0].self_attn.q_proj.weight, before)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
+
+
+def test_a_merge_is_rounded_once_and_draws_no_random_numbers(tmp_path: Path) -> None:
+    base, path = llama(tmp_path / "base"), Q.format(1)
+    tensors = write(tmp_path / "adapter", base, [path], layers_to_transform=1)
+    before = models.load(base, dtype="bfloat16").model.get_parameter(f"{path}.weight").double()
+    state = torch.random.get_rng_state()
+    loaded = models.load(base, dtype="bfloat16", adapter=tmp_path / "adapter")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    change = ALPHA / RANK * (tensors[f"{path}.lora_B.weight"].double() @ tensors[f"{path}.lora_A.weight"].double())
+    weight = loaded.model.get_parameter(f"{path}.weight")
+    assert torch.equal(weight, (before + change).bfloat16())
+    assert loaded.adapter is not None
+    merged = weight.detach().clone()
+    for _ in range(2):  # the base is found again each time
+        with loaded.adapter.removed(loaded.model, path.rpartition(".")[0]):
+            torch.testing.assert_close(merged.double() - weight, change, rtol=0, atol=1e-14)
+        assert torch.equal(weight, merged)
+
+
+def test_trained_biases_and_embeddings_are_merged_as_peft_does(tmp_path: Path) -> None:
+    base = gpt2(tmp_path / "base")
+    settings = {"target_modules": ["c_attn", "wpe"], "use_dora": True, "bias": "lora_only"}
+    model = peft.get_peft_model(tf.GPT2LMHeadModel.from_pretrained(base), peft.LoraConfig(r=RANK, **settings))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.rand_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = model.merge_and_unload().state_dict()
+    loaded = models.load(base, adapter=tmp_path / "adapter")
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.allclose(parameter, merged[name], rtol=1e-5, atol=1e-6), name
+    bias = loaded.model.get_parameter("transformer.h.0.attn.c_attn.bias")
+    before = weights(base)["transformer.h.0.attn.c_attn.bias"]
+    assert not torch.equal(bias, before)
+    assert loaded.adapter is not None
+    with loaded.adapter.removed(loaded.model, "transformer.h.0.attn"):
+        assert torch.equal(bias, before.double())
+    stored(tmp_path / "adapter", {n: t for n, t in _tensors(tmp_path / "adapter").items() if "bias" not in n},
+           "adapter_model.safetensors")  # fmt: skip
+    refused(ModelError, lambda: models.load(base, adapter=tmp_path / "adapter"), "biases were trained", "c_attn.bias")
+
+
+def test_magnitudes_of_0_are_refused_since_no_base_is_left(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base")
+    write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)], use_dora=True)
+    zeros = {name: tensor * ("magnitude" not in name) for name, tensor in _tensors(tmp_path / "adapter").items()}
+    stored(tmp_path / "adapter", zeros, "adapter_model.safetensors")
+    refused(ModelError, lambda: models.load(base, adapter=tmp_path / "adapter"), "DoRA's magnitudes", Q.format(0))
+
+
+def test_without_peft_an_adapter_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    refused(ModelError, lambda: models.load("demo", adapter=tmp_path), "peft", "pip install 'attnlens[adapters]'")
 
 
 def _tensors(place: Path) -> dict[str, torch.Tensor]:
@@ -274,24 +331,32 @@ A = f"base_model.model.{Q.format(0)}.lora_A.weight"
 FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "other kind": (_said(peft_type="IA3"), ("'IA3'", "merge_and_unload")),
     "no kind": (_said(peft_type=None), ("peft_type = None",)),
-    "biases": (_said(bias="lora_only"), ("bias = 'lora_only'",)),
     "changed base": (_said(init_lora_weights="pissa"), ("'pissa'", "merge_and_unload")),
     "unknown setting": (_said(trainable_token_indices=[3]), ("trainable_token_indices",)),
     "parameters": (_said(target_parameters=["x"]), ("target_parameters",)),
-    "rank of none": (_said(r=0), ("r = 0",)),
+    "endless rank": (_said(r=10**12), ("where 1000000000000 × 32 belongs",)),
+    "rank of none": (_said(r=0), ("the value passed is 0",)),
     "α of text": (_said(lora_alpha="16"), ("lora_alpha = '16'",)),
     "rank pattern": (_said(rank_pattern={"q_proj": 5}), ("belongs", "other settings")),
     "other rank": (_said(r=4), ("2 × 32, where 4 × 32 belongs",)),
-    "fewer targets": (_said(layers_to_transform=[1]), ("layers.0.self_attn.q_proj", "leaves out")),
-    "more targets": (_said(target_modules=["q_proj", "v_proj"]), ("v_proj", "holds no matrices")),
-    "excluded": (_said(exclude_modules=["q_proj"]), ("leaves out",)),
-    "no expression": (_said(target_modules="(q_proj"), ("no expression",)),
-    "endless expression": (_said(target_modules=r"(.*a)*q_proj"), ("can't be compared within",)),
+    "fewer targets": (_said(layers_to_transform=[1]), ("layers.0.self_attn.q_proj", "disagree")),
+    "more targets": (_said(target_modules=["q_proj", "v_proj"]), ("v_proj", "disagree")),
+    "excluded": (_said(exclude_modules=["q_proj"]), ("q_proj", "disagree")),
+    "no expression": (_said(target_modules="(q_proj"), ("missing )",)),
+    "endless expression": (_said(target_modules=r"(.*a)*q_proj"), ("can't be compared with modules within",)),
     "magnitudes missing": (_said(use_dora=True), ("lora_magnitude_vector",)),
+    "scale of no module": (_said(alpha_pattern={"k_proj": 9}), ("'k_proj' in alpha_pattern", "none of the adapted")),
+    "rank of no module": (_said(rank_pattern={"k_proj": 2}), ("'k_proj' in rank_pattern", "remove that key")),
+    "endless settings": (_said(target_modules=["q_proj"] * 2 * 10**5), ("more than 1 MiB",)),
+    "resized vocabulary": (
+        _stored(lambda t: t | {"base_model.model.lm_head.weight": torch.ones(65, 32)}),
+        ("65 × 32, where 64 × 32 belongs", "resized vocabulary", "merge_and_unload"),
+    ),
+    "a tensor twice": (_stored(lambda t: t | {A.removesuffix(".weight"): t[A] + 1}), ("twice",)),
     "no settings": (lambda place: (place / "adapter_config.json").unlink(), ("has no adapter_config.json",)),
     "no tensors": (lambda place: (place / "adapter_model.safetensors").unlink(), ("has no adapter_model.safetensors",)),
     "cut tensors": (lambda place: _cut(place / "adapter_model.safetensors"), ("cut off",)),
-    "half a pair": (_stored(lambda t: {name: x for name, x in t.items() if name != A}), ("lora_A, lora_B",)),
+    "half a pair": (_stored(lambda t: {n: x for n, x in t.items() if n != A}), (f"lacks {Q.format(0)}.lora_A",)),
     "another width": (_stored(lambda t: t | {A: torch.ones(2, 48)}), ("2 × 48, where 2 × 32 belongs", "Give its base")),
     "another base": (
         _stored(lambda t: {name.replace("q_proj", "query"): x for name, x in t.items()}),
@@ -313,25 +378,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_adapter_that_can_not_be_merged_is_refused(
     fault: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnlens.models.adapters import targets
+    from attnlens.models import adapters
 
     if fault == "endless expression":
-        monkeypatch.setattr(targets, "SECONDS", 0)
+        monkeypatch.setattr(adapters, "SECONDS", 0)
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
     edit, words = FAULTS[fault]
     edit(tmp_path / "adapter")
     refused(ModelError, lambda: models.load(base, adapter=tmp_path / "adapter"), *words)
 
 
-def test_a_pickled_adapter_is_read_where_it_is_allowed(base: Path, tmp_path: Path) -> None:
+def test_a_pickled_adapter_is_never_opened(base: Path, tmp_path: Path) -> None:
     place = tmp_path / "adapter"
     write(place, base, [Q.format(0), Q.format(1)])
-    expected = models.load(base, adapter=place).model.state_dict()
     torch.save(_tensors(place), place / "adapter_model.bin")
     (place / "adapter_model.safetensors").unlink()
-    refused(ModelError, lambda: models.load(base, adapter=place), "pickled adapter", "--allow-pickle")
-    loaded = models.load(base, adapter=place, allow_pickle=True)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
+    refused(ModelError, lambda: models.load(base, adapter=place, allow_pickle=True), "pickled adapter", "safetensors")
 
 
 def test_tied_weights_and_wrong_names_are_refused(base: Path, tmp_path: Path) -> None:
@@ -342,8 +404,8 @@ def test_tied_weights_and_wrong_names_are_refused(base: Path, tmp_path: Path) ->
         ModelError, lambda: models.load(tmp_path / "tied", adapter=tmp_path / "adapter"), "shares with lm_head.weight"
     )
     refused(ModelError, lambda: models.load(base, adapter=tmp_path / "none"), "no such folder")
-    refused(ModelError, lambda: models.load(base, adapter=base), "is a model and no adapter")
-    refused(ModelError, lambda: models.load(base, adapter=base / "config.json"), "no adapter's folder")
+    refused(ModelError, lambda: models.load(base, adapter=base), "is a model, not an adapter")
+    refused(ModelError, lambda: models.load(base, adapter=base / "config.json"), "not an adapter's folder")
 
 
 def test_an_adapter_in_the_place_of_a_model_says_how_it_is_run(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
-from attnlens.models.adapters.files import AdapterFiles, find_adapter
+from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
 from attnlens.models.building import bounded, built, checked_files, config_of, info_of
 from attnlens.models.classes import InputKind, kind_of
 from attnlens.models.configs import drop_settings
@@ -30,7 +30,7 @@ from attnlens.models.placement import (
     spread_over_devices,
 )
 from attnlens.models.quantised import decoded, method_of, table
-from attnlens.models.quiet import no_kernels, no_peft, quiet
+from attnlens.models.quiet import no_kernels, quiet
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import ModelInfo
 from attnlens.requests import Loading, checked
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from attnlens.models.adapters.merging import Adapted
     from attnlens.models.deferred import DeferredWeights
 
 __all__ = [
@@ -153,8 +152,7 @@ def _opened(place: Location, device: torch.device, given: Mapping[str, Any]) -> 
         return _unread(place, dtype, own_code, adapter)
     if given["device_map"] is not None:
         return _spread(place, dtype, given["max_cpu_memory"], own_code)
-    switches = {name: given[name] for name in ("offline", "allow_pickle")}
-    files = None if adapter is None else find_adapter(_written(adapter), **switches)
+    files = None if adapter is None else find_adapter(_written(adapter), offline=given["offline"])
     return _loaded(place, files, dtype, device, own_code)
 
 
@@ -164,11 +162,11 @@ def _loaded(
     """The model at that place, its codes decoded and the adapter merged, on that device."""
     import torch
 
-    from attnlens.models.adapters.merging import merge  # late: it loads torch
     from attnlens.models.deferred.memory import refuse_too_large
 
-    stored = checked_files(place, trust_remote_code, adapter)
-    with quiet(), no_kernels(), no_peft(), read_once() if place.gguf else nullcontext():
+    beside = adapter is not None and adapter.folder.samefile(place.folder)
+    stored = checked_files(place, trust_remote_code, adapter_too=beside)
+    with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
         config = config_of(place, trust_remote_code)
         kind, method = dtype_of(dtype, config, device), method_of(place)
         if device.type == "cpu":
@@ -200,8 +198,8 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
             "Convert the model, or leave --device-map out.",
         )
     shapes = _unread(place, dtype, trust_remote_code, None)
-    stored = checked_files(place, trust_remote_code, None)
-    with quiet(), no_kernels(), no_peft():
+    stored = checked_files(place, trust_remote_code)
+    with quiet(), no_kernels():
         config = config_of(place, trust_remote_code)
         spread = spread_over_devices(max_cpu_memory)
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -226,8 +224,8 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
     from attnlens.models.deferred import DeferredWeights, announced, one_thread, widen
     from attnlens.models.deferred.forms import files_of
 
-    stored = checked_files(place, trust_remote_code, None)
-    with quiet(), no_kernels(), no_peft(), read_once() if place.gguf else nullcontext():
+    stored = checked_files(place, trust_remote_code)
+    with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
         config = config_of(place, trust_remote_code)
         files, method = files_of(place, config), method_of(place)
         stored = dict(files.table(stored))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import AttnlensError, ModelError, is_memory
 from attnlens.files import sha256, shortened, written
-from attnlens.models.adapters.files import AdapterFiles
 from attnlens.models.classes import model_class, own_models, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, fields, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
@@ -70,10 +69,10 @@ def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
         yield
 
 
-def checked_files(place: Location, trust_remote_code: bool, adapter: AdapterFiles | None) -> dict[str, Stored]:
+def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
     """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
     names = names_in(place.folder)
-    refuse_other_forms(place.folder, names, adapter_too=adapter is not None and adapter.lies_in(place.folder))
+    refuse_other_forms(place.folder, names, adapter_too=adapter_too)
     if place.form != "gguf":  # which holds its config and tokenizer itself
         check_small(place.folder, names)
     check_config(place)
@@ -120,7 +119,7 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     own_models(place.config.get("model_type"))
     where = place.folder / (place.file if place.gguf else CONFIG)
     kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
-    with _foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
+    with foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             place.folder, trust_remote_code=trust_remote_code, **place.gguf
         )
@@ -146,7 +145,7 @@ def built(
         config.transformers_weights = place.file
     config_file = "" if place.gguf else f" with {CONFIG}"
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
-    with _foreign(problem, "Check that weights and config belong together."):
+    with foreign(problem, "Check that weights and config belong together."):
         if weights is not None:
             options |= {"state_dict": dict(weights), "generation_config": _generation(place)}
         named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
@@ -161,6 +160,9 @@ def built(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are named, and refused
             local_files_only=True,
+            # a folder that can't exist: else transformers, if peft is installed, applies an adapter that lies beside
+            # the weights, unchecked, and may follow the name of its base
+            adapter_kwargs={"subfolder": "\0"},
             **(place.gguf if weights is None else {}),
             **spread,
             **options,
@@ -177,7 +179,7 @@ def _generation(place: Location) -> GenerationConfig | None:
 
 
 @contextmanager
-def _foreign(problem: str, remedy: str) -> Iterator[None]:
+def foreign(problem: str, remedy: str) -> Iterator[None]:
     """Inside, whatever transformers raises becomes a ModelError; no list of what it raises for such files is whole."""
     try:
         yield

@@ -72,18 +72,6 @@ def no_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def no_peft() -> Iterator[None]:
-    """Inside, transformers applies no adapter that lies beside weights, as it does where the package `peft` is."""
-    module: Any = import_module("transformers.integrations.peft")
-    own = module.is_peft_available
-    module.is_peft_available = lambda *_: False
-    try:
-        yield
-    finally:
-        module.is_peft_available = own
-
-
-@contextmanager
 def _no_gguf_bar() -> Iterator[None]:
     """The bar over a GGUF file's tensors heeds no setting of transformers, so a disabled one takes its place."""
     module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
