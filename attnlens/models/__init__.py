@@ -13,7 +13,7 @@ from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.adapters.files import AdapterFiles, find_adapter
 from attnlens.models.bounds import bounded
-from attnlens.models.building import built, checked_files, config_of, info_of
+from attnlens.models.building import built, checked_files, config_of, gguf_files, info_of
 from attnlens.models.classes import InputKind, kind_of
 from attnlens.models.configs import drop_settings
 from attnlens.models.folders import names_in
@@ -155,8 +155,8 @@ def _opened(place: Location, device: torch.device, given: Mapping[str, Any]) -> 
     if given["device_map"] is not None:
         return _spread(place, dtype, given["max_cpu_memory"], own_code)
     switches = {name: given[name] for name in ("offline", "allow_pickle")}
-    files = None if adapter is None else find_adapter(_written(adapter), **switches)
-    return _loaded(place, files, dtype, device, own_code)
+    merged = None if adapter is None else find_adapter(_written(adapter), **switches)
+    return _loaded(place, merged, dtype, device, own_code)
 
 
 def _loaded(
@@ -179,7 +179,13 @@ def _loaded(
             drop_settings(config)
             stored = table(weights, stored)
         with bounded(place, stored):
+            files = gguf_files(place, config) if place.gguf else None
+            if files is not None:
+                kind = torch.float32 if isinstance(kind, str) else kind
+                weights = {name: files.read([name])[name].to(kind) for name in files.names}
             model, found = built(place, config, kind, trust_remote_code, weights)
+        if files is not None:
+            found = {**found, "unexpected_keys": {*found["unexpected_keys"], *files.ignored}}
         check_loaded(place, model, stored, found)
         adapted = None if adapter is None else merge(adapter, model)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
@@ -237,6 +243,7 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         with bounded(place, stored), one_thread():
             shapes = announced(files.shapes, torch.float32)
             model, found = built(place, config, torch.float32, trust_remote_code, shapes)
+        found = {**found, "unexpected_keys": {*found["unexpected_keys"], *getattr(files, "ignored", ())}}
         check_loaded(place, model, stored, found)
     # its tables of positions are those of a model in float32; its weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))
