@@ -75,7 +75,7 @@ def gguf_file(gguf_bytes: bytes, tmp_path: Path) -> Path:
 def test_a_whole_gguf_file_is_read(gguf_file: Path) -> None:
     pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
     header = read_header(gguf_file)
-    assert header.numbers["llama.block_count"] == 1
+    assert header.fields["llama.block_count"] == 1
     assert {entry.name: entry.shape for entry in header.tensors}["token_embd.weight"] == (8, 32)
     loaded = models.load(str(gguf_file))
     assert (loaded.info.architecture, loaded.missing_keys, loaded.unused_keys) == ("LlamaForCausalLM", (), ())

@@ -301,3 +301,122 @@ def test_scales_of_activations_are_named(tmp_path: Path) -> None:
     quantised(tmp_path, "fp8 per tensor")
     stored(tmp_path, weights(tmp_path) | {f"{Q}.input_scale": torch.tensor(2.0)})
     assert models.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
+
+
+# --- settings that contradict the tensors ---------------------------------------------------------------------------
+
+
+def symmetric_gptq(place: Path, stored_zero: int, **settings: Any) -> Tensors:
+    """A tiny Llama whose projections are codes of GPTQ with the zero 8, stored as `stored_zero`, and its weights."""
+    tensors = saved(place)
+    plain = dict(tensors)
+    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
+        weight = tensors.pop(f"{name}.weight")
+        groups = weight.reshape(weight.shape[0], -1, GROUP)
+        scale = (groups.abs().amax(2) / 7).half().float()
+        codes = (groups / scale[..., None] + 8).round().clamp(0, 15)
+        plain[f"{name}.weight"] = ((codes - 8) * scale[..., None]).reshape(weight.shape)
+        zeros = torch.full(scale.T.shape, stored_zero)
+        parts = {
+            "qweight": _packed(codes.reshape(weight.shape), 4).T,
+            "qzeros": _packed(zeros, 4),
+            "scales": scale.T.half(),
+        }
+        tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    stored(place, tensors)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True} | settings
+    edited(place / "config.json", quantization_config=settings)
+    return plain
+
+
+@pytest.mark.parametrize(("zero", "form"), [(7, "gptq"), (8, "gptq_v2")])
+def test_symmetric_gptq_is_read_in_both_formats(zero: int, form: str, tmp_path: Path) -> None:
+    plain = symmetric_gptq(tmp_path, zero, checkpoint_format=form)
+    for name, parameter in models.load(tmp_path).model.named_parameters():
+        assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7), name
+
+
+GPTQ_CONTRADICTIONS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "zeros stored as 8 in the first format": (8, {"checkpoint_format": "gptq"}, "sym"),
+    "zeros stored as 7 in the second": (7, {"checkpoint_format": "gptq_v2"}, "sym"),
+    "other bits": (7, {"bits": 8}, "bits"),
+    "other groups": (7, {"group_size": 2 * GROUP}, "group_size"),
+    "one group": (7, {"group_size": -1}, "group_size"),
+}
+
+
+def both_refused(place: Path, *words: str) -> None:
+    """Assert that the model is refused with those words, loaded and read from its files."""
+    refused(ModelError, lambda: models.load(place), *words)
+    refused(ModelError, lambda: attnlens.inspect(place, source="weights", from_files=True), *words)
+
+
+def test_settings_that_hold_for_some_modules_alone_contradict_no_tensors(tmp_path: Path) -> None:
+    plain = symmetric_gptq(tmp_path, 7, bits=8, group_size=32, dynamic={"+:.*": {"bits": 4, "group_size": GROUP}})
+    loaded = dict(models.load(tmp_path).model.named_parameters())
+    assert torch.allclose(loaded[f"{Q}.weight"], plain[f"{Q}.weight"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", GPTQ_CONTRADICTIONS)
+def test_gptq_whose_settings_contradict_its_tensors_is_refused(case: str, tmp_path: Path) -> None:
+    zero, settings, word = GPTQ_CONTRADICTIONS[case]
+    symmetric_gptq(tmp_path, zero, **settings)
+    both_refused(tmp_path, "proj", word)
+
+
+def large_fp8(place: Path, side: int, **settings: Any) -> Tensors:
+    """A Llama of width 192 whose projections are float8 with a scale for each block of that side, and its weights."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=64)).save_pretrained(place)
+    tensors = weights(place)
+    plain = dict(tensors)
+    for name in [name.removesuffix(".weight") for name in tensors if "proj" in name]:
+        codes, scale, plain[f"{name}.weight"] = _in_blocks(tensors.pop(f"{name}.weight"), side, side)
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
+    stored(place, tensors)
+    edited(place / "config.json", quantization_config={"quant_method": "fp8"} | settings)
+    return plain
+
+
+def test_blocks_of_which_the_config_says_nothing_have_the_usual_side(tmp_path: Path) -> None:
+    plain = large_fp8(tmp_path, 128)
+    for name, parameter in models.load(tmp_path).model.named_parameters():
+        assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7), name
+    loaded, parts = (attnlens.inspect(tmp_path, source="weights", from_files=way) for way in (False, True))
+    assert alike(parts, loaded, 1e-6, 1e-9)
+
+
+@pytest.mark.parametrize(("side", "settings"), [(64, {}), (48, {"weight_block_size": [64, 64]})])
+def test_blocks_that_do_not_fit_their_scales_are_refused(side: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    large_fp8(tmp_path, side, **settings)
+    both_refused(tmp_path, "proj", "scales do not")
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "one scale instead of blocks": ("fp8 per tensor", {"weight_block_size": [20, 20]}, "weight_block_size"),
+    "awq of other groups": ("awq", {"group_size": 2 * GROUP}, "group_size"),
+    "awq without zeros": ("awq", {"zero_point": False}, "zero_point"),
+    "codes of eight bits": ("nf4", {"load_in_8bit": True, "load_in_4bit": False}, "load_in_8bit"),
+    "codes of four bits": ("LLM.int8", {"load_in_8bit": False, "load_in_4bit": True}, "load_in_4bit"),
+    "another table": ("nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+    "no zeros": (
+        "packed",
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": True}}}},
+        "symmetric",
+    ),
+    "groups of another size": (
+        "packed",
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}},
+        "group_size",
+    ),
+    "int8 of four bits": ("int8", {"config_groups": _groups(4)}, "num_bits"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_codes_whose_settings_contradict_their_tensors_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    method, settings, word = OTHERS[case]
+    quantised(tmp_path, method)
+    edited(tmp_path / "config.json", quantization_config=METHODS[method][1] | settings)
+    both_refused(tmp_path, "proj", word)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
-from attnlens.models.building import bounded, built, checked_files, config_of, info_of
+from attnlens.models.building import bounded, built, checked_files, config_of, gguf_files, info_of
 from attnlens.models.classes import InputKind, kind_of
 from attnlens.models.configs import drop_settings
 from attnlens.models.folders import names_in
@@ -176,7 +176,13 @@ def _loaded(
             drop_settings(config)
             stored = table(weights, stored)
         with bounded(place, stored):
+            files = gguf_files(place, config) if place.gguf else None
+            if files is not None:
+                kind = torch.float32 if isinstance(kind, str) else kind
+                weights = {name: files.read([name])[name].to(kind) for name in files.names}
             model, found = built(place, config, kind, trust_remote_code, weights)
+        if files is not None:
+            found = {**found, "unexpected_keys": {*found["unexpected_keys"], *files.ignored}}
         check_loaded(place, model, stored, found)
         adapted = None if adapter is None else merge(adapter, model)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
@@ -234,6 +240,7 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         with bounded(place, stored), one_thread():
             shapes = announced(files.shapes, torch.float32)
             model, found = built(place, config, torch.float32, trust_remote_code, shapes)
+        found = {**found, "unexpected_keys": {*found["unexpected_keys"], *getattr(files, "ignored", ())}}
         check_loaded(place, model, stored, found)
     # its tables of positions are those of a model in float32; its weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))

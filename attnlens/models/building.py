@@ -14,6 +14,7 @@ from attnlens.files import sha256, shortened, written
 from attnlens.models.classes import model_class, own_models, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, fields, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
+from attnlens.models.gguf import GgufFiles, Settings, read_by_transformers, read_header
 from attnlens.models.hub import first_line
 from attnlens.models.locate import CONFIG, Location
 from attnlens.models.stored import Stored, numbers_in, tensors_in
@@ -124,7 +125,20 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
             place.folder, trust_remote_code=trust_remote_code, **place.gguf
         )
     take_choices(config)
+    if place.gguf:
+        path = place.folder / place.file
+        Settings(path, read_header(path)).apply(config)
     return config
+
+
+def gguf_files(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
+    """Open the tensors of a GGUF file; None if transformers loads its architecture in another way."""
+    path = place.folder / place.file
+    header = read_header(path)
+    if read_by_transformers(header.architecture):
+        return None
+    with foreign(f"{path} can't be read", "Is it a model that transformers knows?"):
+        return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))
 
 
 def built(
@@ -147,7 +161,8 @@ def built(
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
     with foreign(problem, "Check that weights and config belong together."):
         if weights is not None:
-            options |= {"state_dict": dict(weights), "generation_config": _generation(place)}
+            generation = None if place.gguf else _generation(place)
+            options |= {"state_dict": dict(weights), "generation_config": generation}
         named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is not None and hasattr(named, "_model_mapping"):  # an Auto class, which wants a folder
             named = named._model_mapping[type(config)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
 from attnlens.models.configs import refuse_mismatch
+from attnlens.models.gguf import Settings, read_header, refuse_ignored
 from attnlens.models.locate import Location
 from attnlens.models.stored import SAY_ONCE, Stored, named
 
@@ -48,6 +49,9 @@ def check_loaded(
             "Get the model unquantised, or as GGUF.",
         )
     refuse_mismatch(place, found["mismatched_keys"])
+    if place.gguf:
+        refuse_ignored(where, found["unexpected_keys"])
+        Settings(where, read_header(where)).check_rotation(model)
     if twice := _twice(model, stored, set(found["unexpected_keys"])):
         raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
     if len(found["missing_keys"]) >= len(list(model.parameters())):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from logging import CRITICAL, getLogger
 from typing import Any
@@ -38,7 +37,7 @@ def quiet() -> Iterator[None]:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with unlogged(), warnings.catch_warnings(), _no_gguf_bar():
+        with unlogged(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -69,15 +68,3 @@ def no_kernels() -> Iterator[None]:
         yield
     finally:
         hub.get_kernel_hub = package.get_kernel = own
-
-
-@contextmanager
-def _no_gguf_bar() -> Iterator[None]:
-    """The bar over a GGUF file's tensors heeds no setting of transformers, so a disabled one takes its place."""
-    module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-    bar = module.tqdm
-    module.tqdm = partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        module.tqdm = bar

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnlens.errors import ModelError
+from attnlens.models.building import gguf_files
 from attnlens.models.deferred.coded_files import CodedFiles
-from attnlens.models.deferred.gguf_files import GgufFiles
 from attnlens.models.deferred.reading import SafetensorsFiles, local
 from attnlens.models.deferred.remote import RemoteFile
+from attnlens.models.gguf import SAY_LOAD, GgufFiles
 from attnlens.models.locate import Location
 from attnlens.models.quantised import coded_weights, method_of
 
@@ -24,7 +25,11 @@ def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | Co
             "Convert it to safetensors.",
         )
     if place.form == "gguf":
-        return GgufFiles(place, config)
+        found = gguf_files(place, config)
+        if found is None:
+            path = place.folder / place.file
+            raise ModelError(f"{path} has an architecture of which no single tensors are read.", SAY_LOAD)
+        return found
     remote = tuple(RemoteFile(name, url) for name, url in place.urls)
     files = SafetensorsFiles(remote) if remote else local(place.weights)
     method = method_of(place)
