@@ -16,8 +16,7 @@ from swap_reports import swap_report
 from attnlens import plots
 from attnlens.cli import delivery, show
 from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import read_report
 from attnlens.render.pictures import is_file

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     told as written too.
     """
     from attnlens import export  # late, because it loads the records
+    from attnlens.sections import documents
 
     failures = Failures()
     written = [*saved]
@@ -39,11 +41,12 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     try:
         write_data(outputs, report, export.WRITERS, failures, written)
         with failures.kept():
-            show(outputs, report, _summary)
+            show(outputs, report, partial(documents.summary, all_heads=outputs.all_heads, verbose=outputs.verbose))
         if outputs.png is not None:
-            made = _draw(report, Path(outputs.png), failures)
-            written += [f"{len(made)} pictures to {outputs.png}"] if len(made) > 1 else map(str, made)
-            older = _older(Path(outputs.png), made)
+            made = _draw(report, target := Path(outputs.png), failures)
+            written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
+            if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
+                older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."
         if outputs.html is not None:
             with failures.kept():
                 page = _drawn(outputs.html, lambda: export.WRITERS["html"](report).encode())
@@ -112,7 +115,7 @@ class Failures:
             raise last
 
 
-def show(outputs: Outputs, report: Report, summary: Callable[[Outputs, Report], Document]) -> None:
+def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
     """Print JSON where stdout is to have it, and the summary."""
     from attnlens.render import terminal
 
@@ -120,13 +123,7 @@ def show(outputs: Outputs, report: Report, summary: Callable[[Outputs, Report], 
         if outputs.json == STDOUT:
             sys.stdout.buffer.write(report.to_json().encode())
         if not outputs.quiet:
-            console(stderr=outputs.json == STDOUT).print(terminal.document(summary(outputs, report)))
-
-
-def _summary(outputs: Outputs, report: Report) -> Document:
-    from attnlens.sections import documents
-
-    return documents.summary(report, all_heads=outputs.all_heads, verbose=outputs.verbose)
+            console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
 
 
 def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
@@ -138,18 +135,17 @@ def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
         for path, draw in export.drawings(report, target).items():
             with failures.kept():
                 content = _drawn(path, draw)
-                _write_into_folder(path, content)
+                new = not path.parent.exists()
+                make_folder(path.parent)
+                try:
+                    write_atomically(path, content)
+                except OutputError:
+                    if new:
+                        with suppress(OSError):
+                            path.parent.rmdir()
+                    raise
                 made.append(path)
     return made
-
-
-def _older(target: Path, made: Sequence[Path]) -> str:
-    """How many pictures of other runs stay in the folder that got this one's; empty where none do."""
-    if not target.is_dir():
-        return ""
-    count = len(set(target.glob("*.png")) - set(made))
-    several = "older picture" + "s" * (count != 1)
-    return f"{target} holds {count} {several} that this run did not write." if count else ""
 
 
 def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
@@ -163,16 +159,3 @@ def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
             f"{path} can't be drawn: {type(error).__name__}: {error}.",
             "The other results are written; run it again with --debug and report what it prints.",
         ) from error
-
-
-def _write_into_folder(path: Path, content: bytes) -> None:
-    """Write a picture; the folder is made for it, and does not stay where that fails."""
-    new = not path.parent.exists()
-    make_folder(path.parent)
-    try:
-        write_atomically(path, content)
-    except OutputError:
-        if new:
-            with suppress(OSError):
-                path.parent.rmdir()
-        raise

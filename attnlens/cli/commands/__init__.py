@@ -22,11 +22,9 @@ from attnlens.cli.commands.study import study
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
 from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs, check_place
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs, check_place
 from attnlens.cli.show import UNUSABLE, guarded, interruptible_at_once
-from attnlens.cli.verdict import PARTLY, end_strictly, failure
-from attnlens.cli.work import begin_workers, check_reading, named_model, working
+from attnlens.cli.work import PARTLY, begin_workers, check_reading, end_strictly, failure, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import InspectRequest, ModelRequest
 

@@ -10,11 +10,9 @@ import typer
 from attnlens import requests
 from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
-from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, working
+from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, end_strictly, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic

@@ -8,11 +8,9 @@ import typer
 
 from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs
 from attnlens.cli.show import guarded, interruptible_at_once
-from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import working
+from attnlens.cli.work import end_strictly, working
 
 Places = Annotated[
     list[str],

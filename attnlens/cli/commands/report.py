@@ -8,8 +8,7 @@ import typer
 
 from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs
 from attnlens.cli.show import guarded
 
 Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --json.")]

@@ -10,8 +10,7 @@ import typer
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import Outputs
 from attnlens.cli.show import interruptible_at_once, say
-from attnlens.cli.verdict import PARTLY
-from attnlens.cli.work import begin_workers, check_reading, working
+from attnlens.cli.work import PARTLY, begin_workers, check_reading, working
 from attnlens.errors import ModelError, UsageError
 from attnlens.requests import InspectRequest
 

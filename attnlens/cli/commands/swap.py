@@ -11,11 +11,9 @@ import typer
 from attnlens.choices import KERNEL
 from attnlens.cli import parameters as opt
 from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs
 from attnlens.cli.show import guarded, interruptible_at_once, say
-from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import begin_workers, named_model, working
+from attnlens.cli.work import begin_workers, end_strictly, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import SwapRequest
 from attnlens.requests.healing import STATE
