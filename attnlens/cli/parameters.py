@@ -12,14 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from attnlens import requests
+from attnlens.arguments import listed_numbers
 from attnlens.choices import SHOWN as SELECTION
 from attnlens.errors import TextError, UsageError
 from attnlens.requests import OUTPUT
 from attnlens.requests.fields import CallOnly
 
 TRAINED = "Checkpoints and heads"
-LARGEST = 9999
-"""Largest number of a layer or head that can be asked for; no model comes near it."""
 Parameters = dict[str, tuple[Any, Any]]
 """Options by the parameter of a command: what typer is told of each, and its default."""
 
@@ -103,10 +102,7 @@ WindowsCsv = Annotated[
         "--windows-csv", "Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV."
     ),
 ]
-Json = Annotated[
-    str | None,
-    output("--json", "Write the report as JSON (`-`: to stdout)."),
-]
+Json = Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")]
 Csv = Annotated[str | None, output("--csv", "Write one row a head as CSV.")]
 Png = Annotated[
     str | None,
@@ -179,11 +175,10 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
-        named = {given.name for given in own}
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
-            if name not in named
+            if name not in signature.parameters
         ]
 
         @functools.wraps(command)
@@ -202,21 +197,10 @@ def numbers(what: str, words: str | None) -> list[int] | None:
 
     Raises UsageError where the words are no such list, a number is beyond all models, or a range runs backwards.
     """
-    if words is None:
-        return None
-    found: set[int] = set()
-    for word in words.split(","):
-        first, dash, last = word.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--{what} {words!r} is no list of numbers.", "Write it like 0-3,7.")
-        if max(len(first), len(last)) > len(str(LARGEST)):
-            raise UsageError(f"--{what} {words!r} goes beyond {LARGEST}.", "Name numbers that the model has.")
-        if dash and int(last) < int(first):
-            raise UsageError(
-                f"--{what} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
-            )
-        found.update(range(int(first), int(last if dash else first) + 1))
-    return sorted(found)
+    try:
+        return None if words is None else sorted(listed_numbers(words))
+    except ValueError as error:
+        raise UsageError(f"--{what}: {error}.", "Write it like 0-3,7.") from None
 
 
 def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:

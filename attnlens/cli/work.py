@@ -16,8 +16,11 @@ from attnlens.errors import IdentityError, UsageError
 from attnlens.wording import clean, counted, listed
 
 if TYPE_CHECKING:
-    from attnlens.records import Report, SiteCheck
+    from attnlens.records import Report
 
+PARTLY = 3
+"""Exit code with --strict if a part could not be done."""
+REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -65,13 +68,6 @@ def begin_workers(settings: Mapping[str, Any]) -> None:
         prepare(settings["jobs"])
 
 
-REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
-
-
-PARTLY = 3
-"""Exit code where a part could not be done, with --strict."""
-
-
 def end_strictly(report: Report) -> None:
     """End with PARTLY where something was not analysed, or the files hold tensors that the model has no place for.
 
@@ -91,24 +87,15 @@ def end_strictly(report: Report) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Which sites failed and how far the worst is off, as the error that ends the command."""
-    return IdentityError(_problem(report), REMEDY.format(quote(report.model.id)))
-
-
-def _problem(report: Report) -> str:
+    """Return the error of a failed `doctor`: which sites failed, and how far the worst is off."""
     failed = [check for check in report.doctor if not check.passed]
-    if failed:
-        sites = counted(len(report.doctor), "site")
-        return f"{len(failed)} of {sites} failed, {_worst(failed)}: {listed(check.site for check in failed)}."
-    error = report.summary.identity_error
-    if error is None:
-        return "The model's outputs are not finite, or can't be compared, so that nothing is proven."
-    return f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
-
-
-def _worst(failed: list[SiteCheck]) -> str:
-    """`worst error 1.2e-02`, or the first reason where there is no error."""
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
-    if errors:
-        return f"worst error {max(errors):.1e}"
-    return failed[0].reason or "without an error to show"
+    if failed:
+        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
+        sites = counted(len(report.doctor), "site")
+        problem = f"{len(failed)} of {sites} failed, {worst}: {listed(check.site for check in failed)}."
+    elif (error := report.summary.identity_error) is None:
+        problem = "The model's outputs are not finite, or can't be compared, so that nothing is proven."
+    else:
+        problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
+    return IdentityError(problem, REMEDY.format(quote(report.model.id)))

@@ -21,8 +21,7 @@ from attnlens.cli.commands.several import inspect_each
 from attnlens.cli.commands.study import study
 from attnlens.cli.commands.swap import swap_kernel
 from attnlens.cli.defaults import defaults, kinds
-from attnlens.cli.delivery import deliver
-from attnlens.cli.outputs import Inputs, Outputs, check_place
+from attnlens.cli.outputs import Inputs, Outputs, check_place, deliver
 from attnlens.cli.show import UNUSABLE, guarded, interruptible_at_once
 from attnlens.cli.work import PARTLY, begin_workers, check_reading, end_strictly, failure, named_model, working
 from attnlens.errors import UsageError

@@ -14,8 +14,7 @@ from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.converge import FAILED, GIVEN
 from attnlens.cli.defaults import FILES
-from attnlens.cli.delivery import Failures, show, write_data
-from attnlens.cli.outputs import STDOUT, Inputs, Outputs, option_name, product
+from attnlens.cli.outputs import STDOUT, Failures, Inputs, Outputs, option_name, product, show, write_data
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.work import checked_model, working
 from attnlens.errors import OutputError, UsageError

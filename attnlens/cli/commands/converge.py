@@ -9,8 +9,7 @@ import typer
 
 from attnlens import requests
 from attnlens.cli import parameters as opt
-from attnlens.cli.delivery import deliver
-from attnlens.cli.outputs import Inputs, Outputs
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, end_strictly, working
 from attnlens.errors import UnaskedError, UsageError

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from attnlens.cli import parameters as opt
-from attnlens.cli.delivery import deliver
-from attnlens.cli.outputs import Inputs, Outputs
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import guarded
 
 Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --json.")]
