@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,15 +192,12 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     return extended
 
 
-def numbers(what: str, words: str | None) -> list[int] | None:
-    """`0-3,7` as [0, 1, 2, 3, 7]; None stays None.
-
-    Raises UsageError where the words are no such list, a number is beyond all models, or a range runs backwards.
-    """
+def numbers(name: str, words: str | None) -> list[int] | None:
+    """Return `0-3,7` as [0, 1, 2, 3, 7]; None stays None. Raises UsageError for words that list no numbers."""
     try:
         return None if words is None else sorted(listed_numbers(words))
     except ValueError as error:
-        raise UsageError(f"--{what}: {error}.", "Write it like 0-3,7.") from None
+        raise UsageError(f"--{name}: {error}.", "Write it like 0-3,7.") from None
 
 
 def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +218,13 @@ def _read(name: str, asked: requests.Option, word: Any) -> Any:
     if asked.check is requests.numbers:
         return numbers(name, word)
     if asked.typed == list[Path] | None:
-        return texts(name, word or ())
+        names = [str(path) for path in word or ()]
+        if "." in names:
+            remedy = "Give the path of a text file, or - for stdin."
+            raise UsageError(f"--{name} names no file: it is empty, or a folder.", remedy)
+        if "-" in names and sys.stdin is None:
+            raise TextError(f"stdin is closed, so that --{name} - has nothing to read.", "Pipe a text, or name a file.")
+        return names
     return asked.default if word is None else word
 
 
@@ -233,17 +236,3 @@ def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["head"] is None and given["show"] == SELECTION:
         raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
     return requests.one_head(given["head"], given["layers"], given["heads"])
-
-
-def texts(what: str, paths: Sequence[Path]) -> list[str]:
-    """The text files of an option. Raises UsageError for an empty path, TextError for `-` without a stdin."""
-    names = [str(path) for path in paths]
-    if "." in names:
-        raise UsageError(
-            f"--{what} names no file: it is empty, or a folder.", "Give the path of a text file, or - for stdin."
-        )
-    if "-" in names and sys.stdin is None:
-        raise TextError(
-            f"stdin is closed, so that --{what} - has nothing to read.", "Pipe a text into it, or name a file."
-        )
-    return names

@@ -246,7 +246,17 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
     """
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
-    _refuse_unknown(rules)
+    known = measure_infos()
+    for rule in rules:
+        name = stem(rule.subject)
+        if name.partition(".")[0] not in FIELDS and not any(
+            name == info or name.startswith(f"{info}.") for info in known
+        ):
+            near = difflib.get_close_matches(name[:100], known, n=1)
+            raise UsageError(
+                f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
+                f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
+            )
     every = every_analyzer()
     read = [found for found in every if any(info.name in rule.subject for info in found.measures for rule in rules)]
     if not read:
@@ -256,16 +266,3 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
         "analyzers": list(dict.fromkeys(found.name for found in read)),
         "source": sources.pop() if len(sources) == 1 else "both",
     }
-
-
-def _refuse_unknown(rules: Sequence[Rule]) -> None:
-    known = measure_infos()
-    for rule in rules:
-        name = stem(rule.subject)
-        if name.partition(".")[0] in FIELDS or any(name == info or name.startswith(f"{info}.") for info in known):
-            continue
-        near = difflib.get_close_matches(name[:100], known, n=1)
-        raise UsageError(
-            f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
-            f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
-        )

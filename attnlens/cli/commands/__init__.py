@@ -15,8 +15,7 @@ from attnlens.cli.commands.check import check
 from attnlens.cli.commands.compare import compare
 from attnlens.cli.commands.converge import converge, verify
 from attnlens.cli.commands.merge import merge
-from attnlens.cli.commands.reference import explain, list_
-from attnlens.cli.commands.report import report
+from attnlens.cli.commands.reference import explain, list_, report
 from attnlens.cli.commands.several import inspect_each
 from attnlens.cli.commands.study import study
 from attnlens.cli.commands.swap import swap_kernel
