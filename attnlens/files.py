@@ -126,7 +126,7 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
     place = real = Path(os.path.realpath(path))
-    if found is None or not _takes_bytes_as_they_come(found):
+    if found is None or not _is_stream(found):
         place = real if real.is_dir() else real.parent
         if not place.is_dir():
             remedy = f"Run: mkdir -p {shlex.quote(str(place))}"
@@ -177,33 +177,22 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     with _as_output_error(path):
         found = _found(path)
-        if found is not None and _takes_bytes_as_they_come(found):
-            _pour(path, found, content)
-        else:
-            _replace(Path(os.path.realpath(path)), content, found)
-
-
-def _replace(target: Path, content: bytes, found: os.stat_result | None) -> None:
-    temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            if found is not None:  # before the content, which may be private
-                temporary.chmod(stat.S_IMODE(found.st_mode))
-            file.write(content)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _pour(path: Path, found: os.stat_result, content: bytes) -> None:
-    """Write into what is there; through this process's own stdout where that is what the path names.
-
-    A regular file behind /dev/stdout, opened a second time, would be written from its beginning.
-    """
-    own = _own_stream(found)
-    with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
-        file.write(content)
+        if found is not None and _is_stream(found):
+            own = _own_stream(found)  # a regular file behind it, opened a second time, would be written from its start
+            with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
+                file.write(content)
+            return
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
+        try:
+            with temporary.open("xb") as file:
+                if found is not None:  # before the content, which may be private
+                    temporary.chmod(stat.S_IMODE(found.st_mode))
+                file.write(content)
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _deeper(value: object, most: int) -> bool:
@@ -219,7 +208,8 @@ def _deeper(value: object, most: int) -> bool:
     return bool(level)
 
 
-def _takes_bytes_as_they_come(found: os.stat_result) -> bool:
+def _is_stream(found: os.stat_result) -> bool:
+    """Whether bytes are written into it one after the other: a device, a pipe, or our own stdout or stderr."""
     return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or _own_stream(found) is not None
 
 

@@ -14,10 +14,8 @@ from reports import synthetic_report
 from swap_reports import swap_report
 
 from attnlens import plots
-from attnlens.cli import delivery, show
-from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli import outputs, show
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import read_report
 from attnlens.render.pictures import is_file
@@ -154,7 +152,7 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
     def full(path, _content):
         raise OutputError(f"{path} can't be written: No space left on device.", "Make room.")
 
-    monkeypatch.setattr(delivery, "write_atomically", full)
+    monkeypatch.setattr(outputs, "write_atomically", full)
     with pytest.raises(OutputError, match="No space"):
         deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2, source="weights"))
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from attnlens.plots.experiments import draw_trajectories, experiment_panels, gro
 from attnlens.plots.style import house_style, new_figure
 from attnlens.records import Curve, Experiment, Report
 from attnlens.render import terminal
-from attnlens.render.console import console
+from attnlens.render.terminal import console
 from attnlens.sections import documents
 from attnlens.sentences.labels import setting, worded
 

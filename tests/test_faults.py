@@ -27,8 +27,7 @@ from swap_reports import planned
 import attnlens
 from attnlens.cli import leave, show
 from attnlens.cli.entry import exit_code
-from attnlens.cli.verdict import failure
-from attnlens.cli.work import NO_MODEL
+from attnlens.cli.work import NO_MODEL, failure
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
 from attnlens.models.hub import Hub, reachable
 from attnlens.records import Report
@@ -77,7 +76,7 @@ WORDS = {
     "converge --lr nan": "no step downhill",
     "converge --m 3 --parameterisation W": "Leave out m",
     "inspect --text .": "names no file",
-    "inspect --text m": "Is a directory",
+    "inspect --text m": "it is a folder",
     "doctor --text ~nosuchuser/x.txt": "nosuchuser",
     "swap-kernel --kernel rank:4 --fit --calibration none.txt": "none.txt",
     "swap-kernel --kernel rbff": "Did you mean 'rbf'",

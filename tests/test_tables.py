@@ -167,7 +167,7 @@ def test_a_pipe_is_a_hundred_columns_wide(terminal: str, columns: str | None, ex
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": terminal}
     if columns is not None:
         environment["COLUMNS"] = columns
-    code = "from attnlens.render.console import console; console().rule(); console(stderr=True).rule()"
+    code = "from attnlens.render.terminal import console; console().rule(); console(stderr=True).rule()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert [len(done.stdout.rstrip()), len(done.stderr.rstrip())] == [int(expected), int(expected)]
 

@@ -21,6 +21,11 @@ RULES = "check"
 NEGATED = {"no_pack": "pack"}
 """The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
 LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
+WANTED = {
+    **{bool: ("true or false", "true"), int: ("a whole number", "16")},
+    **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
+}
+"""What an option of each type must be in a file, and an example."""
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -82,45 +87,26 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """One line of a file as a parameter and its value, checked."""
+    """One line of a file as a parameter and its value, checked: a file may lie beside a stranger's model."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
-    _refuse_call_only(file, key, "read" if isinstance(declared, ArgumentInfo) else declared.call_only)
-    kind = (get_args(kind) or (kind,))[0] if get_origin(kind) is not list else kind  # `int` of `int | None`
-    if get_origin(kind) is list and isinstance(value, str):
-        value = [value]
-    fits, wanted = _fits(value, kind)
-    if not fits:
-        raise UsageError(f"{file}: {key} must be {wanted}.", f"Mend that line, as in {_example(key, kind)}.")
-    return (NEGATED[name], not value) if name in NEGATED else (name, value)
-
-
-def _refuse_call_only(file: str, key: str, why: CallOnly) -> None:
-    """Raise UsageError for what a call alone may say: a file may lie beside a stranger's model."""
+    why: CallOnly = "read" if isinstance(declared, ArgumentInfo) else declared.call_only
     if why == "dangerous":
         raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
     if why:
-        variable = f"ATTNLENS_{key.replace('-', '_').upper()}"
+        variable = f"ATTNLENS_{name.upper()}"
         raise UsageError(
             f"{file} may not say by {key} what is {why}: it may come from a stranger.",
             f"Take {key} out of {file}, and name it on the command line or in {variable}.",
         )
-
-
-def _fits(value: Any, kind: Any) -> tuple[bool, str]:
-    """Whether a value is of an option's type, and what that type is called."""
-    if kind is bool:
-        return isinstance(value, bool), "true or false"
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    if get_origin(kind) is list:
-        whole = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return whole, "a text in quotes, or a list of them"
-    return isinstance(value, str), "a text in quotes"
-
-
-def _example(key: str, kind: Any) -> str:
-    return f"{key} = " + {bool: "true", int: "16", float: "0.1"}.get(kind, '"…"')
+    kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
+    several = any(get_origin(one) is list for one in kinds)
+    plain = next((one for one in (bool, int, float) if one in kinds), str)
+    items = value if several and isinstance(value, list) else [value]
+    allowed = (int, float) if plain is float else plain
+    if not all(isinstance(item, allowed) and (plain is bool) == isinstance(item, bool) for item in items):
+        wanted, example = WANTED[plain]
+        wanted += ", or a list of them" * several
+        raise UsageError(f"{file}: {key} must be {wanted}.", f"Mend that line, as in {key} = {example}.")
+    return (NEGATED[name], not value) if name in NEGATED else (name, items if several else value)

@@ -1,25 +1,145 @@
-"""Checks before the work that every output can be written and replaces no input."""
+"""What a command reads and writes: checks of both before the work, and the delivery of its report."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from attnlens.cli.input_files import Inputs
-from attnlens.errors import OutputError, UsageError
-from attnlens.files import check_writable, local_path
+from attnlens.arguments import MODEL_FILES, dataset_rows
+from attnlens.cli import INTERRUPTED
+from attnlens.cli.show import complain, console, say
+from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
+from attnlens.files import (
+    OPEN_FILES,
+    check_writable,
+    local_path,
+    make_folder,
+    refuse_other_kinds,
+    with_home,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    from attnlens.records import Report
+    from attnlens.sections.section import Document
 
 READER_LEFT = 141
-"""Exit code where the reader of stdout closes it early, as `head` does; the same as of a program that signals end."""
+"""Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("png", "html")
-STDOUT = "-"
+"""Options that name a file to write."""
+STDIN = STDOUT = "-"
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
+"""What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
+TEXTS = ("text", "calibration", "prompts")
+"""Options that may name rows of a dataset in the place of a file."""
+SAY_TEXT = "Give a plain text file in UTF-8."
+
+
+@dataclass
+class Inputs:
+    """The files that a command reads, and the folders of its models."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    """Description of each input file, keyed by its resolved path."""
+    folders: dict[Path, str] = field(default_factory=dict)
+    """Description of each folder of a model or a dataset, keyed by its resolved path."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], models: Sequence[str]) -> Inputs:
+        """Those of a command's parameters, and of these models.
+
+        Raises TextError for a text that is not there, ModelError for a model that is not where its name says (the hub
+        is not asked), UsageError for a plan that can't be read.
+        """
+        found = cls()
+        lone = {name: [given[name]] for name in ("prompts", "pairs", "labelled") if given.get(name) is not None}
+        several = {name: given.get(name) or () for name in ("text", "calibration", "series")}
+        for option, named in (lone | several).items():
+            for path in map(Path, named):
+                asked = dataset_rows(str(path)) if option in TEXTS else None
+                if asked is not None:
+                    folder = Path(os.path.realpath(os.path.expanduser(asked.name)))  # noqa: PTH111  # never raises
+                    found.folders[folder] = f"a file of the dataset which --{option} reads"
+                elif str(path) != STDIN:
+                    found._add(_readable(path), f"which --{option} reads")
+        if given.get("ranks") is not None:
+            from attnlens.records import read_plan
+
+            plan = Path(given["ranks"])
+            if not plan.is_fifo():  # which can be read once, by the run
+                read_plan(plan)
+            found._add(plan, "which --ranks reads")
+        if models:
+            from attnlens.models.hub import check_endpoint
+
+            check_endpoint()
+        for name in models:
+            found._add_model(name, given)
+        return found
+
+    @classmethod
+    def of_report(cls, *paths: str) -> Inputs:
+        """Those of a command which reads reports."""
+        return cls({os.path.realpath(path): "the report" for path in paths})
+
+    def description(self, output: Path) -> str:
+        """Return the description of the input that `output` would replace; empty if there is none."""
+        real = Path(os.path.realpath(output))
+        inside = (what for folder, what in self.folders.items() if real.is_relative_to(folder))
+        return self.files.get(str(real)) or (next(inside, "") if real.is_file() else "")
+
+    def _add(self, path: Path, what: str) -> None:
+        self.files[os.path.realpath(path)] = what
+
+    def _add_model(self, name: str, given: Mapping[str, Any]) -> None:
+        """The files of a model on this machine: of its folder all, wherever links lead; a bare file."""
+        path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
+        on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
+        if on_hub and not os.path.exists(path) and not given["offline"]:  # noqa: PTH110
+            return
+        from attnlens.models.locate import find
+
+        revision = given.get("revision") if len(given.get("models") or ()) < 2 else None
+        place = find(name, revision, offline=given["offline"], allow_pickle=given["allow_pickle"])
+        what = f"a file of the model {name}"
+        if place.form == "gguf" and not os.path.isdir(path):  # noqa: PTH112
+            self._add(place.folder / place.file, what)
+            return
+        self.folders[Path(os.path.realpath(place.folder))] = what
+        for file in place.folder.iterdir():
+            self._add(file, what)
+
+
+def check_place() -> None:
+    """Raise UsageError where the current folder was removed: no path starts there, and torch's MKL ends the process."""
+    try:
+        os.getcwd()  # noqa: PTH109  # as pathlib does
+    except OSError as error:
+        raise UsageError(f"The current folder can't be read: {error.strerror}.", "Go to another one: cd") from None
+
+
+def _readable(path: Path) -> Path:
+    """Return the path of a text. Raises TextError if it can't be read."""
+    found = with_home(str(path))
+    try:
+        kind = found.stat()
+    except (OSError, ValueError) as error:
+        raise TextError(f"The text {path} can't be read: {getattr(error, 'strerror', error)}.", SAY_TEXT) from None
+    if not os.access(found, os.R_OK):
+        raise TextError(f"The text {path} can't be read: Permission denied.", SAY_TEXT)
+    if not str(path).startswith(OPEN_FILES):
+        refuse_other_kinds(kind, f"The text {path}", TextError, SAY_TEXT)
+    return found
 
 
 @contextmanager
@@ -70,65 +190,197 @@ class Outputs:
         """Those of these options that name a file and not stdout, with their paths."""
         named = {option: getattr(self, option) for option in options}
         return {
-            option: local_path(name, typed(option))
+            option: local_path(name, option_name(option))
             for option, name in named.items()
             if name is not None and (option, name) != ("json", STDOUT)
         }
 
     def check(self, inputs: Inputs) -> None:
-        """Find out now, and not after the work, whether every file can be written, and that none is an input.
+        """Check before the work that every file can be written or drawn, and that none is an input.
 
-        Raises UsageError for a path that names no file, for two options that name one file and for an output that would
-        replace an input, OutputError for a file that can't be written or drawn.
+        Raises UsageError for a path that names no file, for two options that name the same file and for an output that
+        would replace an input, OutputError for a file that can't be written or drawn.
         """
         for option in (*DATA, *PICTURES):
             _check_name(option, getattr(self, option))
-        for option, path in self.files(*DATA, *PICTURES).items():
-            check_writable(path, may_be_folder=option == "png")
-        self._check_distinct(inputs)
+        names = {os.path.realpath(os.devnull): ""}
+        for option, path in self.files(*DATA, *PICTURES, "save").items():
+            if option != "save":  # which the run checks
+                check_writable(path, may_be_folder=option == "png")
+            other = names.setdefault(os.path.realpath(path), option)
+            if other not in ("", option):
+                raise UsageError(
+                    f"{option_name(other)} and {option_name(option)} name the same file, {path}.",
+                    "Give each its own file.",
+                )
+            replaced = path.glob("*.png") if option == "png" and path.is_dir() else [path]
+            for file in replaced:
+                if what := inputs.description(file):
+                    raise UsageError(f"{option_name(option)} would replace {file}, {what}.", "Write it somewhere else.")
         if self.png is not None or self.html is not None:
             import logging  # late: few commands draw
 
             logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
         if self.png is not None:
-            _check_picture(Path(self.png))
+            from attnlens.render.pictures import is_file
 
-    def _check_distinct(self, inputs: Inputs) -> None:
-        names = {os.path.realpath(os.devnull): ""}
-        for option, path in self.files(*DATA, *PICTURES, "save").items():
-            other = names.setdefault(os.path.realpath(path), option)
-            if other not in ("", option):
-                raise UsageError(
-                    f"{typed(other)} and {typed(option)} name the same file, {path}.", "Give each its own file."
+            if not is_file(target := Path(self.png)) and target.exists() and not target.is_dir():
+                raise OutputError(
+                    f"{target} is there, and neither a folder nor a picture.",
+                    "End it in .png, .svg or .pdf, or name a folder.",
                 )
-            replaced = path.glob("*.png") if option == "png" and path.is_dir() else [path]
-            for file in replaced:
-                if what := inputs.description(file):
-                    raise UsageError(f"{typed(option)} would replace {file}, {what}.", "Write it somewhere else.")
 
 
-def typed(option: str) -> str:
-    """The option as it is typed."""
+def option_name(option: str) -> str:
+    """Return the option as it is typed: `--windows-csv`."""
     return f"--{option.replace('_', '-')}"
 
 
 def _check_name(option: str, name: str | None) -> None:
-    """Raise UsageError where that can't be the path of a file (of a folder, for pictures)."""
+    """Raise UsageError if that can't be the path of a file (of a folder, for pictures)."""
+    typed = option_name(option)
     if name is None or (option, name) == ("json", STDOUT):
         return
     if not name.strip() or "\0" in name or (option != "png" and name.endswith(("/", os.sep))):
-        raise UsageError(f"{typed(option)} names no file.", f"Give a path after {typed(option)}, or leave it out.")
+        raise UsageError(f"{typed} names no file.", f"Give a path after {typed}, or leave it out.")
     if name.startswith("--"):
-        raise UsageError(f"{typed(option)} is followed by {name}, an option.", f"Give a path after {typed(option)}.")
+        raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
     if name == STDOUT:
-        raise UsageError(f"{typed(option)} does not write to stdout; --json does.", "Give a path, as /dev/stdout is.")
+        raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, as /dev/stdout is.")
 
 
-def _check_picture(target: Path) -> None:
-    """Raise OutputError where the target is a file already, and its name ends in no kind of picture."""
-    from attnlens.render.pictures import is_file
+def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, saved: Sequence[str] = ()) -> None:
+    """Write the data, show the tables, draw the pictures, and tell which files there are.
 
-    if not is_file(target) and target.exists() and not target.is_dir():
+    What fails is told when the rest is done: raised as an AttnlensError, or as Exit where the reader of stdout left.
+    `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption; `saved` is
+    told as written too.
+    """
+    from attnlens import export  # late, because it loads the records
+    from attnlens.sections import documents
+
+    failures = Failures()
+    written = [*saved]
+    older = ""
+    report = _naming_windows(outputs, report)
+    try:
+        write_data(outputs, report, export.WRITERS, failures, written)
+        with failures.kept():
+            show(outputs, report, partial(documents.summary, all_heads=outputs.all_heads, verbose=outputs.verbose))
+        if outputs.png is not None:
+            made = _draw(report, target := Path(outputs.png), failures)
+            written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
+            if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
+                older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."
+        if outputs.html is not None:
+            with failures.kept():
+                page = _drawn(outputs.html, lambda: export.WRITERS["html"](report).encode())
+                write_atomically(Path(outputs.html), page)
+                written.append(outputs.html)
+    finally:
+        if written and not outputs.quiet:
+            say(f"Wrote {', '.join(written)}")
+            if older:
+                say(older)
+    failures.end(interrupted=interrupted)
+
+
+def write_data(
+    outputs: Outputs,
+    report: Report,
+    writers: Mapping[str, Callable[[Report], str]],
+    failures: Failures,
+    written: list[str],
+) -> None:
+    """Write each file of data that is asked for, and note which there are."""
+    for option, path in outputs.files(*DATA).items():
+        with failures.kept():
+            write_atomically(path, writers[option](report).encode())
+            written.append(str(path))
+
+
+def _naming_windows(outputs: Outputs, report: Report) -> Report:
+    """The report with the file of its windows, where that is written beside it."""
+    files = outputs.files("json", "windows_csv")
+    if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
+        return report
+    from attnlens.export import WRITERS
+    from attnlens.records import File
+
+    content = WRITERS["windows_csv"](report).encode()
+    found = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
+    return report.model_copy(update={"windows_file": found})
+
+
+class Failures:
+    """What failed while there was more to do."""
+
+    def __init__(self) -> None:
+        self.errors: list[AttnlensError] = []
+        self.exits: list[typer.Exit] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, a failure ends the block and nothing else."""
+        try:
+            yield
+        except AttnlensError as error:
+            self.errors.append(error)
+        except typer.Exit as stop:
+            self.exits.append(stop)
+
+    def end(self, *, interrupted: bool) -> None:
+        """Tell them, and raise the last, or Exit of the interruption."""
+        for error in self.errors if interrupted else self.errors[:-1]:
+            complain(error.problem, error.remedy)
+        if interrupted:
+            say("Interrupted.")
+            raise typer.Exit(INTERRUPTED)
+        for last in (self.errors or self.exits)[-1:]:
+            raise last
+
+
+def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
+    """Print JSON where stdout is to have it, and the summary."""
+    from attnlens.render import terminal
+
+    with product():
+        if outputs.json == STDOUT:
+            sys.stdout.buffer.write(report.to_json().encode())
+        if not outputs.quiet:
+            console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
+
+
+def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
+    """Draw and write each picture; which files were made."""
+    from attnlens import export
+
+    made: list[Path] = []
+    with failures.kept():
+        for path, draw in export.drawings(report, target).items():
+            with failures.kept():
+                content = _drawn(path, draw)
+                new = not path.parent.exists()
+                make_folder(path.parent)
+                try:
+                    write_atomically(path, content)
+                except OutputError:
+                    if new:
+                        with suppress(OSError):
+                            path.parent.rmdir()
+                    raise
+                made.append(path)
+    return made
+
+
+def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
+    """A picture's file. Whatever goes wrong in drawing it costs that picture alone, hence the broad except."""
+    try:
+        return draw()
+    except AttnlensError:
+        raise
+    except Exception as error:
         raise OutputError(
-            f"{target} is there, and neither a folder nor a picture.", "End it in .png, .svg or .pdf, or name a folder."
-        )
+            f"{path} can't be drawn: {type(error).__name__}: {error}.",
+            "The other results are written; run it again with --debug and report what it prints.",
+        ) from error

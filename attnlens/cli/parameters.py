@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from attnlens import requests
+from attnlens.arguments import listed_numbers
 from attnlens.choices import SHOWN as SELECTION
 from attnlens.errors import TextError, UsageError
 from attnlens.requests import OUTPUT
 from attnlens.requests.fields import CallOnly
 
 TRAINED = "Checkpoints and heads"
-LARGEST = 9999
-"""Largest number of a layer or head that can be asked for; no model comes near it."""
 Parameters = dict[str, tuple[Any, Any]]
 """Options by the parameter of a command: what typer is told of each, and its default."""
 
@@ -103,10 +102,7 @@ WindowsCsv = Annotated[
         "--windows-csv", "Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV."
     ),
 ]
-Json = Annotated[
-    str | None,
-    output("--json", "Write the report as JSON (`-`: to stdout)."),
-]
+Json = Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")]
 Csv = Annotated[str | None, output("--csv", "Write one row a head as CSV.")]
 Png = Annotated[
     str | None,
@@ -151,11 +147,10 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
-        named = {given.name for given in own}
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
-            if name not in named
+            if name not in signature.parameters
         ]
 
         @functools.wraps(command)
@@ -169,26 +164,12 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     return extended
 
 
-def numbers(what: str, words: str | None) -> list[int] | None:
-    """`0-3,7` as [0, 1, 2, 3, 7]; None stays None.
-
-    Raises UsageError where the words are no such list, a number is beyond all models, or a range runs backwards.
-    """
-    if words is None:
-        return None
-    found: set[int] = set()
-    for word in words.split(","):
-        first, dash, last = word.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--{what} {words!r} is no list of numbers.", "Write it like 0-3,7.")
-        if max(len(first), len(last)) > len(str(LARGEST)):
-            raise UsageError(f"--{what} {words!r} goes beyond {LARGEST}.", "Name numbers that the model has.")
-        if dash and int(last) < int(first):
-            raise UsageError(
-                f"--{what} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
-            )
-        found.update(range(int(first), int(last if dash else first) + 1))
-    return sorted(found)
+def numbers(name: str, words: str | None) -> list[int] | None:
+    """Return `0-3,7` as [0, 1, 2, 3, 7]; None stays None. Raises UsageError for words that list no numbers."""
+    try:
+        return None if words is None else sorted(listed_numbers(words))
+    except ValueError as error:
+        raise UsageError(f"--{name}: {error}.", "Write it like 0-3,7.") from None
 
 
 def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +190,13 @@ def _read(name: str, asked: requests.Option, word: Any) -> Any:
     if asked.check is requests.numbers:
         return numbers(name, word)
     if asked.typed == list[Path] | None:
-        return texts(name, word or ())
+        names = [str(path) for path in word or ()]
+        if "." in names:
+            remedy = "Give the path of a text file, or - for stdin."
+            raise UsageError(f"--{name} names no file: it is empty, or a folder.", remedy)
+        if "-" in names and sys.stdin is None:
+            raise TextError(f"stdin is closed, so that --{name} - has nothing to read.", "Pipe a text, or name a file.")
+        return names
     return asked.default if word is None else word
 
 
@@ -221,17 +208,3 @@ def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["head"] is None and given["show"] == SELECTION:
         raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
     return requests.one_head(given["head"], given["layers"], given["heads"])
-
-
-def texts(what: str, paths: Sequence[Path]) -> list[str]:
-    """The text files of an option. Raises UsageError for an empty path, TextError for `-` without a stdin."""
-    names = [str(path) for path in paths]
-    if "." in names:
-        raise UsageError(
-            f"--{what} names no file: it is empty, or a folder.", "Give the path of a text file, or - for stdin."
-        )
-    if "-" in names and sys.stdin is None:
-        raise TextError(
-            f"stdin is closed, so that --{what} - has nothing to read.", "Pipe a text into it, or name a file."
-        )
-    return names

@@ -37,7 +37,7 @@ LONGEST_LINE = 600
 
 def console(*, stderr: bool = False) -> Console:
     """Where tables and bars go; imported late, so that what needs neither is answered without them."""
-    from attnlens.render.console import console
+    from attnlens.render.terminal import console
 
     return console(stderr=stderr)
 
@@ -128,11 +128,13 @@ def progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     with _warnings(shown=shown):
         if not shown:
             yield lambda _stage, _done, _total: None
-        elif _may_move() and not (talk := console(stderr=True)).is_dumb_terminal:
-            with _bars(talk) as tell:
-                yield tell
-        else:
+            return
+        plain = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
+        if plain or not sys.stderr.isatty() or (talk := console(stderr=True)).is_dumb_terminal:
             yield _plain()
+            return
+        with _bars(talk) as tell:
+            yield tell
 
 
 @contextmanager
@@ -148,12 +150,6 @@ def _warnings(*, shown: bool) -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-
-
-def _may_move() -> bool:
-    """Whether stderr is a terminal, and neither CI nor NO_COLOR asks for plain lines."""
-    unmoving = os.environ.get("CI", "").lower() in ("1", "true") or bool(os.environ.get("NO_COLOR"))
-    return sys.stderr.isatty() and not unmoving
 
 
 @contextmanager

@@ -1,16 +1,24 @@
-"""What every command of a model shares: the model's name, and progress while it works."""
+"""What every command of a model shares: its name, progress while it works, and the end if a part is missing."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from attnlens.cli.outputs import Outputs
-from attnlens.cli.show import interruptible_at_once, progress, say
-from attnlens.errors import UsageError
+from attnlens.cli.show import PARTLY, console, interruptible_at_once, progress, say
+from attnlens.errors import IdentityError, UsageError
+from attnlens.wording import clean, counted, listed
 
+if TYPE_CHECKING:
+    from attnlens.records import Report
+
+REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -56,3 +64,31 @@ def begin_workers(settings: Mapping[str, Any]) -> None:
         from attnlens.runs.work import start_server
 
         start_server(settings["jobs"])
+
+
+def end_strictly(report: Report) -> None:
+    """End with PARTLY if something was not analysed, or the files hold tensors that the model has no place for."""
+    from attnlens.sentences.reports import unexpected
+
+    for sentence in unexpected(report):
+        console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+    partial = not report.coverage.complete
+    if partial:
+        say(report.coverage.sentence)
+    if report.model.unexpected or partial:
+        raise typer.Exit(PARTLY)
+
+
+def failure(report: Report) -> IdentityError:
+    """Return the error of a failed `doctor`: which sites failed, and how far the worst is off."""
+    failed = [check for check in report.doctor if not check.passed]
+    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
+    if failed:
+        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
+        sites = counted(len(report.doctor), "site")
+        problem = f"{len(failed)} of {sites} failed, {worst}: {listed(check.site for check in failed)}."
+    elif (error := report.summary.identity_error) is None:
+        problem = "The model's outputs are not finite, or can't be compared, so that nothing is proven."
+    else:
+        problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
+    return IdentityError(problem, REMEDY.format(quote(report.model.id)))

@@ -11,7 +11,7 @@ from attnlens.errors import UsageError
 from attnlens.files import written
 from attnlens.records import Baseline, BaselineMeasure, Check, Head, HeadId, Measure, Report
 from attnlens.registry import info_of
-from attnlens.rules.judging import breach, judged, refuse_unfit
+from attnlens.rules.judging import breach, judged
 from attnlens.rules.rule import Rule, Tolerance
 from attnlens.wording import listed
 
@@ -160,7 +160,13 @@ def verdict(
     Raises UsageError for a report that nothing can be concluded from, a rule that matches nothing, and a baseline of
     another run.
     """
-    refuse_unfit(report, allow_partial=allow_partial)
+    if report.command == "inspect" and not report.heads:
+        raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
+    if not report.coverage.complete and not allow_partial:
+        raise UsageError(
+            f"The report is not whole. {report.coverage.sentence}.",
+            "Make it whole, or add --allow-partial (allow_partial).",
+        )
     checks = judged(report, rules)
     if baseline is not None:
         refuse_other(report, baseline, allow_other_model=allow_other_model)

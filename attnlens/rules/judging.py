@@ -38,8 +38,12 @@ class Matched:
 
 def matched(report: Report, rule: Rule) -> Matched:
     """What the rule is about in this report. Raises UsageError where that is nothing: such a rule would never fail."""
-    name, column = _measure(report, stem(rule.subject))
-    return _of_heads(report, rule, name, column) if name else _of_field(report, rule, stem(rule.subject))
+    subject = stem(rule.subject)
+    name, _, column = subject.rpartition(".")
+    for measure, part in ((subject, "value"), (name, column)):
+        if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
+            return _of_heads(report, rule, measure, part)
+    return _of_field(report, rule, subject)
 
 
 def absolute(subject: str) -> bool:
@@ -50,15 +54,6 @@ def absolute(subject: str) -> bool:
 def stem(subject: str) -> str:
     """The subject without the bars that take numbers without their sign."""
     return subject[1:-1].strip() if absolute(subject) else subject
-
-
-def _measure(report: Report, name: str) -> tuple[str, str]:
-    """The measure and the column that are meant; empty where it is no measure of the report."""
-    stem, _, column = name.rpartition(".")
-    for measure, part in ((name, "value"), (stem, column)):
-        if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
-            return measure, part
-    return "", ""
 
 
 def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
@@ -152,61 +147,42 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        again = f" #{taken[rule.id]}" if taken[rule.id] > 1 else ""
-        checks.append(_check(report, rule, rule.id + again))
-    return checks
-
-
-def refuse_unfit(report: Report, *, allow_partial: bool) -> None:
-    """Raise UsageError for a report that nothing can be concluded from: no head was analysed, or not all were."""
-    coverage = report.coverage
-    if report.command == "inspect" and not report.heads:
-        raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
-    if not coverage.complete and not allow_partial:
-        raise UsageError(
-            f"The report is not whole. {coverage.sentence}.", "Make it whole, or add --allow-partial (allow_partial)."
+        found = matched(report, rule)
+        number = found.field if found.field is not None else aggregated(found, rule.condition)
+        broken = [] if found.field is not None else _broken(found.heads, rule.condition, number)
+        passed = not broken if number is None else rule.condition.comparison.holds(number)
+        checks.append(
+            Check(
+                id=rule.id + (f" #{taken[rule.id]}" if taken[rule.id] > 1 else ""),
+                rule=rule.spelling,
+                subject=rule.subject,
+                wanted=rule.wanted,
+                passed=passed,
+                value=number,
+                heads=None if found.field is not None else len(found.heads),
+                without=found.without,
+                breaches=[] if passed else [breach(head, value) for head, value in broken],
+                file=rule.file,
+            )
         )
-
-
-def _check(report: Report, rule: Rule, identity: str) -> Check:
-    found = matched(report, rule)
-    number = found.field if found.field is not None else aggregated(found, rule.condition)
-    broken = [] if found.field is not None else _broken(found.heads, rule.condition, number)
-    passed = not broken if number is None else rule.condition.comparison.holds(number)
-    return Check(
-        id=identity,
-        rule=rule.spelling,
-        subject=rule.subject,
-        wanted=rule.wanted,
-        passed=passed,
-        value=number,
-        heads=None if found.field is not None else len(found.heads),
-        without=found.without,
-        breaches=[] if passed else [breach(head, value) for head, value in broken],
-        file=rule.file,
-    )
+    return checks
 
 
 def aggregated(found: Matched, asked: RuleCondition) -> float | None:
     """The aggregate over heads; None for `value`, under which every head stands for itself."""
     numbers = sorted(value for _, value in found.heads)
     if asked.quantile is not None:
-        return _quantile(numbers, asked.quantile)
+        # between the two nearest in proportion (type 7 of Hyndman & Fan 1996, numpy's own), without a difference of
+        # both, which may be beyond all numbers
+        place = asked.quantile * (len(numbers) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(numbers) - 1)
+        return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
     if asked.share is not None:
         return sum(map(asked.share.holds, numbers)) / len(numbers)
     if asked.aggregate == "mean":
         return math.fsum(number / len(numbers) for number in numbers)
     return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(asked.aggregate)
-
-
-def _quantile(numbers: Sequence[float], share: float) -> float:
-    """Between the two nearest in proportion (type 7 of Hyndman & Fan 1996, numpy's own), without a difference of both,
-    which may be beyond all numbers.
-    """
-    place = share * (len(numbers) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(numbers) - 1)
-    return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
 
 
 def _broken(
@@ -246,7 +222,17 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
     """
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
-    _refuse_unknown(rules)
+    known = measure_infos()
+    for rule in rules:
+        name = stem(rule.subject)
+        if name.partition(".")[0] not in FIELDS and not any(
+            name == info or name.startswith(f"{info}.") for info in known
+        ):
+            near = difflib.get_close_matches(name[:100], known, n=1)
+            raise UsageError(
+                f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
+                f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
+            )
     every = every_analyzer()
     read = [found for found in every if any(info.name in rule.subject for info in found.measures for rule in rules)]
     if not read:
@@ -256,16 +242,3 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
         "analyzers": list(dict.fromkeys(found.name for found in read)),
         "source": sources.pop() if len(sources) == 1 else "both",
     }
-
-
-def _refuse_unknown(rules: Sequence[Rule]) -> None:
-    known = measure_infos()
-    for rule in rules:
-        name = stem(rule.subject)
-        if name.partition(".")[0] in FIELDS or any(name == info or name.startswith(f"{info}.") for info in known):
-            continue
-        near = difflib.get_close_matches(name[:100], known, n=1)
-        raise UsageError(
-            f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
-            f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
-        )

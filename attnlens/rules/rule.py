@@ -10,20 +10,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from attnlens.arguments import listed_numbers
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, written
 from attnlens.registry import MeasureInfo
 from attnlens.wording import clean
 
+MOST = 1000
+"""Rules beyond which no table goes."""
+DEEPEST = 50
+"""How deep tables of rules may be nested: a path into a report has six parts."""
+LARGEST = 2**20
+"""Bytes of the largest file of rules."""
+TABLES = (("check",), ("tool", "attnlens", "check"))
+"""Where rules stand in attnlens.toml, and in pyproject.toml."""
+EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 LONGEST = 200
 """Characters of a condition; none that a person writes comes near."""
-HIGHEST = 9999
-"""Largest number of a layer or head."""
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
-RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 WHOLE = ("min", "max", "mean", "median", "count", "value")
 """The aggregates that have no number of their own; `value` compares every head, or the one field, by itself."""
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
@@ -104,18 +111,13 @@ def condition(text: object) -> RuleCondition:
     if found is None:
         raise _unread(text, "an aggregate comes first, and what it must be behind it.")
     aggregate, inner, rest = found.groups()
-    if not _is_aggregate(aggregate):
+    known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
+    if not known:
         raise _unread(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
         raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
     return RuleCondition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
-
-
-def _is_aggregate(word: str) -> bool:
-    if word[1:2].isdecimal():
-        return word[0] == "q" and float(word[1:]) <= 100
-    return word in (*WHOLE, "share")
 
 
 def _comparison(text: object, words: str) -> Criterion:
@@ -140,7 +142,10 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
         if name in numbers or (name == "part" and part):
             raise _unread(text, f"@{name} stands in it twice.")
         if name in ("layers", "heads"):
-            numbers[name] = _numbers(text, what.strip())
+            try:
+                numbers[name] = frozenset(listed_numbers(what))
+            except ValueError as error:
+                raise _unread(text, f"{error}.") from None
         elif name == "part" and what.strip() in get_args(Part):
             part = what.strip()
         else:
@@ -148,33 +153,8 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
     return numbers.get("layers"), numbers.get("heads"), part
 
 
-def _numbers(text: object, words: str) -> frozenset[int]:
-    """`0-3,7` as numbers."""
-    found: set[int] = set()
-    for word in words.split(","):
-        ends = RANGE.fullmatch(word.strip())
-        if ends is None:
-            raise _unread(text, f"{written(words)} is no list of numbers up to {HIGHEST}, such as 0-3,7.")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        if last < first:
-            raise _unread(text, f"{written(word.strip())} runs backwards.")
-        found.update(range(first, last + 1))
-    return frozenset(found)
-
-
 def _unread(text: object, why: str) -> UsageError:
     return UsageError(f"The rule {written(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
-
-
-MOST = 1000
-"""Rules beyond which no table goes."""
-DEEPEST = 50
-"""How deep tables of rules may be nested: a path into a report has six parts."""
-LARGEST = 2**20
-"""Bytes of the largest file of rules."""
-TABLES = (("check",), ("tool", "attnlens", "check"))
-"""Where rules stand in attnlens.toml, and in pyproject.toml."""
-EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 
 
 @dataclass(frozen=True)

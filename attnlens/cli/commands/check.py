@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnlens.cli import held
+from attnlens import requests
+from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.converge import FAILED, GIVEN
-from attnlens.cli.delivery import Failures, show, write_data
-from attnlens.cli.outputs import DATA, STDOUT, Outputs, product
-from attnlens.cli.show import complain, guarded, say
-from attnlens.errors import OutputError
+from attnlens.cli.defaults import FILES
+from attnlens.cli.outputs import STDOUT, Failures, Inputs, Outputs, option_name, product, show, write_data
+from attnlens.cli.show import complain, guarded, interruptible_at_once, say
+from attnlens.cli.work import checked_model, working
+from attnlens.errors import OutputError, UsageError
+from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.check import PANEL, JudgingRequest
 
 if TYPE_CHECKING:
-    from attnlens.records import Report
-    from attnlens.sections.section import Document
+    from attnlens.records import Baseline, Check, Report
+    from attnlens.rules.rule import Rule
+
+READING = opt.parameters(requests.InspectRequest, without=("show",))
+"""How a model is read."""
+RECOMPUTED = {*requests.options(requests.Loading), "text", "pairs", "image", "audio", "batch_size"}
+"""Those of them that a report can't hold, and --recompute takes."""
+
 
 Subject = Annotated[
     str,
@@ -75,7 +84,7 @@ CsvRows = Annotated[str | None, opt.output("--csv", "Write one row a head that b
 
 
 @guarded
-@opt.also(opt.parameters(JudgingRequest) | held.READING, opt.TOLD)
+@opt.also(opt.parameters(JudgingRequest) | READING, opt.TOLD)
 def check(
     context: typer.Context,
     subject: Subject,
@@ -94,11 +103,11 @@ def check(
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
     given = context.params
     typed = [name for name in given if (source := context.get_parameter_source(name)) and source.name in GIVEN]
-    held.refuse_ignored(given, typed)
-    outputs, asked = Outputs.of(given), held.rules_of(given)
-    kept = held.baseline_of(given)
-    held.check_places(outputs, given, asked)
-    report = held.judged(held.report_of(subject, given, outputs, asked, kept), given, outputs, asked, kept)
+    _refuse_ignored(given, typed)
+    outputs, asked = Outputs.of(given), _rules_of(given)
+    kept = _baseline_of(given)
+    _check_places(outputs, given, asked)
+    report = _judged(_report_of(subject, given, outputs, asked, kept), given, outputs, asked, kept)
     _deliver(outputs, report, given)
     failed = [one.rule for one in report.checks if not one.passed]
     if failed:
@@ -111,29 +120,139 @@ def check(
         raise typer.Exit(FAILED)
 
 
-def _writers() -> dict[str, Callable[[Report], str]]:
-    """The text of each kind of file; loaded where one is asked for."""
-    from attnlens.render.csv_text import spreadsheet
-    from attnlens.render.junit import junit
-    from attnlens.render.markdown import markdown
-    from attnlens.sections import checked
+def _refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
+    """Raise UsageError for what would be ignored: a model's options beside a report, and halves of pairs of options."""
+    for name, other in {"model": "recompute", "recompute": "model", "update_baseline": "baseline"}.items():
+        if given[name] and not given[other]:
+            first, second = ("MODEL" if each == "model" else option_name(each) for each in (name, other))
+            raise UsageError(
+                f"{first} is given without {second}.", "See: attnlens check --help, for what goes together."
+            )
+    if not names_report(given["subject"]):
+        if given["model"]:
+            raise UsageError(f"{given['subject']} is no report to recompute.", "Name a report, and then the model.")
+        return
+    taken = {opt.parameter_of(name, found) for name, found in requests.options(requests.InspectRequest).items()}
+    taken -= RECOMPUTED if given["model"] else set()
+    for name in typed:
+        if name in taken:
+            raise UsageError(
+                f"{option_name(name)} says how a model is read, and {given['subject']} is a report.",
+                f"Leave out {option_name(name)}, or name a model.",
+            )
 
-    return {
-        "json": lambda report: report.to_json(),
-        "csv": lambda report: spreadsheet(checked.rows(report)),
-        "markdown": lambda report: markdown(checked.document(report)),
-        "junit": junit,
-    }
+
+def _rules_of(given: Mapping[str, Any]) -> list[Rule]:
+    """The rules of the call; where it has none, those of the first default file that has any."""
+    from attnlens.rules.rule import read_rules, spelled
+
+    found = [] if given["rules"] is None else read_rules(Path(given["rules"]))
+    found += map(spelled, given["rule"] or ())
+    places = (Path(name) for name in FILES if not found and Path(name).is_file())
+    found = found or next(filter(None, (read_rules(place, named=False) for place in places)), [])
+    if not found and given["baseline"] is None and given["recompute"] is None:
+        raise UsageError(
+            "There is no rule to check.",
+            "Write --rule 'tokens.entropy: min > 0.05', a table [check] in attnlens.toml, or --baseline FILE.",
+        )
+    return found
+
+
+def _baseline_of(given: Mapping[str, Any]) -> Baseline | None:
+    """The baseline to hold against; None where there is none, or where it is to be written."""
+    from attnlens.records import read_baseline
+
+    name = given["baseline"]
+    if name is not None:
+        local_path(name, "--baseline")
+    if name is None or given["update_baseline"]:
+        return None
+    if os.path.realpath(name) == os.path.realpath(given["subject"]):
+        raise UsageError(f"The report and its baseline are the same file, {name}.", "Name two files.")
+    return read_baseline(Path(name))
+
+
+def _check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) -> None:
+    """Raise, before the work, where something can't be written or would replace what is read."""
+    subject, model, baseline = given["subject"], given["model"], given["baseline"]
+    inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
+    for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
+        inputs.files.setdefault(os.path.realpath(name), what)
+    if given["update_baseline"]:
+        check_writable(Path(baseline))
+        if what := inputs.description(Path(baseline)):
+            raise UsageError(f"--update-baseline would replace {baseline}, {what}.", "Write it somewhere else.")
+    if baseline is not None:
+        inputs.files[os.path.realpath(baseline)] = "the baseline"
+    outputs.check(inputs)
+
+
+def _report_of(
+    subject: str, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
+) -> Report:
+    """The report, read or made."""
+    if names_report(subject):
+        from attnlens.records import read_report
+
+        return read_report(subject)
+    from attnlens.rules.judging import needed
+
+    settings = opt.keywords(requests.InspectRequest, given)
+    if not settings["analyzers"] and settings["source"] == "both" and not given["update_baseline"]:
+        settings |= needed(rules, kept)
+    with interruptible_at_once():
+        from attnlens import run
+    with working(outputs) as tell:
+        return run.inspect(checked_model(subject), progress=tell, **settings)
+
+
+def _judged(
+    report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
+) -> Report:
+    """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
+    from attnlens.rules import baselines
+    from attnlens.rules.rule import Tolerance
+
+    asked = opt.keywords(JudgingRequest, given)
+    tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))
+    found = baselines.verdict(report, rules, kept, tolerance, given["baseline"], **asked)
+    if given["update_baseline"]:
+        write_atomically(Path(given["baseline"]), baselines.baseline_of(report).to_json().encode())
+        if not outputs.quiet:
+            say(f"Wrote {given['baseline']}")
+    again = [] if given["recompute"] is None else _again(report, given, outputs)
+    return found.model_copy(update={"checks": [*found.checks, *again]})
+
+
+def _again(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:
+    """How a second computation of some heads came out."""
+    options = requests.options(requests.InspectRequest)
+    typed = opt.keywords(requests.InspectRequest, given)
+    more = {name: typed[name] for name in RECOMPUTED if typed[name] != options[name].default}
+    with interruptible_at_once():
+        from attnlens import run
+    with working(outputs) as tell:
+        return run.recompute(report, checked_model(given["model"]), given["recompute"], progress=tell, **more)
 
 
 def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None:
     """Write the data, show the table, annotate; what fails is raised when the rest is done."""
     failures = Failures()
     written: list[str] = []
-    if outputs.files(*DATA):
-        write_data(outputs, report, _writers(), failures, written)
+    from attnlens.render.ci import junit
+    from attnlens.render.csv_text import spreadsheet
+    from attnlens.render.markdown import markdown
+    from attnlens.sections import checked
+
+    writers: dict[str, Callable[[Report], str]] = {
+        "json": lambda report: report.to_json(),
+        "csv": lambda report: spreadsheet(checked.rows(report)),
+        "markdown": lambda report: markdown(checked.document(report)),
+        "junit": junit,
+    }
+    write_data(outputs, report, writers, failures, written)
     with failures.kept():
-        show(outputs, report, _document)
+        show(outputs, report, checked.document)
     if given["annotations"] or os.environ.get("GITHUB_ACTIONS") == "true":
         with failures.kept():
             _annotate(report, stderr=outputs.json == STDOUT)
@@ -142,15 +261,9 @@ def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None
     failures.end(interrupted=False)
 
 
-def _document(_outputs: Outputs, report: Report) -> Document:
-    from attnlens.sections import checked
-
-    return checked.document(report)
-
-
 def _annotate(report: Report, *, stderr: bool) -> None:
     """Print workflow commands, and add the verdict to the step's summary where there is one."""
-    from attnlens.render.github import step_summary, workflow_commands
+    from attnlens.render.ci import step_summary, workflow_commands
 
     with product():
         for line in workflow_commands(report):

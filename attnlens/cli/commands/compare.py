@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from attnlens.cli import parameters as opt
-from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import guarded, interruptible_at_once
-from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import check_reading, checked_model, working
+from attnlens.cli.work import check_reading, checked_model, end_strictly, working
 from attnlens.requests import CompareRequest
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
@@ -36,10 +32,7 @@ def compare(
     **_shared: Any,
 ) -> None:
     """Which heads changed between two models: on the same windows, with errors, p values and a false-discovery rate."""
-    _compare(first, second, context.params)
-
-
-def _compare(first: str, second: str, given: Mapping[str, Any]) -> None:
+    given = context.params
     outputs = Outputs.of(given)
     settings = opt.keywords(CompareRequest, given)
     check_reading({**settings, "show": None})
@@ -51,5 +44,5 @@ def _compare(first: str, second: str, given: Mapping[str, Any]) -> None:
     with working(outputs) as tell:
         report = run.compare(names[0], names[1], progress=tell, **settings)
     deliver(outputs, report)
-    if given["strict"]:
+    if strict:
         end_strictly(report)

@@ -9,12 +9,9 @@ import typer
 
 from attnlens import requests
 from attnlens.cli import parameters as opt
-from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
-from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, working
+from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, end_strictly, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
@@ -105,7 +102,8 @@ def converge(
     refuse_other(kind, [name for name in given if _source(context, name) in GIVEN])
     outputs = Outputs.of(given)
     settings = asked(kind, given)
-    _say_demo(kind, models or [], quiet=outputs.quiet)
+    if kind != "the synthetic experiments" and not models and not outputs.quiet:
+        say(NO_MODEL)
     outputs.check(Inputs.of(given, models or []))
     begin_workers(settings)
     with interruptible_at_once():
@@ -203,11 +201,6 @@ def _revisions(words: str | None) -> list[str]:
 def _source(context: typer.Context, name: str) -> str:
     source = context.get_parameter_source(name)
     return source.name if source is not None else ""
-
-
-def _say_demo(kind: str, models: list[str], *, quiet: bool) -> None:
-    if kind != "the synthetic experiments" and not models and not quiet:
-        say(NO_MODEL)
 
 
 def _run(work: Any, outputs: Outputs) -> Any:

@@ -1,13 +1,13 @@
-"""The commands `list` and `explain`, which tell what attnlens knows without a model."""
+"""The commands that run no model: `list`, `explain` and `report`, which shows a saved report again."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import product
+from attnlens.cli.outputs import Inputs, Outputs, deliver, product
 from attnlens.cli.show import console, guarded
 from attnlens.registry import checked_name
 
@@ -65,3 +65,18 @@ def _print(sections: list[Section], *, markdown: bool) -> None:
             from attnlens.render import terminal
 
             console().print(terminal.document(told))
+
+
+Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --json.")]
+
+
+@guarded
+@opt.also(opt.SHOWN)
+def report(context: typer.Context, saved: Saved, all_heads: opt.AllHeads = False, **_shared: Any) -> None:
+    """Show a saved report again: its tables, or with --html, --png, --csv and --markdown as files."""
+    outputs = Outputs.of(context.params)
+    from attnlens.records import read_report  # late, because it loads pydantic
+
+    found = read_report(saved)
+    outputs.check(Inputs.of_report(saved))
+    deliver(outputs, found)

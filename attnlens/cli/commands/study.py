@@ -9,9 +9,7 @@ import typer
 
 from attnlens.choices import STUDIES
 from attnlens.cli import parameters as opt
-from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import guarded, interruptible_at_once, say
 from attnlens.cli.work import begin_workers, working
 from attnlens.requests.study import StudyRequest, table

@@ -9,12 +9,9 @@ import typer
 
 from attnlens.choices import KERNEL
 from attnlens.cli import parameters as opt
-from attnlens.cli.delivery import deliver
-from attnlens.cli.input_files import Inputs
-from attnlens.cli.outputs import Outputs
+from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import guarded, interruptible_at_once
-from attnlens.cli.verdict import end_strictly
-from attnlens.cli.work import begin_workers, named_model, working
+from attnlens.cli.work import begin_workers, end_strictly, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import SwapRequest
 
@@ -43,10 +40,7 @@ def swap_kernel(
     **_shared: Any,
 ) -> None:
     """Re-run a model with another attention kernel, and measure what that does to it."""
-    _swap(model, context.params)
-
-
-def _swap(model: str | None, given: Mapping[str, Any]) -> None:
+    given = context.params
     outputs = Outputs.of(given)
     settings = asked(given)
     name = named_model(model, quiet=outputs.quiet)
@@ -69,7 +63,7 @@ def _swap(model: str | None, given: Mapping[str, Any]) -> None:
         raise unsaved
     if written is not None:
         written()
-    if given["strict"]:
+    if strict:
         end_strictly(report)
 
 

@@ -95,18 +95,16 @@ class Sweeping:
         predictors, prediction = predicted_by(alone, self.measures, seed)
         at = {(site.layer, head): place for place, (site, head) in enumerate(chosen)}
         order = [at[effect.layer, effect.head] for effect in effects]
+        columns = {name: value[order].tolist() for name, value in self.measures.values.items()}
         filled = [
-            one.model_copy(update={"values": _listed(self.measures.values[one.measure][order])}) for one in predictors
+            one.model_copy(update={"values": [None if math.isnan(x) else x for x in columns[one.measure]]})
+            for one in predictors
         ]
         return swap.model_copy(update={"sweep": effects, "predictors": filled, "prediction": prediction})
 
 
 def head_measures(
-    loaded: models.Loaded,
-    batches: Batches,
-    units: Sequence[Unit],
-    settings: Settings,
-    design: Design,
+    loaded: models.Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
 ) -> SweptMeasures:
     """Read what `inspect` reads of these heads: one forward pass over the batches, and the weights of their sites."""
     wanted = registry.beside_sweeps()
@@ -141,7 +139,7 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
 
     Heads that diverged have no harm, and are left out.
     """
-    harm = alone.harms
+    harm, rises = alone.harms, alone.changed - alone.own
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
     tests = permutation_tests(table, harm, seed=seed)
@@ -150,68 +148,16 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
         if math.isnan(p_value):
             left_out[name] = TOO_FEW
         else:
-            found.append(_predictor(name, alone, measures, harm, (p_value, corrected), seed))
+            found.append(_predictor(name, alone, measures, (p_value, corrected), seed))
     found.sort(key=lambda one: (one.p_corrected, -abs(one.rho)))
-    return found, _prediction(alone, harm, len(found), left_out, seed)
-
-
-def _predictor(
-    name: str,
-    alone: Alone,
-    measures: SweptMeasures,
-    harm: Float[Tensor, " units"],
-    p_values: tuple[float, float],
-    seed: int,
-) -> Predictor:
-    """One measure."""
-    value = measures.values[name]
-    own = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
-    over_heads = rank_correlation(value, harm, own, seed=seed)
-    over_layers = rank_correlation(value, harm, [site.layer for site, _ in alone.units], seed=seed)
-    ends, why = _over_windows(name, alone, measures, over_heads.value, seed)
-    there = ~(value + harm).isnan()
-    layers = _ends(over_layers)
-    reasons = {"sequences_ci95": why} if ends is None else {}
-    return Predictor(
-        measure=name,
-        rho=over_heads.value,
-        heads=int(there.sum()),
-        left_out=int((~there).sum()),
-        heads_ci95=_ends(over_heads),
-        layers_ci95=layers,
-        sequences_ci95=ends,
-        p_value=p_values[0],
-        p_corrected=p_values[1],
-        holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
-        reasons=reasons | ({"layers_ci95": ONE_LAYER} if layers is None else {}),
-    )
-
-
-def _over_windows(
-    name: str, alone: Alone, measures: SweptMeasures, value: float, seed: int
-) -> tuple[tuple[float, float] | None, str]:
-    """The interval over windows, or why there is none."""
-    there = ~(measures.values[name] + alone.harms).isnan()
-    rises = (alone.changed - alone.own)[there].mT
-    measure = measures.values[name][there]
-    if name in measures.windows:
-        measure = measures.windows[name][alone.kept][:, there]
-    ends = _ends(over_windows(measure, rises, alone.sizes, alone.design, value, seed=seed))
-    return ends, ONE_WINDOW if alone.design.freedom < 1 else PARTIAL
-
-
-def _prediction(
-    alone: Alone, harm: Float[Tensor, " units"], measures: int, left_out: dict[str, str], seed: int
-) -> Prediction:
-    """What was looked at, and how much of the harm is noise of the windows."""
     finite = ~harm.isnan()
-    stable = split_half((alone.changed - alone.own)[finite].mT, alone.sizes, alone.design, seed)
-    known = stable == stable
+    stable = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
+    known = not math.isnan(stable)
     why = "fewer than two windows, or four heads with a harm, or it is the same in all"
-    return Prediction(
+    return found, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
-        measures=measures,
+        measures=len(found),
         permutations=PERMUTATIONS,
         reliability=stable if known else None,
         ceiling=math.sqrt(stable) if known else None,
@@ -220,9 +166,33 @@ def _prediction(
     )
 
 
-def _listed(values: Float[Tensor, " units"]) -> list[float | None]:
-    """Return the numbers, None for NaN."""
-    return [None if one != one else one for one in values.tolist()]
+def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple[float, float], seed: int) -> Predictor:
+    """Correlate one measure with the harm, with intervals over heads, layers and windows."""
+    value, harm, layer_numbers = measures.values[name], alone.harms, [site.layer for site, _ in alone.units]
+    own = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
+    over_heads = rank_correlation(value, harm, own, seed=seed)
+    layers = _ends(rank_correlation(value, harm, layer_numbers, seed=seed))
+    there = ~(value + harm).isnan()
+    measure = measures.windows[name][alone.kept][:, there] if name in measures.windows else value[there]
+    rises = (alone.changed - alone.own)[there].mT
+    windows = _ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
+    missing = {
+        "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
+        "layers_ci95": "" if layers else ONE_LAYER,
+    }
+    return Predictor(
+        measure=name,
+        rho=over_heads.value,
+        heads=int(there.sum()),
+        left_out=int((~there).sum()),
+        heads_ci95=_ends(over_heads),
+        layers_ci95=layers,
+        sequences_ci95=windows,
+        p_value=p_values[0],
+        p_corrected=p_values[1],
+        holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
+        reasons={field: why for field, why in missing.items() if why},
+    )
 
 
 def _ends(found: Interval) -> tuple[float, float] | None:
