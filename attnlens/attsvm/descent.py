@@ -88,7 +88,7 @@ def descend(
     wanted = sorted({step for step in record if 0 <= step < iterations} | {iterations})
     seen, read, stationary = instances.first(), [], torch.zeros(())
     for step in range(iterations + 1):
-        W = _form(parts)
+        W = parts[0] if len(parts) == 1 else parts[0] @ parts[1].mT
         seen, gaps = instances.gaps(W, seen)
         log_weights = gaps.log_softmax(-1)
         if step in wanted:
@@ -139,11 +139,6 @@ def _log_slope(margin: Float[Tensor, "trials n"], loss: Loss) -> Float[Tensor, "
     return -margin if loss == "exponential" else -margin.log()
 
 
-def _form(parts: Sequence[Tensor]) -> BilinearForm:
-    """W, or K Qᵀ."""
-    return parts[0] if len(parts) == 1 else parts[0] @ parts[1].mT
-
-
 def _stepped(
     parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
 ) -> tuple[Tensor, ...]:
@@ -182,15 +177,6 @@ def _check(
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
             raise UsageError(f"The {name} hold NaN or Inf.", "Give finite numbers.")
-    _check_start(instances, parts)
-    if len(parts) == 2 and normaliser == "form" and iterations > longest(lr):
-        raise UsageError(
-            f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
-            f"Choose normaliser=own, or at most {longest(lr)} iterations.",
-        )
-
-
-def _check_start(instances: Instances, parts: Sequence[Tensor]) -> None:
     trials, d, d_query = len(instances.tokens), instances.tokens.shape[-1], instances.queries.shape[-1]
     wanted = [(trials, d, d_query)]
     if len(parts) == 2:
@@ -201,6 +187,11 @@ def _check_start(instances: Instances, parts: Sequence[Tensor]) -> None:
     shapes = [tuple(part.shape) for part in parts]
     if shapes != wanted:
         raise UsageError(f"The start has the shapes {shapes}.", f"These instances need {wanted}.")
+    if len(parts) == 2 and normaliser == "form" and iterations > longest(lr):
+        raise UsageError(
+            f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
+            f"Choose normaliser=own, or at most {longest(lr)} iterations.",
+        )
 
 
 def longest(lr: float) -> int:

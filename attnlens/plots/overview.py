@@ -186,7 +186,17 @@ def overview_figure(shapes: Shapes) -> Figure:
         ceiling = height - 0.75 - number * block
         before = "" if number == 0 else group_of(shapes.info(rows[number - 1][0].name))
         if group_of(shapes.info(row[0].name)) != before:
-            _section(figure, fitted(row[0].section or source_heading(shapes, row[0].name), 120), ceiling, height)
+            # what the row below rests on, over a hairline
+            figure.text(
+                0.055,
+                (ceiling - 0.13) / height,
+                fitted(row[0].section or source_heading(shapes, row[0].name), 120),
+                fontsize=8.5,
+                color=MUTED,
+                style="italic",
+                va="center",
+            )
+            figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
             axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
@@ -307,9 +317,3 @@ def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:
     head(figure, model.title, facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
     if hatched:
         figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
-
-
-def _section(figure: Figure, title: str, ceiling: float, height: float) -> None:
-    """What the row below rests on, over a hairline."""
-    figure.text(0.055, (ceiling - 0.13) / height, title, fontsize=8.5, color=MUTED, style="italic", va="center")
-    figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))

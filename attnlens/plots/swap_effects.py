@@ -137,7 +137,11 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     """Δ of the loss, or a distance where there is no loss, with its 95 % interval; diverged ones are named."""
     axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     for row, swap in enumerate(swaps):
-        draw_controls(axes, swap, row)
+        # its controls as grey marks of their own shapes in the kernel's row; nothing without a loss
+        for control in swap.controls:
+            cost = cost_of(control)
+            if cost is not None and swap.judged_by == "loss":
+                axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
         _draw_kernel(axes, swap, row)
     every = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
     _scale(axes, [effect for effect in every if effect is not None])
@@ -148,14 +152,6 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_controls(axes: Axes, swap: Swap, row: int) -> None:
-    """Its controls as grey marks of their own shapes in the kernel's row; nothing without a loss."""
-    for control in swap.controls:
-        cost = cost_of(control)
-        if cost is not None and swap.judged_by == "loss":
-            axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
 
 
 def cost_of(control: Control) -> float | None:

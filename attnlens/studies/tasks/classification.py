@@ -176,7 +176,12 @@ def series(train: str | Path, test: str | Path) -> Labelled:
     have, and files of unlike channels.
     """
     first, second = read_series(train), read_series(test)
-    _check_channels(first, second)
+    counts = [found.cases[0].shape[1] for found in (first, second)]
+    if counts[0] != counts[1]:
+        raise TextError(
+            f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
+            "Give the training and the test file of one problem.",
+        )
     classes = _classes(first, second)
     held = _validation(first.labels)
     fitted = [case for number, case in enumerate(first.cases) if number not in held]
@@ -210,15 +215,6 @@ def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
     if first.sha256 == second.sha256:
         raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
     return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
-
-
-def _check_channels(first: Recording, second: Recording) -> None:
-    counts = [found.cases[0].shape[1] for found in (first, second)]
-    if counts[0] != counts[1]:
-        raise TextError(
-            f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
-            "Give the training and the test file of one problem.",
-        )
 
 
 def _classes(first: Recording, second: Recording) -> tuple[str, ...]:

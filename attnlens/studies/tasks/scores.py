@@ -34,7 +34,10 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     with _judged(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
         if task.form == "language":
-            return _language(cast(LanguageTask, task), model, batches)
+            total, tokens, width = _totals(cast(LanguageTask, task).widths, model, batches)
+            loss = total / tokens
+            found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
+            return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
         if task.form == "classification":
             return _classification(model, batches)
         return _translation(cast(TranslationTask, task), model, batches)
@@ -92,13 +95,6 @@ def _judged(model: nn.Module) -> Iterator[torch.device]:
 def _answer(model: nn.Module, batch: Examples) -> Tensor:
     found: Tensor = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
     return found
-
-
-def _language(task: LanguageTask, model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
-    total, tokens, width = _totals(task.widths, model, batches)
-    loss = total / tokens
-    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}  # beyond, exp overflows
-    return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
 
 
 def _totals(
