@@ -2,7 +2,6 @@
 
 from attnlens.studies.tasks.classification import Labelled, labelled, series
 from attnlens.studies.tasks.language import NextTokens, iwslt, language, wikitext
-from attnlens.studies.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
 from attnlens.studies.tasks.scores import (
     StudyTask,
     TranslationTask,
@@ -14,7 +13,7 @@ from attnlens.studies.tasks.scores import (
     translations,
 )
 from attnlens.studies.tasks.task import NOTHING, Examples, Split, TaskForm
-from attnlens.studies.tasks.translation import SentencePairs, translation
+from attnlens.studies.tasks.translation import Reversal, SentencePairs, bag_bound, translation
 
 __all__ = [
     "NOTHING",
@@ -27,17 +26,13 @@ __all__ = [
     "StudyTask",
     "TaskForm",
     "TranslationTask",
-    "angles",
     "bag_bound",
     "beam_search",
-    "before",
     "bleu_and_chrf",
     "cross_entropy",
     "iwslt",
     "labelled",
     "language",
-    "least_leak",
-    "majority",
     "mean_loss",
     "score",
     "series",

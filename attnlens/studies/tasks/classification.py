@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -87,18 +87,6 @@ class Labelled:
         """The cases of that part, the shortest first."""
         part = self.cases[split]
         return in_order([len(row) for row in part.rows], size, part.batch)
-
-    def permuted(self, seed: int) -> Labelled:
-        """The same sequences with the labels of each part in a random order, so that no model can beat chance on them.
-
-        Chance is the share of the commonest class, or less where a model names others.
-        """
-        draws = torch.Generator().manual_seed(seed)
-        mixed = {
-            part: replace(each, labels=each.labels[torch.randperm(len(each.labels), generator=draws)])
-            for part, each in self.cases.items()
-        }
-        return replace(self, name=f"{self.name}, labels permuted", cases=mixed)
 
 
 HEADER = ("text", "label")
