@@ -112,18 +112,7 @@ def margins_figure(report: Report, found: Selection) -> Figure:
     """The sorted margins of one head (blue), of its null heads (grey), and the best least margin (dashed)."""
     figure = new_figure(MARGINS_WIDTH, MARGINS_HEIGHT)
     axes = figure.add_axes((0.1, 0.28, 0.86, 0.59))
-    draw_margins(axes, found)
-    shapes = Shapes(report)
-    title = f"layer {found.layer} head {found.head}: margins of its selection"
-    figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
-    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
-    caption = wrapped(lines, int(MARGINS_WIDTH * 17))
-    figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
-    return figure
-
-
-def draw_margins(axes: Axes, found: Selection) -> None:
-    """Lines over the share of queries with at most that margin."""
+    # lines over the share of queries with at most that margin
     for number, margins in enumerate(found.null_margins):
         axes.plot(*_sorted(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
     own = [pick.margin for pick in found.picks]
@@ -139,6 +128,13 @@ def draw_margins(axes: Axes, found: Selection) -> None:
     axes.set_ylabel("margin over the best least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
     legend_above(axes, 3, handlelength=1.6)
+    shapes = Shapes(report)
+    title = f"layer {found.layer} head {found.head}: margins of its selection"
+    figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
+    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
+    caption = wrapped(lines, int(MARGINS_WIDTH * 17))
+    figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
+    return figure
 
 
 def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:

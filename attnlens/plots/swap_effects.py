@@ -350,7 +350,27 @@ def of_heads(swap: Swap) -> bool:
 def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
     """Heads as a map, layers as dots; layer 0 at the top either way."""
     if of_heads(swap):
-        _draw_map(axes, swap.sweep, named=named)
+        parts = {effect.layer: effect.part for effect in swap.sweep}
+        layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
+        heads = sorted({effect.head for effect in swap.sweep if effect.head is not None})
+        values, quiet, lost = _grids(swap.sweep, layers, heads)
+        half, extend = limit(values)
+        signed = any(effect.p_value is not None for effect in swap.sweep)
+        colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
+        scale = (colormaps[colours], norm, extend)
+        bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=named)
+        bar.update_ticks()
+        hatch(axes, lost, "xxxxx")
+        wide, high = size_in_points(axes)
+        rows, columns = np.nonzero(quiet)
+        size = min(wide / len(heads), high / len(layers)) / 4
+        axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
+        for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
+            number = typeset(values[row, column], decimals_for([values[row, column]], 2))
+            ink = "white" if signed else "black"
+            axes.annotate(
+                number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
+            )
     else:
         _draw_layers(axes, swap, named=named)
 
@@ -364,30 +384,6 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
         return most or 1.0, "neither"
     over, under = bool((present > usual).any()), bool((present < -usual).any())
     return usual, "both" if over and under else "max" if over else "min"
-
-
-def _draw_map(axes: Axes, effects: list[Effect], *, named: bool) -> None:
-    parts = {effect.layer: effect.part for effect in effects}
-    layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
-    heads = sorted({effect.head for effect in effects if effect.head is not None})
-    values, quiet, lost = _grids(effects, layers, heads)
-    half, extend = limit(values)
-    signed = any(effect.p_value is not None for effect in effects)
-    colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
-    scale = (colormaps[colours], norm, extend)
-    bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=named)
-    bar.update_ticks()
-    hatch(axes, lost, "xxxxx")
-    wide, high = size_in_points(axes)
-    rows, columns = np.nonzero(quiet)
-    size = min(wide / len(heads), high / len(layers)) / 4
-    axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
-    for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
-        number = typeset(values[row, column], decimals_for([values[row, column]], 2))
-        ink = "white" if signed else "black"
-        axes.annotate(
-            number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
-        )
 
 
 def _unsure(effect: Effect) -> bool:
