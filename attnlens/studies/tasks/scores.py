@@ -52,8 +52,18 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
             found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
             return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
         if task.form == "classification":
-            return _classification(model, batches)
-        return _translation(task, model, batches)
+            total, right, cases = 0.0, 0, 0
+            for batch in batches:
+                logits = _answer(model, batch)
+                total += float(cross_entropy(logits, batch.targets))
+                right += int((logits.argmax(-1) == batch.targets).sum())
+                cases += len(batch.targets)
+            return {"loss": total / cases, "accuracy": right / cases}
+        total, tokens, _ = _totals(None, model, batches)
+        loss = total / tokens
+        if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
+            return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
+        return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
 
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
@@ -121,24 +131,6 @@ def _totals(
         tokens += len(asked)
         width += 0.0 if widths is None else float(widths[asked.cpu()].sum())
     return total, tokens, None if widths is None else width
-
-
-def _classification(model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
-    total, right, cases = 0.0, 0, 0
-    for batch in batches:
-        logits = _answer(model, batch)
-        total += float(cross_entropy(logits, batch.targets))
-        right += int((logits.argmax(-1) == batch.targets).sum())
-        cases += len(batch.targets)
-    return {"loss": total / cases, "accuracy": right / cases}
-
-
-def _translation(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
-    total, tokens, _ = _totals(None, model, batches)
-    loss = total / tokens
-    if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
-        return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
-    return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
 
 
 def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
