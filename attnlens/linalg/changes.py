@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.linalg.forms import factor_root
-from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.spectra import over_heads
 from attnlens.records import QueryKey
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from attnlens.linalg.long import TiledMatrix, each_head, interval_mask, is_long, least_rank, tiles
-from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.spectra import product_singular_values, rank_at
+from attnlens.linalg.spectra import over_heads, product_singular_values, rank_at
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

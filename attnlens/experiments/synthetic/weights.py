@@ -10,8 +10,7 @@ import torch
 from pydantic import JsonValue
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Descent, descend, gradient, unit
-from attnlens.attsvm.instances import Instances, Scores
+from attnlens.attsvm.descent import Descent, Instances, Scores, descend, gradient, unit
 from attnlens.errors import UnposedError, UsageError
 from attnlens.experiments.settings import (
     CORRELATION,
