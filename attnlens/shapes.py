@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.choices import Part
-from attnlens.records import Measure, Report
+from attnlens.records import Report
 from attnlens.registry import MeasureInfo, info_of
 from attnlens.wording import source_of
 
@@ -167,7 +167,11 @@ class Shapes:
             if measure is None or measure.value is None:
                 reasons[(measure.reason if measure else None) or "not measured"] += 1
                 continue
-            maps[(slice(None), *self.cell(head.layer, head.head))] = _numbers_of(measure)
+            null = measure.null
+            numbers = [measure.value, measure.se, null.mean if null else None, null.sd if null else None]
+            maps[(slice(None), *self.cell(head.layer, head.head))] = [
+                float("nan") if number is None else number for number in numbers
+            ]
             if measure.label is not None:
                 labels[round(measure.value)] = measure.label
             if measure.n is not None:
@@ -216,12 +220,6 @@ def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]
     ends = 2 if info.low is None or info.high is None else int(info.low >= 0)
     traits = (reading.constant, not info.headline, info.identified == "nowhere", bool(reading.labels))
     return *traits, info.grows_with_factors, ends
-
-
-def _numbers_of(measure: Measure) -> list[float]:
-    null = measure.null
-    numbers = [measure.value, measure.se, null.mean if null else None, null.sd if null else None]
-    return [float("nan") if number is None else number for number in numbers]
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:

@@ -268,8 +268,7 @@ def convergence(trials: int, iterations: int, rounds: int) -> None:
     """Batched descent against the published loop, which takes one trial at a time."""
     import torch
 
-    from attnlens.attsvm.descent import descend
-    from attnlens.attsvm.instances import Instances, Linear
+    from attnlens.attsvm.descent import Instances, Linear, descend
 
     n, tokens, d, few = 6, 8, 10, 3
     x, z, v = unit(normal(trials, n, tokens, d, seed=0)), unit(normal(trials, n, d, seed=1)), normal(trials, d, seed=2)
@@ -315,8 +314,7 @@ def accuracy(trials: int, iterations: int) -> None:
     import torch
 
     from attnlens.attsvm import selection, solve
-    from attnlens.attsvm.descent import descend
-    from attnlens.attsvm.instances import Instances, Linear
+    from attnlens.attsvm.descent import Instances, Linear, descend
 
     x, z = unit(normal(trials, 6, 8, 10, seed=0)), unit(normal(trials, 6, 10, seed=1))
     instances = Instances(x, z, torch.ones(trials, 6).double(), Linear(unit(normal(trials, 10, seed=2))))

@@ -3,11 +3,11 @@
 import importlib
 
 import pytest
+from attnlens.addresses import StoreAddress, is_refusal, place_of
 from program import attnlens, python, refused, without_torch
 from reports import synthetic_report
 
 import attnlens as library
-from attnlens.addresses import StoreAddress, is_refusal, place_of
 from attnlens.errors import OutputError, UsageError
 
 ONE = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--layers", "0", "--heads", "0")

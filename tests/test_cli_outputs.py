@@ -9,6 +9,7 @@ from pathlib import Path
 import forkserver
 import pytest
 import typer
+from attnlens.run.inspect.units import WorkUnit
 from program import attnlens, environment_with, in_shell, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report
@@ -20,7 +21,6 @@ from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import read_report
 from attnlens.render.pictures import is_file
 from attnlens.run.inspect.survey import stages
-from attnlens.run.inspect.units import WorkUnit
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)

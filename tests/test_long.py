@@ -140,7 +140,7 @@ def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
 
 @pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])
 def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
-    monkeypatch.setattr(import_module("attnlens.linalg.definite"), "FACTORED", factored)
+    monkeypatch.setattr(import_module("attnlens.linalg.attention"), "FACTORED", factored)
     factor = 0.3 * random(1, T, 6)
     mixed = query_key(factor, 0.3 * random(1, T, 6, seed=1), "tokens")
     assert long(linalg.definite_kernel, mixed).item() == 0

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 
 import forkserver
+import planted_tasks as planted
 import pytest
 import torch
 from program import environment_with, python
@@ -21,7 +22,7 @@ from attnlens.studies.cells import CellResult, Speed
 from attnlens.studies.findings import table_of
 from attnlens.studies.scales import SCALES
 from attnlens.studies.tables import TABLES, PaperCell, PaperTable
-from attnlens.studies.tasks import Reversal, planted, score, translation
+from attnlens.studies.tasks import Reversal, score, translation
 from attnlens.studies.training import Run, train
 from attnlens.studies.units import RunOutcome, TrainingUnit, computed, digest_of, model_of
 
@@ -62,7 +63,7 @@ def test_the_exponential_kernel_beats_the_quadratic_one_where_its_rank_is_needed
 
 def test_labels_that_are_permuted_are_guessed_by_chance():
     """Control of every classification: with the labels in their places the same training reads them."""
-    scores, _ = reached(planted.majority().permuted(0), AttentionForm(), 80)
+    scores, _ = reached(planted.permuted(planted.majority(), 0), AttentionForm(), 80)
     assert abs(scores["accuracy"] - 0.5) < 4 * 0.5 / 256**0.5
 
 

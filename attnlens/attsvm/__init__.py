@@ -28,8 +28,7 @@ constraint's slack.
 
 from attnlens.attsvm.builders import causal, finite_part, next_token, prompt, selection, selection_sets
 from attnlens.attsvm.certificates import certified
-from attnlens.attsvm.descent import Descent, Loss, Normaliser, descend
-from attnlens.attsvm.instances import Instances, Linear, Relu, Scores
+from attnlens.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
 from attnlens.attsvm.problem import Problem, Solution, Status
 from attnlens.attsvm.solvers.frobenius import Separability, separable, solve
 from attnlens.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear

@@ -166,18 +166,15 @@ def choose(
     order = _solvable(every.argsort(descending=True, stable=True)[:most], sets)
     kept = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
     whole = tuple(sets[index] for index in order.tolist())
-    return Chosen(kept[:, 0], kept[:, 1], whole, every[order], tied, mean_share(shares))
+    return Chosen(
+        kept[:, 0], kept[:, 1], whole, every[order], tied, float(torch.tensor(shares, dtype=torch.float64).nanmean())
+    )
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
     """The share of one sequence's queries with p_max ≥ ½; NaN where none sees a token."""
     seeing = odds[~odds.isnan()]
     return float((seeing >= 0).double().mean())
-
-
-def mean_share(shares: Sequence[float]) -> float:
-    """The mean of those that are numbers, NaN without any."""
-    return float(torch.tensor(shares, dtype=torch.float64).nanmean())
 
 
 def log_odds(
@@ -313,7 +310,9 @@ def nearness_of(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> 
     try:
         problem = pose(scenes, form, chosen)
     except UnposedError:
-        return _unposed(chosen)
+        if chosen.tied:
+            return f"the largest scores are equal in all {chosen.tied} queries that may choose"
+        return "no query may choose between different tokens"
     return judged(chosen, problem, solve(problem.problem, tolerance=TOLERANCE))
 
 
@@ -365,9 +364,3 @@ def _inside(problem: Problem, gaps: Float[Tensor, " constraints"]) -> Problem:
     """The equalities alone, to be met as the head meets them: u W z = u M z."""
     equal = problem.equal
     return Problem(problem.differences[equal], problem.queries, problem.query_of[equal], gaps[equal], equal[equal])
-
-
-def _unposed(chosen: Chosen) -> str:
-    if chosen.tied:
-        return f"the largest scores are equal in all {chosen.tied} queries that may choose"
-    return "no query may choose between different tokens"

@@ -10,8 +10,8 @@ import torch
 from pydantic import JsonValue
 
 from attnlens import attsvm
+from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Nearness, Softmax, log_odds, span
-from attnlens.attsvm.instances import Instances, Scores
 from attnlens.experiments.settings import CORRELATION, ExperimentSettings, Progress, curve, silent
 from attnlens.records.experiments import Curve, Experiment
 

@@ -153,7 +153,15 @@ def compared(
             found[way].append(read(model, held))
     settings = {"seeds": list(seeds), "layers": config.n_layer, "heads": config.n_head, "d_model": config.n_embd}
     sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held)}
-    return _experiment(found, settings | sizes | asdict(training))
+    return Experiment(
+        name="decay by training",
+        question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
+        settings=settings | sizes | asdict(training),
+        source=SOURCE,
+        axis="first k singular values",
+        curves={f"{_words(matrix)}: {way}": _curve(found[way], matrix, way) for matrix in MATRICES for way in WAYS},
+        **columns(_rows(found)),
+    )
 
 
 def _tell(progress: Progress, done: int, total: int, step: int) -> None:
@@ -181,18 +189,6 @@ def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] |
             e, r, _ = part.last
             return linalg.cumulative(linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r))
     return None
-
-
-def _experiment(found: dict[str, list[HeldOutReading]], settings: dict[str, object]) -> Experiment:
-    return Experiment(
-        name="decay by training",
-        question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
-        settings=settings,
-        source=SOURCE,
-        axis="first k singular values",
-        curves={f"{_words(matrix)}: {way}": _curve(found[way], matrix, way) for matrix in MATRICES for way in WAYS},
-        **columns(_rows(found)),
-    )
 
 
 def _rows(found: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:

@@ -1,22 +1,26 @@
 """Factored matrices A Bᵀ in float64, analysed without forming them."""
 
 from attnlens.linalg.attention import (
+    Anatomy,
+    anatomy,
     attention_rank,
     attention_singular_values,
     centred,
+    definite,
+    definite_kernel,
     entropy,
     even_weight,
     first_weight,
     max_weight,
 )
 from attnlens.linalg.changes import change, largest_angle
-from attnlens.linalg.definite import Anatomy, anatomy, definite, definite_kernel
 from attnlens.linalg.forms import Form, averaged, traces
-from attnlens.linalg.parallel import in_pool, over_heads
 from attnlens.linalg.spectra import (
     cumulative,
     decay_rate,
     effective_rank,
+    in_pool,
+    over_heads,
     product_singular_values,
     rank_at,
     singular_values,

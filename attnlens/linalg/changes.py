@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.linalg.forms import factor_root
-from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.spectra import over_heads
 from attnlens.records import QueryKey
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     cos and sin of their rotations. NaN where M = 0.
     """
     values = _difference_singular_values(query_key, base)
-    norm = _norm(base)
+    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
+    query, key = base.query.double(), base.paired_key.double()
+    squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
+    norm = squared.clamp(min=0).sqrt() * abs(base.scale)
     size = values.square().sum(-1).sqrt()
     most = max(query_key.query.shape[-2], query_key.key.shape[-2])
     border = torch.finfo(torch.float32).eps * most * torch.maximum(norm, size)
@@ -60,13 +63,6 @@ def _ratio(partner: Tensor, part: Tensor) -> Tensor:
 def _product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     values: Tensor = torch.linalg.svdvals(left @ right.mT)
     return values
-
-
-def _norm(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """‖M‖_F = s·√tr(G_Q G_K) at equal positions."""
-    query, key = query_key.query.double(), query_key.paired_key.double()
-    squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
-    return squared.clamp(min=0).sqrt() * abs(query_key.scale)
 
 
 def largest_angle(

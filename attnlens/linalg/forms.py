@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.spectra import over_heads
 from attnlens.records import QueryKey, Rotation
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.linalg.forms import Form, averaged, traces
-from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.spectra import over_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Float

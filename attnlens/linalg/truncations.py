@@ -1,14 +1,17 @@
-"""How few features of the exponential kernel do for a head's attention: Taylor orders and ranks within an error."""
+"""How many features a head's attention needs; and the largest convex function below given costs."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.linalg.parallel import over_heads
+from attnlens.linalg.spectra import over_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -191,3 +194,37 @@ def _error(
     chooses = seen >= 2
     mean: Tensor = torch.where(chooses, (apart / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
     return mean
+
+
+Step = tuple[int, int]
+"""A key head, counted over all sites, and its next smaller rank."""
+
+
+def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
+    """Steps from all directions to none, the cheapest per direction first: the plans after each are nested.
+
+    Each head goes along the lower convex hull of its costs, on which no step costs less per direction than the one
+    before it, so that the greedy plan after every step is the cheapest of its size (Fox 1966). Costs are ≥ 0, and 0
+    with all directions, so that the hull falls with rank; beyond a head's own head_dim they are infinite.
+    """
+    steps: list[tuple[float, int, int]] = []
+    for head, row in enumerate(costs.tolist()):
+        cost = [c for c in row if math.isfinite(c)]
+        for low, high in reversed(list(pairwise(_hull(cost)))):
+            steps.append(((cost[low] - cost[high]) / (high - low), head, low))
+    return [(head, rank) for _, head, rank in sorted(steps, key=lambda step: step[0])]
+
+
+def _hull(cost: Sequence[float]) -> list[int]:
+    """The ranks on the lower convex hull of the costs, the smallest first."""
+    hull: list[int] = []
+    for rank in range(len(cost)):
+        while len(hull) > 1 and _above(cost, hull[-2], hull[-1], rank):
+            hull.pop()
+        hull.append(rank)
+    return hull
+
+
+def _above(cost: Sequence[float], first: int, middle: int, last: int) -> bool:
+    """Whether the middle point lies on or above the line from the first to the last."""
+    return (cost[middle] - cost[first]) * (last - first) >= (cost[last] - cost[first]) * (middle - first)

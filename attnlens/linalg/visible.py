@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from attnlens.linalg.long import TiledMatrix, each_head, interval_mask, is_long, least_rank, tiles
-from attnlens.linalg.parallel import over_heads
-from attnlens.linalg.spectra import product_singular_values, rank_at
+from attnlens.linalg.spectra import over_heads, product_singular_values, rank_at
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -188,7 +187,7 @@ def seen(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
     """
     if "seen" not in query_key.shared:
         scores, centred = _centred(query_key)
-        centred[~_above_rounding(torch.linalg.matrix_norm(centred), scores)] = 0.0
+        centred[~_above(torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores), scores.shape[-1])] = 0.0
         query_key.shared["seen"] = centred
     return query_key.shared["seen"]
 
@@ -259,15 +258,13 @@ def _long_rank(head: QueryKey, share: float) -> float:
     """The rank of what softmax sees of one long head."""
     if not _long_sums(head)[0] > 0:
         return math.nan
-    return least_rank(TiledMatrix(lambda: _seen_tiles(head), head.key.shape[-2]), share)
+    return least_rank(
+        TiledMatrix(lambda: (_centred(tile)[1][0, 0] for _, tile in tiles(head)), head.key.shape[-2]), share
+    )
 
 
 def _pairs(head: QueryKey) -> tuple[int, int]:
     return head.query.shape[-2], head.key.shape[-2]
-
-
-def _seen_tiles(head: QueryKey) -> Iterator[Float[Tensor, "rows some_keys"]]:
-    return (_centred(tile)[1][0, 0] for _, tile in tiles(head))
 
 
 def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
@@ -279,15 +276,8 @@ def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Fl
     return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
-def _above_rounding(
-    norm: Float[Tensor, "*batch heads"], scores: Float[Tensor, "*batch heads n m"]
-) -> Bool[Tensor, "*batch heads"]:
-    """Whether a norm is more than centring the rows of these scores leaves by rounding."""
-    return _above(norm, torch.linalg.matrix_norm(scores), scores.shape[-1])
-
-
 def _above(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
-    """The same of scores with this norm."""
+    """Whether a norm is more than centring the rows of scores with this norm leaves by rounding."""
     # Strict: scores of one value a row leave at most this norm.
     above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores
     return above

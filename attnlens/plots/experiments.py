@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -285,7 +286,8 @@ def compared(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
     """The figures that have a published counterpart, of more than eighty those farthest off; how many there are."""
     every = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     worst = sorted(
-        range(len(every)), key=lambda number: (every[number][0].meets(every[number][1]), -_off(every[number]))
+        range(len(every)),
+        key=lambda number: (every[number][0].meets(every[number][1]), -abs(deviation(*every[number]))),
     )
     return [every[number] for number in sorted(worst[:MOST_ROWS])], len(every)
 
@@ -313,7 +315,7 @@ def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
     """A line and a band of quartiles for each curve."""
-    for colour, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
+    for colour, (name, curve) in zip(cycle(COLOURS), curves.items(), strict=False):
         steps, middle = np.asarray(curve.steps, dtype=float), _numbers(curve.median)
         order = np.argsort(steps, kind="stable")
         mark = "o" if len(steps) <= MARKED else ""
@@ -384,7 +386,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         caption = " ".join(part for part in (experiment.question, said.strip(), f"({facts})" if facts else "") if part)
         draw = partial(draw_curves, experiment=experiment, curves=curves)
         lines = -(-len(curves) // _across(experiment, curves)) if len(curves) > 1 else 1
-        yield Panel(_stem(stem), title, note, clean(caption), draw, left=BESIDE, legend=lines)
+        yield Panel(clean(stem).replace(" ", "-"), title, note, clean(caption), draw, left=BESIDE, legend=lines)
 
 
 def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
@@ -400,14 +402,6 @@ def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
     return Panel("published", "ours against the published", note, caption, draw, len(rows), left)
 
 
-def _stem(name: str) -> str:
-    return clean(name).replace(" ", "-")
-
-
-def _off(row: tuple[Experiment, str]) -> float:
-    return abs(deviation(*row))
-
-
 def _line(experiment: Experiment, name: str) -> str:
     """How a curve is written beside its line."""
     return clean(experiment.curves[name].label or worded(experiment, name))
@@ -417,10 +411,6 @@ def _across(experiment: Experiment, curves: dict[str, Curve]) -> int:
     """How many names stand side by side."""
     longest = max(min(40, len(_line(experiment, name))) for name in curves)
     return max(1, min(len(curves), LEGEND // (longest + 5)))
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 
 def _scale_values(axes: Axes, curves: list[Curve]) -> None:
@@ -491,9 +481,18 @@ NOTE = 42
 
 def experiment_overview(report: Report) -> Figure:
     """All panels on a page, three in a row; where heads are followed, four in a row and the layers' colours beside."""
-    grid = _grid(report)
+    found = experiment_panels(report)
+    followed = any(experiment.trajectories for experiment in report.experiments)
+    across = MANY if followed else ACROSS
+    plain = [panel for panel in found if not _alone(panel)][: MOST if followed else None]
+    across = max(1, min(across, len(plain)))
+    rows = [plain[start : start + across] for start in range(0, len(plain), across)]
+    grid = Grid(rows + [[panel] for panel in found if _alone(panel)], across, followed)
     talls = [grid.tall(row) for row in grid.rows]
-    blocks = [tall + OVER + UNDER + LINE * (_legend(row) - 1) for row, tall in zip(grid.rows, talls, strict=True)]
+    blocks = [
+        tall + OVER + UNDER + LINE * (max(panel.legend for panel in row) - 1)
+        for row, tall in zip(grid.rows, talls, strict=True)
+    ]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
     _head(figure, report)
@@ -535,16 +534,6 @@ class Grid:
         return FLAT if self.followed else TALL
 
 
-def _grid(report: Report) -> Grid:
-    found = experiment_panels(report)
-    followed = any(experiment.trajectories for experiment in report.experiments)
-    across = MANY if followed else ACROSS
-    plain = [panel for panel in found if not _alone(panel)][: MOST if followed else None]
-    across = max(1, min(across, len(plain)))
-    rows = [plain[start : start + across] for start in range(0, len(plain), across)]
-    return Grid(rows + [[panel] for panel in found if _alone(panel)], across, followed)
-
-
 def _alone(panel: Panel) -> bool:
     """Whether it needs a row for itself: its rows have long names."""
     return panel.left > 2 * (NUMBERS + NAMED)
@@ -559,10 +548,6 @@ def _shortened(title: str, width: int) -> str:
         if len(title) > width and name and room >= SHORTEST
         else fitted(title, width)
     )
-
-
-def _legend(row: list[Panel]) -> int:
-    return max(panel.legend for panel in row)
 
 
 def _head(figure: Figure, report: Report) -> None:

@@ -252,7 +252,13 @@ def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool)
         axes.plot(steps, median, color=colour, linewidth=1.5, linestyle=":", zorder=2.5)
     draw_band(axes, found[number].quartiles, first)
     if number == 0:
-        _show_lines(axes, several=len(found) > 1)
+        # what the black lines are
+        handles = [
+            Line2D([], [], color="black", label="median"),
+            Line2D([], [], color="black", linestyle="--", label="quartiles"),
+            *([Line2D([], [], color=MUTED, linestyle=":", label="other groups' medians")] if (len(found) > 1) else []),
+        ]
+        axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=6.5, handlelength=2.6)
     every = [curve for _, curve in shapes.curves[name]]
     limit_values(axes, every, [group.quartiles[1] for group in found])
     limit_steps(axes, first, max(map(len, every)))
@@ -260,16 +266,6 @@ def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
         show_depths(axes, shapes, depth)
-
-
-def _show_lines(axes: Axes, *, several: bool) -> None:
-    """What the black lines are."""
-    handles = [
-        Line2D([], [], color="black", label="median"),
-        Line2D([], [], color="black", linestyle="--", label="quartiles"),
-        *([Line2D([], [], color=MUTED, linestyle=":", label="other groups' medians")] if several else []),
-    ]
-    axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=6.5, handlelength=2.6)
 
 
 def _title(shapes: Shapes, rows: list[int]) -> str:

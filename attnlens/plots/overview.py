@@ -112,18 +112,7 @@ def margins_figure(report: Report, found: Selection) -> Figure:
     """The sorted margins of one head (blue), of its null heads (grey), and the best least margin (dashed)."""
     figure = new_figure(MARGINS_WIDTH, MARGINS_HEIGHT)
     axes = figure.add_axes((0.1, 0.28, 0.86, 0.59))
-    draw_margins(axes, found)
-    shapes = Shapes(report)
-    title = f"layer {found.layer} head {found.head}: margins of its selection"
-    figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
-    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
-    caption = wrapped(lines, int(MARGINS_WIDTH * 17))
-    figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
-    return figure
-
-
-def draw_margins(axes: Axes, found: Selection) -> None:
-    """Lines over the share of queries with at most that margin."""
+    # lines over the share of queries with at most that margin
     for number, margins in enumerate(found.null_margins):
         axes.plot(*_sorted(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
     own = [pick.margin for pick in found.picks]
@@ -139,6 +128,13 @@ def draw_margins(axes: Axes, found: Selection) -> None:
     axes.set_ylabel("margin over the best least margin")
     axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
     legend_above(axes, 3, handlelength=1.6)
+    shapes = Shapes(report)
+    title = f"layer {found.layer} head {found.head}: margins of its selection"
+    figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
+    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
+    caption = wrapped(lines, int(MARGINS_WIDTH * 17))
+    figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
+    return figure
 
 
 def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +182,17 @@ def overview_figure(shapes: Shapes) -> Figure:
         ceiling = height - 0.75 - number * block
         before = "" if number == 0 else group_of(shapes.info(rows[number - 1][0].name))
         if group_of(shapes.info(row[0].name)) != before:
-            _section(figure, fitted(row[0].section or source_heading(shapes, row[0].name), 120), ceiling, height)
+            # what the row below rests on, over a hairline
+            figure.text(
+                0.055,
+                (ceiling - 0.13) / height,
+                fitted(row[0].section or source_heading(shapes, row[0].name), 120),
+                fontsize=8.5,
+                color=MUTED,
+                style="italic",
+                va="center",
+            )
+            figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
             axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
@@ -307,9 +313,3 @@ def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:
     head(figure, model.title, facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
     if hatched:
         figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
-
-
-def _section(figure: Figure, title: str, ceiling: float, height: float) -> None:
-    """What the row below rests on, over a hairline."""
-    figure.text(0.055, (ceiling - 0.13) / height, title, fontsize=8.5, color=MUTED, style="italic", va="center")
-    figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))

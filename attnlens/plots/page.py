@@ -97,7 +97,11 @@ def panels_overview(
     for number, row in enumerate(grid):
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
         # rows of equal length share their columns, so that their panels stand exactly below each other
-        edges = _columns([other for other in grid if len(other) == len(row)])
+        rows = [other for other in grid if len(other) == len(row)]
+        taken = [max(panel.left for panel in column) + BAR for column in zip(*rows, strict=True)]
+        right = RIGHT if any(row[-1].bar for row in rows) else RIGHT + BAR - 0.1
+        free = (right - LEFT - sum(taken)) / len(taken)
+        edges = [LEFT + sum(taken[:column]) + column * free for column in range(len(taken) + 1)]
         for column, panel in enumerate(row):
             begin, end = edges[column] + panel.left, edges[column + 1] - BAR
             tall = blocks[number] - UNDER - OVER - LINE * (panel.legend - 1)
@@ -136,11 +140,3 @@ def _block(row: list[Panel], *, alone: bool) -> float:
     rows = min(HIGHEST, max(panel.rows for panel in row))
     least = OVER + UNDER + (2.6 if alone else 2.3)
     return least + 0.06 * (rows - 12) if rows > 12 else least if len(row) > 1 else OVER + UNDER + 0.19 * rows
-
-
-def _columns(rows: list[list[Panel]]) -> list[float]:
-    """Where each column begins, and the last ends; panels of a row are equally wide, whatever stands beside them."""
-    taken = [max(panel.left for panel in column) + BAR for column in zip(*rows, strict=True)]
-    right = RIGHT if any(row[-1].bar for row in rows) else RIGHT + BAR - 0.1
-    free = (right - LEFT - sum(taken)) / len(taken)
-    return [LEFT + sum(taken[:column]) + column * free for column in range(len(taken) + 1)]

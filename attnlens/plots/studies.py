@@ -78,15 +78,11 @@ def _head_panels(question: str, stem: str, task: StudyColumn, cells: list[StudyC
         )
 
 
-def _factor(task: StudyColumn) -> float:
-    return 100.0 if task.metric == "accuracy" else 1.0
-
-
 def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     """A row a cell; of those that did not converge the words alone."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    factor = _factor(task)
+    factor = 100.0 if task.metric == "accuracy" else 1.0
     for row, cell in enumerate(cells):
         values = [run.scores[task.metric] * factor for run in cell.runs if task.metric in run.scores]
         if cell.mean is None:
@@ -114,11 +110,6 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"
     axes.set_xlabel(f"{task.metric}{unit}, {better} is better", labelpad=2)
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-    _published(axes, cells)
-
-
-def _published(axes: Axes, cells: list[StudyCell]) -> None:
-    """The papers' numbers as words beside their rows: their data and models are others, so that no axis has both."""
     known = {row: f"{cell.published:g}" for row, cell in enumerate(cells) if cell.published is not None}
     known |= {row: "none: diverged" for row, cell in enumerate(cells) if cell.published_diverged}
     for row, said in ({-1: "published"} | known if known else {}).items():

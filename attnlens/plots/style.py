@@ -177,7 +177,16 @@ def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str], *, nam
     if len(groups) == 1:
         axes.set_ylabel("layer")
         return
-    _above_the_ticks(axes, "layer")
+    # name the side axis over its numbers, where the parts' names take the usual place
+    axes.annotate(
+        "layer",
+        xy=(0, 1),
+        xycoords="axes fraction",
+        xytext=(-4, 3),
+        textcoords="offset points",
+        fontsize=6.5,
+        ha="right",
+    )
     for part, members in groups:
         axes.annotate(
             part,
@@ -189,10 +198,3 @@ def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str], *, nam
             ha="center",
             va="center",
         )
-
-
-def _above_the_ticks(axes: Axes, text: str) -> None:
-    """Name the side axis over its numbers, where the parts' names take the usual place."""
-    axes.annotate(
-        text, xy=(0, 1), xycoords="axes fraction", xytext=(-4, 3), textcoords="offset points", fontsize=6.5, ha="right"
-    )

@@ -137,7 +137,11 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
     """Δ of the loss, or a distance where there is no loss, with its 95 % interval; diverged ones are named."""
     axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     for row, swap in enumerate(swaps):
-        draw_controls(axes, swap, row)
+        # its controls as grey marks of their own shapes in the kernel's row; nothing without a loss
+        for control in swap.controls:
+            cost = cost_of(control)
+            if cost is not None and swap.judged_by == "loss":
+                axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
         _draw_kernel(axes, swap, row)
     every = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
     _scale(axes, [effect for effect in every if effect is not None])
@@ -148,14 +152,6 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
     axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_controls(axes: Axes, swap: Swap, row: int) -> None:
-    """Its controls as grey marks of their own shapes in the kernel's row; nothing without a loss."""
-    for control in swap.controls:
-        cost = cost_of(control)
-        if cost is not None and swap.judged_by == "loss":
-            axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
 
 
 def cost_of(control: Control) -> float | None:
@@ -354,7 +350,27 @@ def of_heads(swap: Swap) -> bool:
 def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
     """Heads as a map, layers as dots; layer 0 at the top either way."""
     if of_heads(swap):
-        _draw_map(axes, swap.sweep, named=named)
+        parts = {effect.layer: effect.part for effect in swap.sweep}
+        layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
+        heads = sorted({effect.head for effect in swap.sweep if effect.head is not None})
+        values, quiet, lost = _grids(swap.sweep, layers, heads)
+        half, extend = limit(values)
+        signed = any(effect.p_value is not None for effect in swap.sweep)
+        colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
+        scale = (colormaps[colours], norm, extend)
+        bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=named)
+        bar.update_ticks()
+        hatch(axes, lost, "xxxxx")
+        wide, high = size_in_points(axes)
+        rows, columns = np.nonzero(quiet)
+        size = min(wide / len(heads), high / len(layers)) / 4
+        axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
+        for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
+            number = typeset(values[row, column], decimals_for([values[row, column]], 2))
+            ink = "white" if signed else "black"
+            axes.annotate(
+                number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
+            )
     else:
         _draw_layers(axes, swap, named=named)
 
@@ -368,30 +384,6 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
         return most or 1.0, "neither"
     over, under = bool((present > usual).any()), bool((present < -usual).any())
     return usual, "both" if over and under else "max" if over else "min"
-
-
-def _draw_map(axes: Axes, effects: list[Effect], *, named: bool) -> None:
-    parts = {effect.layer: effect.part for effect in effects}
-    layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
-    heads = sorted({effect.head for effect in effects if effect.head is not None})
-    values, quiet, lost = _grids(effects, layers, heads)
-    half, extend = limit(values)
-    signed = any(effect.p_value is not None for effect in effects)
-    colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
-    scale = (colormaps[colours], norm, extend)
-    bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=named)
-    bar.update_ticks()
-    hatch(axes, lost, "xxxxx")
-    wide, high = size_in_points(axes)
-    rows, columns = np.nonzero(quiet)
-    size = min(wide / len(heads), high / len(layers)) / 4
-    axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
-    for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
-        number = typeset(values[row, column], decimals_for([values[row, column]], 2))
-        ink = "white" if signed else "black"
-        axes.annotate(
-            number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
-        )
 
 
 def _unsure(effect: Effect) -> bool:

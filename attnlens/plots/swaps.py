@@ -104,7 +104,12 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
     for place in places:
         place.yaxis.set_label_coords(-LABEL / wide, 0.5)
         place.axvline(at.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
-        _spread(place, last)
+        # steps or tokens spread as their square root, since the first ones do most
+        place.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
+        place.set_xlim(0, last * 1.03)
+        place.xaxis.set_major_locator(FixedLocator(named_steps(last)))
+        place.xaxis.set_minor_locator(NullLocator())
+        place.xaxis.set_major_formatter(PlainNumbers() if last < THOUSANDS else FuncFormatter(_short))
     for place in places[:-1]:
         place.tick_params(labelbottom=False)
     places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale", labelpad=1.5)
@@ -136,15 +141,6 @@ def _draw(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: st
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _spread(axes: Axes, last: int) -> None:
-    """Steps or tokens spread as their square root, since the first ones do most."""
-    axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
-    axes.set_xlim(0, last * 1.03)
-    axes.xaxis.set_major_locator(FixedLocator(named_steps(last)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(PlainNumbers() if last < THOUSANDS else FuncFormatter(_short))
-
-
 def _short(number: float, _place: int | None = None) -> str:
     """196 k, 2 M: as many thousands or millions, of three digits."""
     unit, name = (1e6, " M") if number >= 1e6 else (1e3, " k")
@@ -168,14 +164,6 @@ PICTURES, ACROSS = 6, 3
 LAYERS = "viridis"
 SQUASHED = 30.0
 """How many times as large as the middle effect the largest must be for the axis of effects to be drawn as asinh."""
-
-
-def drawn_predictors(swap: Swap) -> list[Predictor]:
-    """Those asked for, then the strongest others."""
-    by_name = {one.measure: one for one in swap.predictors}
-    first = [by_name[name] for name in ASKED if name in by_name]
-    others = sorted((one for one in swap.predictors if one not in first), key=lambda one: -abs(one.rho))
-    return [*first, *others][:PICTURES]
 
 
 def missing(swap: Swap) -> str:
@@ -203,7 +191,11 @@ def draw_predictors(axes: Axes, swap: Swap) -> None:
     """A picture for each measure, in rows."""
     axes.set_axis_off()
     figure, box = figure_of(axes), axes.get_position()
-    found = drawn_predictors(swap)
+    # those asked for, then the strongest others
+    by_name = {one.measure: one for one in swap.predictors}
+    first = [by_name[name] for name in ASKED if name in by_name]
+    others = sorted((one for one in swap.predictors if one not in first), key=lambda one: -abs(one.rho))
+    found = [*first, *others][:PICTURES]
     rows = -(-len(found) // ACROSS)
     tall, wide = box.height / rows, box.width / ACROSS
     for number, one in enumerate(found):
@@ -394,7 +386,9 @@ def _kept(plan: Plan) -> str:
 
 
 def _healing(swap: Swap, healing: Healing) -> Panel:
-    hollow = _hollow(healing)
+    hollow = (
+        " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
+    )
     note = "hollow: transfer" if hollow else "dotted: step kept"
     note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
     caption = (
@@ -403,12 +397,6 @@ def _healing(swap: Swap, healing: Healing) -> Panel:
     )
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
-
-
-def _hollow(healing: Healing) -> str:
-    return (
-        " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
-    )
 
 
 def _goal(healing: Healing) -> str:

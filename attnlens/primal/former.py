@@ -59,7 +59,11 @@ def build(
     for found in chosen:
         _check(found, samples)
     for found in chosen:
-        _attach(found, scores, samples, model)
+        call = found.call
+        heads = PrimalHeads(call.query.shape[1], call.query.shape[-1], scores, call.value.shape[-1], samples)
+        found.module.add_module("primal", heads.to(model.device, model.dtype))
+        if samples:
+            found.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
@@ -160,14 +164,6 @@ def _check(found: Reached, samples: int) -> None:
         raise UsageError(
             f"The input of {found.site.path} does not divide into {heads} heads of {size} dimensions.", "Use samples=0."
         )
-
-
-def _attach(found: Reached, scores: int, samples: int, model: PreTrainedModel) -> None:
-    call = found.call
-    heads = PrimalHeads(call.query.shape[1], call.query.shape[-1], scores, call.value.shape[-1], samples)
-    found.module.add_module("primal", heads.to(model.device, model.dtype))
-    if samples:
-        found.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
 
 
 def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

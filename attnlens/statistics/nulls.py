@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,42 +21,13 @@ MEDIAN_DRAWS = 2000
 """Draws of all heads behind the null of a median."""
 
 
-@runtime_checkable
-class Quantity(Protocol):
-    """What the null needs to know of a measure."""
-
-    @property
-    def name(self) -> str:
-        """Its name among the readings."""
-
-    @property
-    def curve(self) -> bool:
-        """Whether it is a curve; curves have no null."""
-
-    @property
-    def has_null(self) -> bool:
-        """Whether Gaussian factors are a null for it."""
-
-
-@runtime_checkable
-class Question(Protocol):
-    """What the null needs to know of an analyzer (registry.Analyzer is one)."""
-
-    @property
-    def function(self) -> Callable[[QueryKey], Mapping[str, Tensor]]:
-        """QueryKey → readings."""
-
-    @property
-    def measures(self) -> Iterable[Quantity]:
-        """What it measures."""
-
-
 def gaussian_null(
-    analyzers: Sequence[Question], like: QueryKey, draws: int = 32, seed: int = 0
+    analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
     """Mean and sd of each scalar measure over independent Gaussian factors of the shapes, scale and rotation of `like`.
 
-    All analyzers read the same draws. Each factor has unit Frobenius norm: a measure that is proportional to
+    Analyzers are registry.Analyzer or alike: a `function` of a QueryKey, and `measures` with `name`, `curve` and
+    `has_null`. All read the same draws. Each factor has unit Frobenius norm: a measure that is proportional to
     ‖W_Q‖‖W_K‖ is to be rescaled by the caller. Draws without a value don't count; a measure with fewer than two values
     is left out.
     """

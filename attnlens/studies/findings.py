@@ -37,27 +37,29 @@ def table_of(
         question=table.question,
         source=table.source,
         scale=name,
-        tasks=[_task(task, table, scales[task.form]) for task in tasks],
+        tasks=[
+            StudyColumn(
+                name=task.name,
+                form=task.form,
+                metric=task.metric,
+                higher_is_better=task.higher_is_better,
+                vocabulary=task.vocabulary,
+                length=task.length,
+                sizes={
+                    name: list(value) if isinstance(value, tuple) else value
+                    for name, value in asdict(scales[task.form]).items()
+                },
+                left_out={what: count for what, count in getattr(task, "left_out", {}).items() if count},
+                repeated=getattr(task, "repeated", 0),
+                files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
+                published=table.data.get(task.form),
+            )
+            for task in tasks
+        ],
         cells=cells,
         not_trained=list(not_trained),
         pairs=pairs,
         orderings=[one for task, measure in by for one in _ordering(cells, task, measure, pairs)],
-    )
-
-
-def _task(task: StudyTask, table: PaperTable, scale: Scale) -> StudyColumn:
-    return StudyColumn(
-        name=task.name,
-        form=task.form,
-        metric=task.metric,
-        higher_is_better=task.higher_is_better,
-        vocabulary=task.vocabulary,
-        length=task.length,
-        sizes={name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scale).items()},
-        left_out={what: count for what, count in getattr(task, "left_out", {}).items() if count},
-        repeated=getattr(task, "repeated", 0),
-        files=[File(name=name, sha256=digest) for name, digest in task.files.items()],
-        published=table.data.get(task.form),
     )
 
 
@@ -137,6 +139,8 @@ def _pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
         compared = Blocks(values, [cell.published_diverged for cell in of])
         for (a, b), p in zip(pairs_of(len(of)), compared.p_values(), strict=True):
             difference = float(compared.means[a] - compared.means[b])
+            # 1 if a better cell has more of the measure and of the paper's, or less of both
+            sign = 1 if (measure != "loss") == task.higher_is_better else -1
             yield StudyPair(
                 task=task.name,
                 measure=measure,
@@ -145,7 +149,7 @@ def _pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
                 difference=difference,
                 p=None if math.isnan(p) else p,
                 p_holm=None,
-                agrees=_agrees(_sign(task, measure) * difference, of[a], of[b]),
+                agrees=_agrees(sign * difference, of[a], of[b]),
             )
 
 
@@ -155,11 +159,6 @@ def _corrected(pairs: Sequence[StudyPair]) -> list[StudyPair]:
     return [
         pair.model_copy(update={"p_holm": None if math.isnan(p) else p}) for pair, p in zip(pairs, every, strict=True)
     ]
-
-
-def _sign(task: StudyTask, measure: str) -> int:
-    """1 where a better cell has more of the measure and of the paper's, or less of both; −1 elsewhere."""
-    return 1 if (measure != "loss") == task.higher_is_better else -1
 
 
 def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnlens import attsvm
-from attnlens.attsvm.instances import Instances, Linear, PredictionHead, Relu
+from attnlens.attsvm.descent import Instances, Linear, PredictionHead, Relu
 from attnlens.experiments.settings import NORMS, Figure, Progress, columns, silent
 from attnlens.records.experiments import Experiment
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Descent, descend, longest
-from attnlens.attsvm.instances import Instances
+from attnlens.attsvm.descent import Descent, Instances, descend, longest
 from attnlens.experiments.settings import (
     CORRELATION,
     NORMS,

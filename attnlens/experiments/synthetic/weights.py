@@ -10,8 +10,7 @@ import torch
 from pydantic import JsonValue
 
 from attnlens import attsvm
-from attnlens.attsvm.descent import Descent, descend, gradient, unit
-from attnlens.attsvm.instances import Instances, Scores
+from attnlens.attsvm.descent import Descent, Instances, Scores, descend, gradient, unit
 from attnlens.errors import UnposedError, UsageError
 from attnlens.experiments.settings import (
     CORRELATION,
@@ -128,7 +127,10 @@ def compared(instances: Instances, descent: Descent, trial: int) -> list[float] 
     if several is None or single is None or finite is None:
         return None
     R = float(((W - finite) * several).sum() / several.square().sum())
-    return [1 - _correlation(W, direction) for direction in (finite + R * several, several, single)]
+    return [
+        1 - float((W * direction).sum() / (W.norm() * direction.norm()))
+        for direction in (finite + R * several, several, single)
+    ]
 
 
 def _finite(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
@@ -137,10 +139,6 @@ def _finite(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tens
         return attsvm.solve(attsvm.finite_part(tokens, queries, weights, weights > KEPT)).W
     except UnposedError:
         return torch.zeros_like(W)
-
-
-def _correlation(W: Tensor, direction: Tensor) -> float:
-    return float((W * direction).sum() / (W.norm() * direction.norm()))
 
 
 def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:

@@ -2,9 +2,9 @@
 
 from attnlens.studies.tasks.classification import Labelled, labelled, series
 from attnlens.studies.tasks.language import NextTokens, iwslt, language, wikitext
-from attnlens.studies.tasks.planted import Reversal, angles, bag_bound, before, least_leak, majority
 from attnlens.studies.tasks.scores import (
-    Translator,
+    StudyTask,
+    TranslationTask,
     beam_search,
     bleu_and_chrf,
     cross_entropy,
@@ -12,14 +12,13 @@ from attnlens.studies.tasks.scores import (
     score,
     translations,
 )
-from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, Split, StudyTask, TaskForm, TranslationTask
-from attnlens.studies.tasks.translation import SentencePairs, translation
+from attnlens.studies.tasks.task import NOTHING, Examples, Split, TaskForm
+from attnlens.studies.tasks.translation import Reversal, SentencePairs, bag_bound, translation
 
 __all__ = [
     "NOTHING",
     "Examples",
     "Labelled",
-    "LanguageTask",
     "NextTokens",
     "Reversal",
     "SentencePairs",
@@ -27,18 +26,13 @@ __all__ = [
     "StudyTask",
     "TaskForm",
     "TranslationTask",
-    "Translator",
-    "angles",
     "bag_bound",
     "beam_search",
-    "before",
     "bleu_and_chrf",
     "cross_entropy",
     "iwslt",
     "labelled",
     "language",
-    "least_leak",
-    "majority",
     "mean_loss",
     "score",
     "series",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -88,18 +88,6 @@ class Labelled:
         part = self.cases[split]
         return in_order([len(row) for row in part.rows], size, part.batch)
 
-    def permuted(self, seed: int) -> Labelled:
-        """The same sequences with the labels of each part in a random order, so that no model can beat chance on them.
-
-        Chance is the share of the commonest class, or less where a model names others.
-        """
-        draws = torch.Generator().manual_seed(seed)
-        mixed = {
-            part: replace(each, labels=each.labels[torch.randperm(len(each.labels), generator=draws)])
-            for part, each in self.cases.items()
-        }
-        return replace(self, name=f"{self.name}, labels permuted", cases=mixed)
-
 
 HEADER = ("text", "label")
 """The columns of a first line that is no case."""
@@ -176,7 +164,12 @@ def series(train: str | Path, test: str | Path) -> Labelled:
     have, and files of unlike channels.
     """
     first, second = read_series(train), read_series(test)
-    _check_channels(first, second)
+    counts = [found.cases[0].shape[1] for found in (first, second)]
+    if counts[0] != counts[1]:
+        raise TextError(
+            f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
+            "Give the training and the test file of one problem.",
+        )
     classes = _classes(first, second)
     held = _validation(first.labels)
     fitted = [case for number, case in enumerate(first.cases) if number not in held]
@@ -210,15 +203,6 @@ def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
     if first.sha256 == second.sha256:
         raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
     return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
-
-
-def _check_channels(first: Recording, second: Recording) -> None:
-    counts = [found.cases[0].shape[1] for found in (first, second)]
-    if counts[0] != counts[1]:
-        raise TextError(
-            f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
-            "Give the training and the test file of one problem.",
-        )
 
 
 def _classes(first: Recording, second: Recording) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -13,12 +13,25 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
-from attnlens.studies.tasks.task import NOTHING, Examples, LanguageTask, SpecialIds, Split, StudyTask, TranslationTask
+from attnlens.studies.tasks.classification import Labelled
+from attnlens.studies.tasks.language import NextTokens
+from attnlens.studies.tasks.task import NOTHING, Examples, Split
+from attnlens.studies.tasks.translation import Reversal, SentencePairs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from attnlens.kernel_transformers.models import EncoderDecoder
+
+TranslationTask: TypeAlias = SentencePairs | Reversal
+"""A task of sentences for sentences: ids `begin` and `end` a sentence, `padding` fills up, `written` gives its text."""
+StudyTask: TypeAlias = NextTokens | Labelled | TranslationTask
+"""Examples to train on (`training`, a function of the seed alone) and to be judged on (`held_out`).
+
+`form` is what a model is to do, `metric` the name in `score`'s result by which models are compared; ids of inputs are
+below `vocabulary` (0: a series of `channels`), targets below `outputs`; no sequence is longer than `length`.
+"""
 WIDTH = 4
 """Beams, as in the papers' translation tables."""
 
@@ -34,10 +47,23 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     with _judged(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
         if task.form == "language":
-            return _language(cast(LanguageTask, task), model, batches)
+            total, tokens, width = _totals(task.widths, model, batches)
+            loss = total / tokens
+            found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
+            return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
         if task.form == "classification":
-            return _classification(model, batches)
-        return _translation(cast(TranslationTask, task), model, batches)
+            total, right, cases = 0.0, 0, 0
+            for batch in batches:
+                logits = _answer(model, batch)
+                total += float(cross_entropy(logits, batch.targets))
+                right += int((logits.argmax(-1) == batch.targets).sum())
+                cases += len(batch.targets)
+            return {"loss": total / cases, "accuracy": right / cases}
+        total, tokens, _ = _totals(None, model, batches)
+        loss = total / tokens
+        if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
+            return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
+        return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
 
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
@@ -94,13 +120,6 @@ def _answer(model: nn.Module, batch: Examples) -> Tensor:
     return found
 
 
-def _language(task: LanguageTask, model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
-    total, tokens, width = _totals(task.widths, model, batches)
-    loss = total / tokens
-    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}  # beyond, exp overflows
-    return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
-
-
 def _totals(
     widths: Float[Tensor, " vocabulary"] | None, model: nn.Module, batches: Sequence[Examples]
 ) -> tuple[float, int, float | None]:
@@ -114,65 +133,37 @@ def _totals(
     return total, tokens, None if widths is None else width
 
 
-def _classification(model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
-    total, right, cases = 0.0, 0, 0
-    for batch in batches:
-        logits = _answer(model, batch)
-        total += float(cross_entropy(logits, batch.targets))
-        right += int((logits.argmax(-1) == batch.targets).sum())
-        cases += len(batch.targets)
-    return {"loss": total / cases, "accuracy": right / cases}
-
-
-def _translation(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> dict[str, float]:
-    total, tokens, _ = _totals(None, model, batches)
-    loss = total / tokens
-    if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
-        return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
-    return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
-
-
 def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
     pairs = []
     for batch in batches:
-        found = beam_search(cast(Translator, model), batch.inputs, batch.kept, task, most=task.length)
+        found = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
         for written, target in zip(found, batch.targets.tolist(), strict=True):
             meant = [number for number in target if number not in (NOTHING, task.end)]
             pairs.append((task.written(written), task.written(meant)))
     return pairs
 
 
-class Translator(Protocol):
-    """An encoder and a decoder that beam search reads."""
-
-    def encode(self, inputs: Tensor, kept: Tensor | None) -> Tensor:
-        """States of the source (batch, tokens, d_model)."""
-
-    def decode(self, given: Tensor, memory: Tensor, kept: Tensor | None) -> Tensor:
-        """Logits (batch, target tokens, outputs) of the token after each of `given`."""
-
-
 class _Generator(PreTrainedModel, GenerationMixin):
-    """A translator as transformers' `generate` calls it."""
+    """An encoder and a decoder as transformers' `generate` calls it."""
 
-    def __init__(self, model: Translator, device: torch.device) -> None:
+    def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
         super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
-        self._translator, self._device = model, device
+        self._model, self._device = model, device
 
     @property
     def device(self) -> torch.device:
-        return self._device  # a translator need not have a parameter to ask
+        return self._device  # a model need not have a parameter to ask
 
     def forward(
         self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: Any
     ) -> Seq2SeqLMOutput:
         kept = None if bool(attention_mask.all()) else attention_mask.bool()
-        return Seq2SeqLMOutput(logits=self._translator.decode(decoder_input_ids, encoder_outputs[0], kept))
+        return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], kept))
 
 
 @torch.no_grad()
 def beam_search(
-    model: Translator, inputs: Tensor, kept: Tensor | None, ids: SpecialIds, *, most: int, width: int = WIDTH
+    model: EncoderDecoder, inputs: Tensor, kept: Tensor | None, task: TranslationTask, *, most: int, width: int = WIDTH
 ) -> list[list[int]]:
     """Return for each source the sentence y of at most `most` tokens with the largest log p(y | x)/|y| that is found.
 
@@ -183,7 +174,7 @@ def beam_search(
     def bar(written: Tensor, scores: Tensor) -> Tensor:
         places = torch.arange(scores.shape[1], device=scores.device)
         last = written.shape[1] == most
-        barred = places != ids.end if last else (places == ids.begin) | (places == ids.padding)
+        barred = places != task.end if last else (places == task.begin) | (places == task.padding)
         return scores.masked_fill(barred, -torch.inf)
 
     config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -191,9 +182,9 @@ def beam_search(
         num_beams=width,
         early_stopping=True,
         use_cache=False,
-        decoder_start_token_id=ids.begin,
-        eos_token_id=ids.end,
-        pad_token_id=ids.padding,
+        decoder_start_token_id=task.begin,
+        eos_token_id=task.end,
+        pad_token_id=task.padding,
     )
     generator: Any = _Generator(model, inputs.device)
     found: Tensor = generator.generate(
@@ -202,4 +193,4 @@ def beam_search(
         logits_processor=LogitsProcessorList([bar]),
         generation_config=config,
     )
-    return [[number for number in row if number not in (ids.begin, ids.end, ids.padding)] for row in found.tolist()]
+    return [[number for number in row if number not in (task.begin, task.end, task.padding)] for row in found.tolist()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,83 +56,6 @@ class Examples:
             targets=self.targets.to(device),
             given=None if self.given is None else self.given.to(device),
         )
-
-
-class StudyTask(Protocol):
-    """Examples to train on, examples to be judged on, and how; frozen dataclasses implement it."""
-
-    @property
-    def name(self) -> str:
-        """What the task is called in tables."""
-
-    @property
-    def form(self) -> TaskForm:
-        """What a model is to do."""
-
-    @property
-    def vocabulary(self) -> int:
-        """How many ids the inputs have; 0 for a series."""
-
-    @property
-    def outputs(self) -> int:
-        """How many ids a target may have, or how many classes there are; in a language, as many as inputs."""
-
-    @property
-    def channels(self) -> int:
-        """How many numbers a step of a series has; 0 for ids."""
-
-    @property
-    def length(self) -> int:
-        """The most tokens or steps of a sequence, of either side."""
-
-    @property
-    def metric(self) -> str:
-        """The name in `score`'s result by which models are compared: perplexity, BLEU or accuracy."""
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a better model has more of it."""
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """SHA-256 of each file's content by its name; empty for built-in data."""
-
-    def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Batches of `size` examples (all, where there are fewer) without end, shuffled: a function of `seed` alone."""
-
-    def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """The same batches at each call, of at most `size` examples."""
-
-
-class LanguageTask(StudyTask, Protocol):
-    """A task of next tokens."""
-
-    @property
-    def widths(self) -> Float[Tensor, " vocabulary"] | None:
-        """How many bytes of text each id stands for; None where ids are no text."""
-
-
-class SpecialIds(Protocol):
-    """Which ids have a meaning of their own."""
-
-    @property
-    def padding(self) -> int:
-        """The id that stands for nothing."""
-
-    @property
-    def begin(self) -> int:
-        """The id that a decoder reads first."""
-
-    @property
-    def end(self) -> int:
-        """The id that a sentence ends with."""
-
-
-class TranslationTask(StudyTask, SpecialIds, Protocol):
-    """A task of sentences for sentences, with padding, beginnings and ends of their own ids."""
-
-    def written(self, ids: Sequence[int]) -> str:
-        """The text of ids, without those that begin, end or pad."""
 
 
 STRETCHES = 10
