@@ -103,23 +103,19 @@ class HealOptions:
             )
         folder = None if asked["heal_checkpoint"] is None else Path(asked["heal_checkpoint"])
         if folder is not None:
-            check_state_folder(folder)
+            real = Path(os.path.realpath(folder))
+            if real.exists() and not real.is_dir():
+                raise OutputError(f"{folder} is not a folder.", "Give --heal-checkpoint the path of a folder.")
+            nearest = next(place for place in (real, *real.parents) if place.exists())
+            if not os.access(nearest, os.W_OK):
+                problem = f"{folder} can't be written: Permission denied."
+                raise OutputError(problem, "Choose a folder that you can write.")
         more = asked["heal_batch"], asked["heal_rank"], goal, asked["heal_control"], asked["heal_checkpointing"]
         return cls(amount, *more, folder)
 
 
 NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing", "heal_checkpoint")
 """The options that mean nothing without --heal."""
-
-
-def check_state_folder(folder: Path) -> None:
-    """Raise OutputError where no state can be written: the path is a file's, or its parent can't be written."""
-    real = Path(os.path.realpath(folder))
-    if real.exists() and not real.is_dir():
-        raise OutputError(f"{folder} is not a folder.", "Give --heal-checkpoint the path of a folder.")
-    nearest = next(place for place in (real, *real.parents) if place.exists())
-    if not os.access(nearest, os.W_OK):
-        raise OutputError(f"{folder} can't be written: Permission denied.", "Choose a folder that you can write.")
 
 
 class HealingRequest(TypedDict, total=False):
