@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from attnlens import hooks, texts, weights
-from attnlens.kernels.latents import Latents, Turn, directions, placed
+from attnlens.kernels.lowrank import Latents, Turn, directions, placed
 from attnlens.models import Loaded
 from attnlens.records import Call, Site
 from attnlens.run.swap.ranks.bases import Basis, turns
 from attnlens.texts.targets import Fed
-from attnlens.weights.factors import Maps
+from attnlens.weights.rows import Maps
 
 Sides = tuple[Tensor, Tensor]
 """A and B, each (latents, size, size), the leading directions first."""

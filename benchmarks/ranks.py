@@ -134,7 +134,7 @@ class Subject:
 
     def rows(self, method: str, found: dict[Site, Basis], kept: str) -> Iterator[Row]:
         """One way at one rank on every text."""
-        each = int(KEPT[kept] * next(iter(found.values())).head_dim)
+        each = int(KEPT[kept] * next(iter(found.values())).latents.head_dim)
         ranks = {site: [each * len(group) for group in basis.groups] for site, basis in found.items()}
         self.search.found = found
         with hooks.replace(self.loaded.model, self.sites, self.search.swapped(ranks)):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
-
 from attnlens.engines import slurm_jobs
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attnlens.unit_files import RUN, SEAL, UnitFiles, sealed, store_of
+
 from attnlens.run.inspect.assembly import Frame
 from attnlens.run.training.kept import SeriesFrame
-from attnlens.unit_files import RUN, SEAL, UnitFiles, sealed, store_of
 
 
 def unit_of(path: Path, kind: type[Frame | SeriesFrame] = Frame) -> str:

@@ -96,7 +96,7 @@ def test_every_direction_kept_is_the_model_itself(name):
     own = outputs(model.model, fed[0].inputs)
 
     def changed(rank_of):
-        ranks = {site: [rank_of(basis.head_dim)] * len(basis.kv_heads) for site, basis in found.found.items()}
+        ranks = {site: [rank_of(basis.latents.head_dim)] * len(basis.kv_heads) for site, basis in found.found.items()}
         with hooks.replace(model.model, found.sites, found.swapped(ranks)):
             return apart(own, outputs(model.model, fed[0].inputs))
 
@@ -110,8 +110,8 @@ def test_all_directions_of_a_basis_are_the_logits_without_what_softmax_ignores()
     found = budgeting(model)
     fed = feed(model, batches_of(model), "causal", 0)
     for basis in bases(model, found.sites, found.swaps, fed, lambda _: None).values():
-        whole = basis.query_map @ basis.key_map.mT
-        assert basis.query_map.shape == (2, 10, 10)
+        whole = basis.latents.query_map @ basis.latents.key_map.mT
+        assert basis.latents.query_map.shape == (2, 10, 10)
         assert apart([torch.eye(10).expand(2, 10, 10)], [whole]) < 1e-6
         shared = basis.maps([3, 10])["key_map"]
         assert torch.equal(shared[0], shared[2]), "query heads of one key head share its map"
@@ -150,7 +150,7 @@ def test_sensitivities_are_the_second_moments_of_a_naive_softmax_over_queries():
         expected = torch.zeros(2, 11, dtype=torch.float64)
         call, output, gradient = calls[site], answers[site].detach().double(), gradients[site].double()
         for sequence, head, i in itertools.product(range(4), range(6), range(12)):
-            a, b = basis.query_map[head // 3], basis.key_map[head // 3]
+            a, b = basis.latents.query_map[head // 3], basis.latents.key_map[head // 3]
             query = call.query[sequence, head, i].detach().double()
             seen = (slice(sequence, sequence + 1), head // 3, slice(i + 1))
             key, value = (tensor[seen][0].detach().double() for tensor in (call.key, call.value))
@@ -176,14 +176,14 @@ def test_only_levels_are_estimated_and_the_ranks_between_lie_on_lines():
 
 def of_logits(loaded, sites, found, batches, task, seed, progress):
     """What a gradient of the logits says: ½ Σ_i (Σ_{l>r} ⟨q_i, a_l⟩⟨b_l, g_i⟩)², g_i = ∂loss/∂q_i."""
-    totals = {site: torch.zeros(len(basis.kv_heads), basis.head_dim + 1) for site, basis in found.items()}
+    totals = {site: torch.zeros(len(basis.kv_heads), basis.latents.head_dim + 1) for site, basis in found.items()}
     count = 0
     for fed in batches:
         calls, _, loss, drawn = sampled(loaded, sites, fed, seed)
         count += drawn
         for site, slope in zip(found, torch.autograd.grad(loss, [calls[site].query for site in found]), strict=True):
             query = calls[site].query.detach().double()
-            lost = (query @ found[site].query_map) * (slope.double() @ found[site].key_map)
+            lost = (query @ found[site].latents.query_map) * (slope.double() @ found[site].latents.key_map)
             totals[site][:, :-1] += lost.flip(-1).cumsum(-1).flip(-1).square().sum((0, 2))
     return {site: total / (2 * count) for site, total in totals.items()}
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import clusters
 import engine_units as units
 import pytest
-from clusters import paths
-
 from attnlens.engines import Done, completed, engine
 from attnlens.engines.local_processes import LocalWorkers, threads_each
 from attnlens.engines.slurm_jobs import SlurmWorkers
+from clusters import paths
+
 from attnlens.errors import AttnlensError, UsageError
 
 LOST = "All workers were lost, again and again, and no unit ended."

@@ -9,12 +9,12 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from attnlens.engines import tried
 from program import attnlens as program
 from program import refused as ended
 from reports import timeless
 
 import attnlens
-from attnlens.engines import tried
 from attnlens.errors import AttnlensError, ModelError, OutputError
 from attnlens.records import Report
 from attnlens.run.inspect.survey import Inspection

@@ -14,9 +14,8 @@ from attnlens import hooks, texts
 from attnlens.attention import attend, route
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN, parsed
-from attnlens.kernels.fitting import output_weighted
-from attnlens.kernels.latents import Grams, directions
-from attnlens.kernels.lowrank import MapsFit
+from attnlens.kernels.lowrank import Grams, MapsFit, directions
+from attnlens.kernels.spec import output_weighted
 from attnlens.records import Call
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.pipeline import swap_kernel

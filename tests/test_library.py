@@ -54,7 +54,7 @@ def state(model: Any) -> list[object]:
         (module.training, *map(len, (module._forward_hooks, module._forward_pre_hooks))) for module in model.modules()
     ]
     learning = [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]
-    names = {id(config): config._attn_implementation for config in hooks.implementations.configs_of(model)}
+    names = {id(config): config._attn_implementation for config in hooks.interface.configs_of(model)}
     return [parts, learning, list(names.values()), torch.get_rng_state().tolist()]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attnlens.unit_files import RUN, Folder
 from hostile import refused
 from program import attnlens as program
 from program import refused as ended
@@ -15,7 +16,6 @@ from reports import timeless
 import attnlens
 from attnlens import run
 from attnlens.errors import UsageError
-from attnlens.unit_files import RUN, Folder
 
 FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
 """Four units."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attnlens.kernels.latents import Latents
+from attnlens.kernels.lowrank import Latents
 from attnlens.linalg.truncations import nested
 from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks.bases import Basis

@@ -11,7 +11,7 @@ from loaded import loaded
 
 from attnlens import hooks, models, statistics, texts
 from attnlens.kernels import parsed
-from attnlens.kernels.latents import directions
+from attnlens.kernels.lowrank import directions
 from attnlens.texts.targets import feed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -11,16 +11,16 @@ from pathlib import Path
 import clusters
 import engine_units as units
 import pytest
+from attnlens.engines import completed, engine, ray_cluster
+from attnlens.engines.ray_cluster import RayWorkers
+from attnlens.studies.pool import Pool, UnitTrainer
 from reports import bytes_of
 from test_engines import LOST, begun, begun_process, by_unit, ends, interrupted
 from test_units import ASKED, UNITS, finished
 
 import attnlens
-from attnlens.engines import completed, engine, ray_cluster
-from attnlens.engines.ray_cluster import RayWorkers
 from attnlens.errors import AttnlensError, ModelError, UsageError
 from attnlens.run.inspect.survey import Inspection
-from attnlens.studies.pool import Pool, UnitTrainer
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import clusters
 import forkserver
 import pytest
+from attnlens.engines import readers
 from hostile import refused
 from program import attnlens as program
 from program import refused as ended
@@ -17,7 +18,6 @@ from sealing import flipped, seal, unsealed
 
 import attnlens
 from attnlens import run
-from attnlens.engines import readers
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.training import kept, series

@@ -17,6 +17,8 @@ from typing import Any
 import clusters
 import forkserver
 import pytest
+from attnlens.engines.readers import OTHERS
+from attnlens.run.swap.units import readings, work
 from hostile import refused, saved
 from program import attnlens as program
 from program import environment_with
@@ -27,7 +29,6 @@ from sealing import flipped, seal, unsealed
 
 import attnlens
 from attnlens import run
-from attnlens.engines.readers import OTHERS
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.records import Report
 from attnlens.requests.healing import STATE
@@ -35,7 +36,6 @@ from attnlens.run.swap.healing.course import Course
 from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import prepared
 from attnlens.run.swap.sweep import SweptBatch
-from attnlens.run.swap.units import readings, work
 
 KERNELS = ["window:4", "window:12", "rbf"]
 ASKED: dict[str, Any] = {"tokens": 48, "sequences": 8, "batch_size": 4, "generate": 4, "predictors": False}

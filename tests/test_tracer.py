@@ -19,7 +19,7 @@ from attnlens.errors import UnreadableError
 from attnlens.records import Call, Site
 from attnlens.registry import Analyzer
 from attnlens.tracer import tracing
-from attnlens.tracer.call import lead_of
+from attnlens.tracer.mode import lead_of
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""

@@ -22,6 +22,10 @@ import forkserver
 import pytest
 import tiny
 import torch
+from attnlens.engines import readers
+from attnlens.engines.slurm_jobs import SlurmWorkers
+from attnlens.run.inspect.packing import FORM, packed, unpacked
+from attnlens.unit_files import RUN
 from hostile import refused, saved
 from program import attnlens as program
 from program import environment_with
@@ -32,15 +36,11 @@ from sealing import flipped, seal, unit_of, unsealed
 
 import attnlens
 from attnlens import requests, run
-from attnlens.engines import readers
-from attnlens.engines.slurm_jobs import SlurmWorkers
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
 from attnlens.run import fingerprint
 from attnlens.run.inspect import work
-from attnlens.run.inspect.packing import FORM, packed, unpacked
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.progress import Interrupted
-from attnlens.unit_files import RUN
 
 ASKED: dict[str, Any] = {"tokens": 16, "sequences": 12, "batch_size": 1, "analyzers": ["symmetry"]}
 """Four layers and twelve batches: sixteen units."""

@@ -18,7 +18,7 @@ from attnlens.hooks.interface import implementation, opened
 from attnlens.hooks.survey import Reached, by_name, forward, real_outputs, survey
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
-from attnlens.tracer import tracing
+from attnlens.tracer import hooked, tracing
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
@@ -33,12 +33,8 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
             listed += [(f"{path}.{index}", block) for index, block in enumerate(module)]
     order: list[nn.Module] = []
     handles = [block.register_forward_hook(lambda module, _args, _output: order.append(module)) for _, block in listed]
-    try:
-        with torch.no_grad():
-            forward(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), torch.no_grad():
+        forward(model, inputs)
     names, calls = {block: path for path, block in listed}, Counter(order)
     return [(names[block], block) for block in order if calls[block] == 1]
 
@@ -52,11 +48,8 @@ def recorded(found: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Any]]
         return lambda _module, _args, output: given.__setitem__(path, output)
 
     handles = [block.register_forward_hook(remember(path)) for path, block in found]
-    try:
+    with hooked(handles):
         yield given
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -109,12 +102,8 @@ def handed_out(model: PreTrainedModel, reached: Sequence[Reached], found: dict[S
         return hook
 
     handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
-    try:
-        with implementation(model, "eager"), tracing(model, _unused, prove=True, shown=shown):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), implementation(model, "eager"), tracing(model, _unused, prove=True, shown=shown):
+        yield
 
 
 def _unused(call: Call) -> Tensor:
@@ -172,12 +161,8 @@ def largest_at_a_site(model: PreTrainedModel, inputs: Mapping[str, Tensor], prec
             waiting[module] = pending[1:]
 
     hooks = [module.register_forward_hook(check, with_kwargs=True) for module in list(waiting)]
-    try:
-        with torch.no_grad():
-            forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), torch.no_grad():
+        forward(model, inputs)
     return float(torch.stack(errors).max())
 
 

@@ -21,7 +21,7 @@ from attnlens.hooks.interface import configs_of, is_attention, opened, out_of_re
 from attnlens.kernels import OWN
 from attnlens.models.placement import device_of_inputs
 from attnlens.records import Call, Site
-from attnlens.tracer import Refused
+from attnlens.tracer import Refused, hooked
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
 """The tower of a modality, by transformers' own word for it."""
@@ -157,12 +157,8 @@ def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
     # All modules, as which of them will ask for attention is not known before; only those that run are kept.
     hooks = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in modules]
     hooks += [module.register_forward_hook(lambda module, *_: running.pop(module, None) and None) for module in modules]
-    try:
-        with torch.no_grad(), opened(model, answer, prove=True) as refused:
-            forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), torch.no_grad(), opened(model, answer, prove=True) as refused:
+        forward(model, inputs)
     calls = [found for found in calls if found[0] not in refused]
     if not calls:
         raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()}, ran)
@@ -309,11 +305,8 @@ def inputs_of(reached: Iterable[Reached]) -> Iterator[dict[nn.Module, Tensor]]:
         latest[module] = known[module].sequences(by_name(module, args, kwargs)[known[module].input_name])
 
     hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in known]
-    try:
+    with hooked(hooks):
         yield latest
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnlens.kernels.fitting import centred_keys, pairs_weighted, row_centred, some_rows
-from attnlens.kernels.spec import log_magnitude, wide
+from attnlens.kernels.spec import centred_keys, log_magnitude, pairs_weighted, row_centred, some_rows, wide
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:

@@ -1,28 +1,342 @@
-"""Best logits of a given rank, by a closed form on calibration text."""
+"""The kernel `rank`: best logits of a given rank by a closed form on calibration text, and latents of key heads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import UsageError
-from attnlens.kernels.fitting import output_weighted, pairs_weighted
-from attnlens.kernels.latents import Grams, Latents, Turn, latents_of, shared_keys
-from attnlens.kernels.spec import wide
+from attnlens.kernels.spec import output_weighted, pairs_weighted, wide
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from attnlens.records import Call
 
+    Tokens = Float[Tensor, "batch heads tokens head_dim"]
+    Gram = Float[Tensor, "*latents size size"]
+    Weight = Float[Tensor, "batch heads queries keys"]
+
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
     Map = Float[Tensor, "heads head_dim rank"]
-    Weight = Float[Tensor, "batch heads queries keys"]
     Low = tuple[Float[Tensor, "batch heads queries rank"], Float[Tensor, "batch heads keys rank"], float]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """RoPE as one frequency and one partner of each coordinate: x_c(p) = x_c cos ω_c p + x_π(c) sin ω_c p.
+
+    Su et al. 2021 (RoFormer), Eq. 16; of a pair that turns by θ the first coordinate has ω = −θ, the second θ.
+    """
+
+    frequency: Float[Tensor, " head_dim"]
+    """ω; 0 for a coordinate that stands still."""
+    partner: Int[Tensor, " head_dim"]
+    """π, the coordinate that each turns with; itself where it stands still."""
+
+    def turned(self, x: Tokens, places: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
+        """x at position 0 turned to its place, or `back` from it."""
+        angles = places[:, None, :, None].double() * self.frequency.double().to(x.device)
+        sine = -angles.sin() if back else angles.sin()
+        found: Tensor = x * angles.cos().to(x) + x[..., self.partner.to(x.device)] * sine.to(x)
+        return found
+
+
+def shared_keys(
+    call: Call,
+    query_map: Float[Tensor, "heads head_dim size"],
+    key_map: Float[Tensor, "heads members head_dim size"],
+    members: Int[Tensor, "heads members"],
+    offset: Float[Tensor, "heads head_dim"] | None = None,
+    frequency: Float[Tensor, "heads head_dim"] | None = None,
+    partner: Int[Tensor, "heads head_dim"] | None = None,
+) -> Call:
+    """The call whose exponential kernel is that of the latents: ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
+
+    z = Σ_m k_m B_m of the latent's `members`, each named by a query head that reads it. Where the latent is of keys
+    before the rotation (`frequency` is given), the keys are made of it again, and turned to their places.
+    """
+    import torch
+
+    query, key = wide(call.query), wide(call.paired_key)
+    turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
+    if turn is not None:
+        key = turn.turned(key, placed(call)[1], back=True)
+    rows = members.tolist()
+    distinct = [row for number, row in enumerate(rows) if row not in rows[:number]]
+    leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
+    stacked = key[:, distinct]
+    latent = torch.einsum("bugnd,ugdw->bunw", stacked, key_map[leaders].to(key))[:, which]
+    if turn is None or offset is None:
+        query, key = query @ query_map.to(query), latent
+    else:
+        key = turn.turned(latent @ query_map.to(latent).mT + offset.to(latent)[:, None], placed(call)[1])
+    return replace(call, query=query.to(call.query), key=key.to(call.query), value=call.paired_value)
+
+
+def placed(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
+    """The positions of queries and keys; with a key-value cache the keys before the first query's stand in a row.
+
+    Raises UsageError where the model does not tell them.
+    """
+    import torch
+
+    own = call.places
+    if own is None or own.shape[-1] != call.query.shape[2] or call.cross:
+        raise UsageError(
+            "The model does not tell its attention the positions of the tokens, which keys are turned back by.",
+            "Leave out rotation=before.",
+        )
+    more = call.key.shape[2] - own.shape[-1]
+    if more <= 0:
+        return own, own[..., : call.key.shape[2]]
+    before = own[..., :1] + torch.arange(-more, 0, device=own.device)
+    return own, torch.cat((before.clamp_min(0), own), -1)
+
+
+@dataclass
+class Grams:
+    """Second moments of queries and keys over the calibration text, of the latents that key heads share.
+
+    C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of its weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ of
+    the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the query heads that read them. Before the
+    rotation the mean is one for all queries, as softmax ignores what a row has in common only after it.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    """The key heads of each latent, counted among those swapped."""
+    key_of: tuple[int, ...]
+    """The key head of each swapped query head, counted likewise."""
+    turn: Turn | None = None
+    """How keys are turned back to position 0 first; None: they are taken as they are."""
+    queries: Tensor = field(default_factory=lambda: _nothing())
+    """C_q, (kv_heads, head_dim, head_dim)."""
+    keys: list[Tensor] = field(default_factory=list)
+    """C_k of each latent, (size, size); before the rotation Σ_j w_j k_j k_jᵀ."""
+    sums: list[Tensor] = field(default_factory=list)
+    """Σ_j w_j k_j of each latent, before the rotation."""
+    totals: list[Tensor] = field(default_factory=list)
+    """Σ_j w_j."""
+
+    def update(self, call: Call, weight: Weight) -> None:
+        """Add the pairs of a batch, each with its weight."""
+        query, key = call.query.double(), call.paired_key.double()
+        if self.turn is not None:
+            places = placed(call)
+            query, key = (self.turn.turned(x, at, back=True) for x, at in zip((query, key), places, strict=True))
+        elif call.sinks is None:
+            # changes nothing but rounding, in which keys with a large common part would lose their differences
+            key = key - key.mean(-2, keepdim=True)
+        rows = weight.sum(-1, keepdim=True)
+        # a sink is one more outcome: each query that has a choice counts alike
+        rows = rows if call.sinks is None else (rows > 0).to(rows)
+        each = ((query * rows).mT @ query).sum(0)
+        self.queries = self.queries + self._summed(each)
+        found = [self._of_latent(group, key, weight, rows, sinks=call.sinks is not None) for group in self.groups]
+        for store, parts in zip((self.keys, self.sums, self.totals), zip(*found, strict=True), strict=True):
+            store[:] = [a + b for a, b in zip(store, parts, strict=True)] if store else list(parts)
+
+    def _summed(self, each: Tensor) -> Tensor:
+        """The sum over the query heads of each key head."""
+        import torch
+
+        places = torch.tensor(self.key_of, device=each.device)
+        return each.new_zeros(len(set(self.key_of)), *each.shape[1:]).index_add(0, places, each)
+
+    def _of_latent(
+        self, group: tuple[int, ...], key: Tensor, weight: Weight, rows: Tensor, *, sinks: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """C_k, Σ w k and Σ w of one latent."""
+        import torch
+
+        heads = [head for head, own in enumerate(self.key_of) if own in group]
+        stack = torch.cat([key[:, self.key_of.index(own)] for own in group], -1)
+        by_key = weight[:, heads].sum((1, 2))[..., None]
+        second = ((stack * by_key).mT @ stack).sum(0)
+        if self.turn is None:
+            mean = weight[:, heads] @ stack[:, None]
+            # what a sink leaves of 1 is the weight of a key at 0; else the weights of a row are its whole
+            whole = 1.0 if sinks else rows[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)
+            second = second - ((mean / whole).mT @ mean).sum((0, 1))
+        return second, (stack * by_key).sum((0, 1)), by_key.sum()
+
+    def as_heavy_as(self, other: Grams) -> Grams:
+        """The same moments with weights of the other's sum."""
+        factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)
+        keys, sums, totals = ([factor * one for one in parts] for parts in (self.keys, self.sums, self.totals))
+        return replace(self, queries=factor * self.queries, keys=keys, sums=sums, totals=totals)
+
+    def plus(self, other: Grams) -> Grams:
+        """Those of both texts together."""
+        keys, sums, totals = (
+            [a + b for a, b in zip(mine, theirs, strict=True)]
+            for mine, theirs in ((self.keys, other.keys), (self.sums, other.sums), (self.totals, other.totals))
+        )
+        return replace(self, queries=self.queries + other.queries, keys=keys, sums=sums, totals=totals)
+
+    def latents(self) -> Latents:
+        """The directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
+        import torch
+        from torch.nn.functional import pad
+
+        size, maps = self.queries.shape[-1], []
+        means = self.queries.new_zeros(len(self.queries), size) if self.turn is not None else None
+        wide_ = size * max(map(len, self.groups))
+        for group, keys, sums, total in zip(self.groups, self.keys, self.sums, self.totals, strict=True):
+            if means is not None:
+                mean = sums / total.clamp_min(torch.finfo(sums.dtype).tiny)
+                keys = keys - torch.outer(mean, sums)
+                means[list(group)] = mean.view(len(group), size)
+            blocks: Tensor = torch.block_diag(*self.queries[list(group)])  # type: ignore[no-untyped-call]
+            both = directions(blocks, keys)
+            maps.append([pad(one, (0, wide_ - one.shape[-1], 0, wide_ - one.shape[-2])) for one in both])
+        query_map, key_map = (torch.stack(side) for side in zip(*maps, strict=True))
+        return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
+
+
+def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
+    """Which query heads hold copies of one map, by its name: those of equal numbers; none where no maps are shared.
+
+    B is one for all readers of a latent, A and the offset for those of a key head.
+    """
+    import torch
+
+    if "key_head" not in fitted:
+        return {}
+    latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
+    own = torch.unique(fitted["key_head"], return_inverse=True)[1]
+    return {"key_map": latent, "query_map": own, "offset": own}
+
+
+def latents_of(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The key heads of each latent, and of each query head, both counted among those of the call.
+
+    Where `group` does not divide them, the last latent has what is left.
+    """
+    numbers = sorted(set(call.key_heads))
+    key_of = tuple(numbers.index(number) for number in call.key_heads)
+    every = tuple(range(len(numbers)))
+    return tuple(every[start : start + group] for start in range(0, len(every), group)), key_of
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The directions of one site's latents, the leading ones first; query heads that share a key head share them.
+
+    Were they not shared, each query head would need a key of its own, and a cached token would grow instead of shrink.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    """The key heads of each latent, counted among those swapped."""
+    key_of: tuple[int, ...]
+    """The key head of each swapped query head, counted likewise."""
+    query_map: Float[Tensor, "latents size size"]
+    """A = C_q^{−½}UΣ^½, C_q the block diagonal of those of the latent's key heads; zeros beyond a smaller latent."""
+    key_map: Float[Tensor, "latents size size"]
+    """B = C_k^{−½}VΣ^½: z = Σ_g k_g B_g, and ⟨q, k_g⟩ becomes ⟨q A_g, z⟩."""
+    mean: Float[Tensor, "kv_heads head_dim"] | None = None
+    """k̄ before the rotation; None for latents of rotated keys."""
+    turn: Turn | None = None
+    """The rotation that the keys are given back."""
+
+    @property
+    def head_dim(self) -> int:
+        """Coordinates of a key."""
+        return self.query_map.shape[-1] // max(map(len, self.groups))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of each latent that cuts nothing: those of its keys."""
+        return [self.head_dim * len(group) for group in self.groups]
+
+    def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
+        """The fitted parameters of the swapped query heads where each latent keeps so many numbers.
+
+        They are as wide as the largest latent, with zeros beyond a smaller one; the identity where a latent keeps all.
+        """
+        import torch
+
+        width, device = max(1, *ranks), self.key_map.device
+        kept = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
+        whole = torch.tensor([rank >= size for rank, size in zip(ranks, self.sizes, strict=True)], device=device)
+        same = torch.eye(self.key_map.shape[-1]).to(self.key_map)
+        cut = [
+            torch.where(whole[:, None, None], same, side * kept[:, None])[..., :width]
+            for side in (self.query_map, self.key_map)
+        ]
+        # one map for each query head, where no other reads its latent: nothing could make shared ones differ
+        if self.turn is None and len(self.groups) == len(self.key_of):
+            order = [self.groups.index((own,)) for own in self.key_of]
+            return dict(zip(("query_map", "key_map"), (side[order] for side in cut), strict=True))
+        return self._shared(*cut)
+
+    def _shared(self, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
+        """The parameters of `shared_keys`, head by head."""
+        import torch
+
+        size, most = self.head_dim, max(map(len, self.groups))
+        names = "query_map", "key_map", "members", "key_head", "offset"
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        for own in self.key_of:
+            number = next(at for at, group in enumerate(self.groups) if own in group)
+            group = self.groups[number]
+            slot = slice(group.index(own) * size, (group.index(own) + 1) * size)
+            found["query_map"].append(query_map[number, slot])
+            found["key_map"].append(key_map[number].view(most, size, -1))
+            firsts = [self.key_of.index(one) for one in group]
+            found["key_head"].append(torch.tensor(own, device=key_map.device))
+            found["members"].append(torch.tensor(firsts + firsts[:1] * (most - len(group)), device=key_map.device))
+            if self.mean is not None:
+                latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
+                found["offset"].append(self.mean[own] - latent @ query_map[number, slot].mT)
+        fitted = {name: torch.stack(parts) for name, parts in found.items() if parts}
+        if self.turn is not None:
+            for name in ("frequency", "partner"):
+                part: Tensor = getattr(self.turn, name)
+                fitted[name] = part.expand(len(self.key_of), -1).clone()
+        return fitted
+
+
+def directions(
+    queries: Float[Tensor, "*latents size size"], keys: Float[Tensor, "*latents size size"]
+) -> tuple[Float[Tensor, "*latents size size"], Float[Tensor, "*latents size size"]]:
+    """A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
+
+    The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
+    """
+    import torch
+
+    query_root, query_inverse = roots(queries)
+    key_root, key_inverse = roots(keys)
+    left, values, right = torch.linalg.svd(query_root @ key_root)
+    half = values[..., None, :].sqrt()
+    return query_inverse @ left * half, key_inverse @ right.mT * half
+
+
+def roots(gram: Gram) -> tuple[Gram, Gram]:
+    """C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as zero."""
+    import torch
+
+    values, vectors = torch.linalg.eigh(gram)
+    border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
+    # Strict: a zero matrix has border 0 and keeps nothing.
+    kept = values > border
+    root = torch.where(kept, values, 0.0).sqrt()
+    inverse = torch.where(kept, torch.where(kept, values, 1.0).rsqrt(), 0.0)
+    return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
+
+
+def _nothing() -> Tensor:
+    import torch
+
+    return torch.zeros(())
+
 
 ALL = 65536
 """More key heads than any site has: all of them share one latent."""

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.fitting import own_attention
-from attnlens.kernels.latents import roots
-from attnlens.kernels.spec import wide
+from attnlens.kernels.lowrank import roots
+from attnlens.kernels.spec import own_attention, wide
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError
-from attnlens.kernels.latents import roots
+from attnlens.kernels.lowrank import roots
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnlens.kernels.fitting import some_rows, squared_error
-from attnlens.kernels.spec import log_magnitude, wide
+from attnlens.kernels.spec import log_magnitude, some_rows, squared_error, wide
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from attnlens.records import File, FileInParts, ModelInfo
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TIMES, PARTS_TIMES = 8, 16
 """A model may have so many times the numbers of its files (tied weights are stored once), and times their tensors."""
@@ -72,6 +72,8 @@ def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
 
 def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
     """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
+    from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+
     names = names_in(place.folder)
     refuse_other_forms(place.folder, names, adapter_too=adapter_too)
     if place.form != "gguf":  # which holds its config and tokenizer itself
@@ -79,7 +81,11 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     check_config(place)
     if not trust_remote_code:
         refuse_own_code(place.config, place.id)
-    _check_packages(place)
+    if place.gguf and not (is_gguf_available() and is_accelerate_available()):
+        raise ModelError(
+            f"{place.file} needs the packages gguf and accelerate, which are not both installed.",
+            'Run: pip install "attnlens[gguf]"',
+        )
     if place.urls:  # whose headers are read where the files lie
         return {}
     stored = tensors_in(place)
@@ -100,17 +106,6 @@ def info_of(
         files_in_parts=in_parts or [],
         unexpected=list(unused),
     )
-
-
-def _check_packages(place: Location) -> None:
-    """Raise ModelError where a GGUF file is to be read and one of the two packages that this takes is missing."""
-    from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
-
-    if place.gguf and not (is_gguf_available() and is_accelerate_available()):
-        raise ModelError(
-            f"{place.file} needs the packages gguf and accelerate, which are not both installed.",
-            'Run: pip install "attnlens[gguf]"',
-        )
 
 
 def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
@@ -153,6 +148,8 @@ def built(
 
     `spread` are the options of transformers that say over which devices.
     """
+    from transformers import GenerationConfig
+
     own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
     if place.form == "safetensors" and weights is None:
@@ -161,8 +158,10 @@ def built(
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
     with foreign(problem, "Check that weights and config belong together."):
         if weights is not None:
-            generation = None if place.gguf else _generation(place)
-            options |= {"state_dict": dict(weights), "generation_config": generation}
+            # what transformers reads beside the weights where it finds them itself: it may name the first token
+            there = (place.folder / "generation_config.json").is_file()
+            settings = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
+            options |= {"state_dict": dict(weights), "generation_config": settings}
         named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
         if weights is not None and hasattr(named, "_model_mapping"):  # an Auto class, which wants a folder
             named = named._model_mapping[type(config)]
@@ -183,14 +182,6 @@ def built(
             **options,
         )
     return model, found
-
-
-def _generation(place: Location) -> GenerationConfig | None:
-    """What transformers reads beside the weights where it finds them itself: it may name the decoder's first token."""
-    from transformers import GenerationConfig
-
-    there = (place.folder / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
 
 
 @contextmanager

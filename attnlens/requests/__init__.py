@@ -28,27 +28,3 @@ from attnlens.requests.run_options import (
     SwapRequest,
 )
 from attnlens.requests.work_options import SpreadRequest
-
-__all__ = [
-    "OUTPUT",
-    "CheckpointsRequest",
-    "CompareRequest",
-    "Feeding",
-    "InspectRequest",
-    "Loading",
-    "ModelRequest",
-    "Option",
-    "SpreadRequest",
-    "SwapRequest",
-    "Words",
-    "alternatives",
-    "checked",
-    "folder",
-    "head",
-    "numbers",
-    "one_head",
-    "options",
-    "value_of",
-    "whole",
-    "words",
-]

@@ -111,17 +111,15 @@ def analyzers(name: str, given: Any) -> list[str]:
 
 def folder(name: str, given: Any) -> Any:
     """The path of a folder, as a string; UsageError for anything else."""
-    if isinstance(given, str) and (not given.strip() or "\0" in given):
-        raise UsageError(f"--{name} names no folder.", f"Give a path after --{name}, or leave it out.")
-    found = path(name, given)
+    found = path(name, file(name, given, "folder"))
     local_path(found, f"--{name}")
     return found
 
 
-def file(name: str, given: Any) -> Any:
+def file(name: str, given: Any, what: str = "file") -> Any:
     """A file, by its path or as it is; UsageError for a path that names none."""
     if isinstance(given, str) and (not given.strip() or "\0" in given):
-        raise UsageError(f"--{name} names no file.", f"Give a path after --{name}, or leave it out.")
+        raise UsageError(f"--{name} names no {what}.", f"Give a path after --{name}, or leave it out.")
     return given
 
 
@@ -155,7 +153,7 @@ CallOnly = Literal["", "dangerous", "read", "written"]
 
 
 def unchecked(_name: str, given: Any) -> Any:
-    """Any value, as it is."""
+    """Return any value as it is."""
     return given
 
 
@@ -192,18 +190,14 @@ class Option:
 
 @cache
 def options(kind: type) -> dict[str, Option]:
-    """The options of a class whose annotations hold them, by name."""
-    return {name: _completed(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
-
-
-def _completed(hint: Any) -> Option:
-    """The option of an annotation, with the names and the check that its type implies."""
-    plain: Any
-    option: Option
-    plain, option = get_args(hint)[:2]
-    literal = next((part for part in alternatives(plain) if get_origin(part) is Literal), None)
-    option = replace(option, type=plain, names=option.names or get_args(literal))
-    return option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
+    """Return the options of a class by name, each with the names and the check that its annotation implies."""
+    found: dict[str, Option] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        plain, option = get_args(hint)[:2]
+        literal = next((part for part in alternatives(plain) if get_origin(part) is Literal), None)
+        option = replace(option, type=plain, names=option.names or get_args(literal))
+        found[name] = option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
+    return found
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

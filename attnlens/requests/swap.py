@@ -58,14 +58,23 @@ class SwapOptions:
     @classmethod
     def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
         """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
-        _refuse_shared_stdin(asked)
+        given = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
+        reading = [f"--{name}" for name, files in given.items() if "-" in files]
+        if len(reading) > 1:
+            raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
         _refuse_shared_save(asked)
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings), ranks)])
         for spelling in spellings:
-            _check_ranked(spelling)
+            name, _, form = spelling.partition(":")
+            if name == BUDGETED and _unranked(form) == form:
+                more, alone = (f",{form}", f":{form}") if form else ("", "")
+                raise UsageError(
+                    f"{spelling} names no rank: how many dimensions r are kept of head_dim.",
+                    f"Write --kernel rank:16{more}, or --kernel rank{alone} --budget loss:1%, which finds the ranks.",
+                )
         each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         options = cls(
@@ -153,14 +162,6 @@ class SwapOptions:
         return self.ranks.settings.layers, self.ranks.settings.heads
 
 
-def _refuse_shared_stdin(asked: Mapping[str, Any]) -> None:
-    """Raise UsageError where two options read standard input."""
-    given = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
-    reading = [f"--{name}" for name, files in given.items() if "-" in files]
-    if len(reading) > 1:
-        raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
-
-
 def _refuse_shared_save(asked: Mapping[str, Any]) -> None:
     """Raise UsageError where a model is to be saved that this process does not make."""
     shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
@@ -236,17 +237,6 @@ def _unranked(form: str) -> str | None:
     kept = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
     found = ",".join(kept)
     return found if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", found) else None
-
-
-def _check_ranked(spelling: str) -> None:
-    """Raise UsageError for the kernel `rank` without a rank, where nothing chooses one."""
-    name, _, form = spelling.partition(":")
-    if name == BUDGETED and _unranked(form) == form:
-        more, alone = (f",{form}", f":{form}") if form else ("", "")
-        raise UsageError(
-            f"{spelling} names no rank: how many dimensions r are kept of head_dim.",
-            f"Write --kernel rank:16{more}, or --kernel rank{alone} --budget loss:1%, which finds the ranks.",
-        )
 
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:

@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 from attnlens.errors import FAILURES, UnreadableError
 from attnlens.hooks import Reached, as_sequences, opened
 from attnlens.records import Call
+from attnlens.tracer import hooked
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -392,11 +393,8 @@ def linear(norms: Norms) -> Iterator[None]:
         return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)
 
     hooks = [module.register_forward_hook(answer) for module in norms]
-    try:
+    with hooked(hooks):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 LENGTHS = frozenset(

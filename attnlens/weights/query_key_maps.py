@@ -16,7 +16,6 @@ from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.models.deferred import is_announced
 from attnlens.records import QueryKey, Rotation
-from attnlens.weights.factors import Factors, Maps, unit
 from attnlens.weights.probe import (
     TOLERANCE,
     FewTokens,
@@ -33,7 +32,7 @@ from attnlens.weights.probe import (
     used_weights,
 )
 from attnlens.weights.rope import ANGLE, SINGLE, Turns, rounding_of
-from attnlens.weights.rows import products_of_weights, rows_of_weights
+from attnlens.weights.rows import Factors, Maps, products_of_weights, rows_of_weights, unit
 
 Sides = tuple[Tensor, Tensor]
 """Queries and keys."""
@@ -68,17 +67,12 @@ def factors(
         try:
             leader = turns.leader(window, place)
             if leader != place and not turns.knows(window[leader]):
-                _lead(model, first[leader], window[leader], turns, present)
+                with suppress(UnreadableError):  # read for its rotation alone; sites that it can't lead have their own
+                    _of_site(model, first[leader], window[leader], turns, present, leading=True)
             turns.read(window[leader])
             yield _of_site(model, first[place], window[place], turns, present, leading=leader == place)
         except UnreadableError as error:
             yield error
-
-
-def _lead(model: PreTrainedModel, one: Reached, many: Reached, turns: Turns, present: Present) -> None:
-    """Read a site for its rotation alone."""
-    with suppress(UnreadableError):  # sites that it can't lead have their own
-        _of_site(model, one, many, turns, present, leading=True)
 
 
 def _of_site(
@@ -95,7 +89,8 @@ def _of_site(
 
 def _factors(probe: Probe, window: Probe, turned_as: Callable[[Probe, Norms], Rotation | None]) -> Factors:
     window.check_captured()
-    _refuse_shapes(probe)
+    if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # shapes without numbers
+        raise unreadable("its queries or keys depend on what other modules compute, so that the model has to be loaded")
     norms = norms_inside(probe.reached.module)
     # Where one token is not taken, position is looked at first, so that each token of a sequence can be a probe.
     turned = turned_as(window, {}) if probe.whole else None
@@ -107,12 +102,6 @@ def _factors(probe: Probe, window: Probe, turned_as: Callable[[Probe, Norms], Ro
     found = Factors(window.reached.site, maps, probe.reached.call.scale, rotation, groups)
     _check_everywhere(found, window)
     return found
-
-
-def _refuse_shapes(probe: Probe) -> None:
-    """Raise UnreadableError where queries or keys of a module with its weights are still shapes without numbers."""
-    if is_announced(probe.odd.query) or is_announced(probe.odd.key):
-        raise unreadable("its queries or keys depend on what other modules compute, so that the model has to be loaded")
 
 
 def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[Maps, Groups]:

@@ -86,17 +86,15 @@ def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompt
     """
     if why := _silent(model, fed, task):
         return why
-    rows = [row for one in fed for row in _rows(one)]
+    rows: list[Tensor] = []
+    for one in fed:
+        ids, mask = one.inputs["input_ids"], one.inputs.get("attention_mask")
+        rows += list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
     middle = sorted(map(len, rows))[len(rows) // 2]
     long = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
     count = min(MOST, len(long))
     ids = torch.stack([long[number * len(long) // count] for number in range(count)])
     return Prompts(ids, torch.ones_like(ids), "windows")
-
-
-def _rows(fed: Fed) -> list[Tensor]:
-    ids, mask = fed.inputs["input_ids"], fed.inputs.get("attention_mask")
-    return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
@@ -173,7 +171,9 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
     """
     try:
         with torch.no_grad(), variant():
-            until = _until(model, own).tolist()
+            every = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
+            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in every]
+            until = torch.cat(parts).tolist()
     except FAILED as error:
         if is_memory(error):
             raise
@@ -193,17 +193,13 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
     )
 
 
-def _until(model: PreTrainedModel, own: Continued) -> Int[Tensor, " prompts"]:
-    """Of each prompt, how many tokens both have in common from the first on; all of them where both texts end alike."""
-    every = torch.split(own.tokens, MOST, 1)
-    parts = zip(own.prompts.parts(), every, strict=True)
-    return torch.cat([_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in parts])
-
-
 def _common(
     theirs: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """The same of two texts step by step; no step is taken once all prompts differ or have ended."""
+    """Of each prompt, how many tokens both have in common from the first on; all where both texts end alike.
+
+    No step is taken once all prompts differ or have ended.
+    """
     alive = torch.ones_like(theirs[0], dtype=torch.bool)
     found = torch.zeros_like(theirs[0])
     for own, new in zip(theirs, chosen, strict=False):

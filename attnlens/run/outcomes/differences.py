@@ -131,14 +131,8 @@ class Differences:
         if window is not None:
             why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
             placed = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
-        return (
-            predicted
-            | states
-            | placed
-            | {
-                "reasons": predicted["reasons"] | states["reasons"] | placed["reasons"],
-            }
-        )
+        reasons = predicted["reasons"] | states["reasons"] | placed["reasons"]
+        return predicted | states | placed | {"reasons": reasons}
 
     def _placed(self, seed: int, window: int | str) -> dict[str, Any]:
         """The losses by place, and of tokens whose evidence lies beyond a window."""
@@ -226,14 +220,13 @@ class Differences:
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
         """Loss and perplexity on each text alone, their intervals over that text's windows, where there are several."""
-        return [self._of_text(seed, name, own) for name, own in _by_text(self.sampled, texts)]
-
-    def _of_text(self, seed: int, name: str, own: Tensor) -> TextChange:
-        design = Design.plain(len(own))
-        loss = self._change(seed, lambda mean: mean, own, design)
-        large = loss.after >= LARGEST_LOSS
-        powers = None if large else self._change(seed, torch.exp, own, design)
-        return TextChange(name=name, sequences=len(own), change=loss, perplexity=powers)
+        changes = []
+        for name, own in _by_text(self.sampled, texts):
+            design = Design.plain(len(own))
+            loss = self._change(seed, lambda mean: mean, own, design)
+            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, own, design)
+            changes.append(TextChange(name=name, sequences=len(own), change=loss, perplexity=powers))
+        return changes
 
     @property
     def sampled(self) -> Design:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -212,20 +212,12 @@ def evidence(
     """
     found = torch.zeros(targets.shape, dtype=torch.long)
     for row, (own, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
-        for place, distance in _distances(own, following):
-            found[row, place] = distance
+        last: dict[tuple[int, int], int] = {}
+        for place, pair in enumerate(zip(own, following, strict=True)):
+            if pair[1] != NOTHING:
+                found[row, place] = place - last.get(pair, place)
+                last[pair] = place
     return found
-
-
-def _distances(ids: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(place, how many places ago its pair stood last), where it did."""
-    last: dict[tuple[int, int], int] = {}
-    for place, pair in enumerate(zip(ids, targets, strict=True)):
-        if pair[1] == NOTHING:
-            continue
-        if pair in last:
-            yield place, place - last[pair]
-        last[pair] = place
 
 
 def _change(before: Tensor, after: Tensor, some: Tensor, design: Design, seed: int) -> tuple[Change, int]:

@@ -67,11 +67,6 @@ class Candidate:
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)
 
-    def weigh(self, shapes: Mapping[Site, HeadShape]) -> None:
-        """Find its state, and the controls of that size."""
-        self.controls, self.state = alternatives(self.last, shapes), mean_state(self.last, shapes)
-        self.window = window_beyond(self.last, self.controls, shapes)
-
     def outcomes(self, seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The fields of an Outcome at each stage; `names` are those of the texts."""
         outcomes = {}
@@ -128,25 +123,19 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate:
     if shared:
         share = f"{100 * shared:.2g} % of the evaluated tokens"
         notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
-    notes += _unchosen(options, candidate)
-    if options.sweep and options.heal is not None:
-        notes.append("The sweep shows the heads and layers as they are before healing.")
-    if any(control.swaps for control in candidate.controls) and options.heal is not None:
-        but = ", but for the healed far part" if any(control.weights for control in candidate.controls) else ""
-        notes.append(f"Controls are of the model as it is before healing{but}.")
-    return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]
-
-
-def _unchosen(options: SwapOptions, candidate: Candidate) -> list[str]:
-    """Which parameters stand as they were before any text was read, and what --fit adds."""
-    kernel, info, notes = candidate.kernel, candidate.kernel.info, []
+    kernel, info = candidate.kernel, candidate.kernel.info
     if options.fit and kernel.needs_fit and info.fit_reads:
         notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
     if options.heal is None and kernel.needs_fit and not info.fit_reads:
         notes.append(f"The maps of {info.name} are random until --heal trains them.")
     if options.heal is None and kernel.near is not None and NEAR_WEIGHT not in candidate.fitted:
         notes.append("γ, the weight of near keys, is 1 in every head; --fit chooses it.")
-    return notes
+    if options.sweep and options.heal is not None:
+        notes.append("The sweep shows the heads and layers as they are before healing.")
+    if any(control.swaps for control in candidate.controls) and options.heal is not None:
+        but = ", but for the healed far part" if any(control.weights for control in candidate.controls) else ""
+        notes.append(f"Controls are of the model as it is before healing{but}.")
+    return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]
 
 
 EXACT: Route = "auto"
@@ -174,8 +163,10 @@ def prepare(
     controls: bool,
 ) -> None:
     """Find a candidate's state and controls, and leave those out that a site refuses on these inputs."""
-    candidate.weigh(shapes)
-    candidate.controls = candidate.controls if controls else []
+    every = alternatives(candidate.last, shapes)
+    candidate.state = mean_state(candidate.last, shapes)
+    candidate.window = window_beyond(candidate.last, every, shapes)
+    candidate.controls = every if controls else []
     for control in candidate.controls:
         control.refuse(loaded, inputs, partial(changing, path=EXACT))
 

@@ -35,21 +35,17 @@ def spelled(kernels: Iterable[Kernel]) -> str:
         name, _, numbers = spelling.partition(":")
         if spelling != OWN.spelling:
             by_name.setdefault(name, []).append([int(number) for number in numbers.split(",")])
-    whole = OWN.spelling in found
-    return "/".join(f"{name}:{_ranges(rows, whole=whole)}" for name, rows in by_name.items()) + " by layer"
-
-
-def _ranges(rows: list[list[int]], *, whole: bool) -> str:
-    """Of each place the least and the largest number; the last is that of the window."""
-    *firsts, last = [(min(numbers), max(numbers)) for numbers in zip(*rows, strict=True)]
-    least, most = last
-    told = [f"{low}" if low == high else f"{low}–{high}" for low, high in firsts]
-    end = f"{least}–all" if whole else f"{least}" if least == most else f"{least}–{most}"
-    return ",".join([*told, end])
+    names = []
+    for name, rows in by_name.items():
+        ranges = [[min(numbers), max(numbers)] for numbers in zip(*rows, strict=True)]
+        words = [f"{low}" if low == high else f"{low}–{high}" for low, high in ranges]
+        if OWN.spelling in found:  # the last number is the width of the window
+            words[-1] = f"{ranges[-1][0]}–all"
+        names.append(f"{name}:{','.join(words)}")
+    return "/".join(names) + " by layer"
 
 
 CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
-WHOLE = "{what} holds all {tokens} keys: it is the model itself"
 
 
 @dataclass
@@ -105,20 +101,19 @@ class Alternative:
 
 def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
     """What the state of each chosen site's heads depends on, at the length of the inputs that reached it."""
-    return {found.site: _shape(found, chosen[found.site]) for found in reached if found.site in chosen}
-
-
-def _shape(found: Reached, heads: tuple[int, ...] | None) -> HeadShape:
-    call, seen = found.call, found.call.visible()
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    above = torch.ones(queries, keys, dtype=torch.bool, device=call.query.device).triu(1)
-    return HeadShape(
-        heads=call.query.shape[1] if heads is None else len(heads),
-        head_dim=call.key.shape[-1],
-        value_dim=call.value.shape[-1],
-        tokens=keys,
-        causal=seen is not None and not bool((seen & above).any()),
-    )
+    shapes = {}
+    for found in (found for found in reached if found.site in chosen):
+        call, seen, heads = found.call, found.call.visible(), chosen[found.site]
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        above = torch.ones(queries, keys, dtype=torch.bool, device=call.query.device).triu(1)
+        shapes[found.site] = HeadShape(
+            heads=call.query.shape[1] if heads is None else len(heads),
+            head_dim=call.key.shape[-1],
+            value_dim=call.value.shape[-1],
+            tokens=keys,
+            causal=seen is not None and not bool((seen & above).any()),
+        )
+    return shapes
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
@@ -135,8 +130,10 @@ def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[A
         _sink_window(swaps, shapes),
         _everywhere("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
         _everywhere("floor", swaps, shapes, lambda _: parsed(FLOOR)),
-        *_branches(swaps, shapes),
     ]
+    if all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
+        every.append(_everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
+        every.append(_everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
     asked = Alternative("without filter", swaps).key
     own = Alternative("without filter", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
     return [one for one in every if not one.swaps or one.key not in (asked, own)]
@@ -193,7 +190,8 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
         shape = shapes[site]
         state = state_numbers(swaps[site].kernel, shape)
         what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
-        return Alternative("same size", {}, mean_state(swaps, shapes), WHOLE.format(what=what, tokens=shape.tokens))
+        why = f"{what} holds all {shape.tokens} keys: it is the model itself"
+        return Alternative("same size", {}, mean_state(swaps, shapes), why)
     return Alternative("same size", found, mean_state(found, shapes))
 
 
@@ -203,13 +201,3 @@ def _everywhere(
     """The kernel that `of` makes of each site's."""
     found = {site: hooks.Replacement(of(swap.kernel), swap.heads) for site, swap in swaps.items()}
     return Alternative(role, found, mean_state(found, shapes))
-
-
-def _branches(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
-    """What the kernel is made of, each branch alone."""
-    if not all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
-        return []
-    return [
-        _everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]),
-        _everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]),
-    ]

@@ -125,7 +125,11 @@ def _difference(
     """The relative difference of the two inputs' outputs at these positions; padding is left out."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in (first, second)]
-    own, new = (_sequence(result, first) for result in results)
+    shape = next(first[name].shape for name in IDS if name in first)
+    own, new = (
+        next((value for value in _tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
+        for result in results
+    )
     if own is None or new is None:
         return None
     a, b = (_kept(part, first, positions).double() for part in (own, new))
@@ -134,18 +138,14 @@ def _difference(
     return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))
 
 
-def _sequence(result: ModelOutput, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """The first output that has one row a token: the logits, or the last hidden states; a seq2seq model's decoder's."""
-    shape = next(inputs[name].shape for name in IDS if name in inputs)
-    tensors = (value for value in _tensors(result) if value.is_floating_point() and value.dim() > 2)
-    return next((value for value in tensors if value.shape[:2] == shape), None)
-
-
 def _tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """The tensors of an output, those of its parts (CLIP's text side), and the last hidden states."""
+    """The tensors of numbers in an output, those of its parts (CLIP's text side), and the last hidden states.
+
+    The first with one row a token is the logits, or the last hidden states; a seq2seq model's decoder's.
+    """
     for name, value in result.items():
         if isinstance(value, Tensor):
-            yield value
+            yield from [value] * value.is_floating_point()
         elif isinstance(value, ModelOutput):
             yield from _tensors(value)
         elif name in ("decoder_hidden_states", "hidden_states"):

@@ -13,7 +13,7 @@ from attnlens import hooks, requests, texts
 from attnlens.arguments import public, switch, word
 from attnlens.choices import Part
 from attnlens.errors import TextError, UsageError
-from attnlens.kernels import Kernel, parsed
+from attnlens.kernels import parsed
 from attnlens.records import PARTS
 from attnlens.registry import checked_name
 from attnlens.run import checks
@@ -52,13 +52,26 @@ def replaced(
     Raises UsageError for a kernel that makes no sense, needs calibration text or has no meaning at a site, ModelError
     for attention out of reach, IdentityError; and at the end of the block ModelError where a site was never reached.
     """
-    new = _kernel(kernel, allow_signed=allow_signed)
+    new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
+    if new.needs_fit:
+        raise UsageError(
+            f"{new.info.name} is fitted to calibration text, of which there is none here.",
+            "Fit and save it with attnlens.swap_kernel(…, save=folder); attnlens.load_swapped(folder) runs it.",
+        )
     layers, heads = requests.numbers("layers", layers), requests.numbers("heads", heads)
     if part is not None:
         checked_name("part", part, PARTS)
     loaded = held_model(model)
     with at_rest(loaded.model), torch.no_grad():
-        inputs, survey = _surveyed(loaded, batch)
+        if batch is None:
+            try:
+                inputs: Mapping[str, Tensor] = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
+            except TextError as error:
+                raise UsageError(error.problem, "Give batch=, inputs of the model's own by name.") from None
+        else:
+            inputs = tensors(loaded.model, batch)
+        survey = checks.surveyed(loaded, inputs, made_up=batch is None)
+        checks.proven_whole(loaded, inputs)
         chosen = chosen_sites(survey.reached, layers, heads, part)
         idle_sites(survey, layers)  # refuses attention out of reach
         refuse_crossing(new, list(chosen))
@@ -67,30 +80,3 @@ def replaced(
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
     return hooks.replace(loaded.model, sites, swaps)
-
-
-def _surveyed(loaded: Loaded, batch: Mapping[str, Any] | None) -> tuple[Mapping[str, Tensor], hooks.Surveyed]:
-    """The batch, or a made-up one, and what it shows of the model, when recomputing attention changed nothing."""
-    inputs = _made_up(loaded) if batch is None else tensors(loaded.model, batch)
-    survey = checks.surveyed(loaded, inputs, made_up=batch is None)
-    checks.proven_whole(loaded, inputs)
-    return inputs, survey
-
-
-def _kernel(words: str, *, allow_signed: bool) -> Kernel:
-    """The kernel that `words` spell. Raises UsageError for one that is nothing without calibration text."""
-    kernel = parsed(word("kernel", words), allow_signed=switch("allow_signed", allow_signed))
-    if kernel.needs_fit:
-        raise UsageError(
-            f"{kernel.info.name} is fitted to calibration text, of which there is none here.",
-            "Fit and save it with attnlens.swap_kernel(…, save=folder); attnlens.load_swapped(folder) runs it.",
-        )
-    return kernel
-
-
-def _made_up(loaded: Loaded) -> Mapping[str, Tensor]:
-    """Random inputs of the model's kind; raises UsageError where attnlens can't make them up."""
-    try:
-        return texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    except TextError as error:
-        raise UsageError(error.problem, "Give batch=, inputs of the model's own by name.") from None

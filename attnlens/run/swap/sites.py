@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,23 +60,15 @@ def idle_sites(survey: hooks.Surveyed, layers: Sequence[int] | None) -> list[Ski
 def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
     """Raise UsageError where the kernel has no meaning in a cross-attention among the sites."""
     crossing = next((site for site in sites if site.part == "cross"), None)
-    if crossing and kernel.info.form == "output":
-        raise UsageError(
-            f"{kernel.info.name} has no meaning in cross-attention ({crossing.name}): "
-            "its e- and r-scores would belong to the tokens of two sequences.",
-            "Choose --part encoder or --part decoder.",
-        )
-    if crossing and kernel.info.oracle is not None:
-        raise UsageError(
-            f"{kernel.info.name} has no meaning in cross-attention ({crossing.name}): no token has both a query and a "
-            "key there.",
-            "Choose --part encoder or --part decoder.",
-        )
     placed = kernel.filter or kernel.near
-    modifier = kernel.tie or (placed.modifier.name if placed else None)
-    if crossing and modifier:
+    what, why = kernel.tie or (placed.modifier.name if placed else None), ""
+    if kernel.info.form == "output":
+        what, why = kernel.info.name, ": its e- and r-scores would belong to the tokens of two sequences"
+    elif kernel.info.oracle is not None:
+        what, why = kernel.info.name, ": no token has both a query and a key there"
+    if crossing and what:
         raise UsageError(
-            f"{modifier} has no meaning in cross-attention ({crossing.name}).",
+            f"{what} has no meaning in cross-attention ({crossing.name}){why}.",
             "Choose --part encoder or --part decoder.",
         )
 
@@ -112,7 +104,8 @@ class Local:
 
     def count(self, call: Call, kernel: Kernel) -> None:
         """Note what is special about a site."""
-        self.bounded += _bounded(kernel)
+        output = kernel.info.form == "output"
+        self.bounded += output and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"]
         key_heads = len(set(call.key_heads))
         self.left += [left] if (left := kernel.leaves(key_heads)) else []
         self.beyond += [key_heads] if key_heads < kernel.parameters.get("group", 1) < ALL else []
@@ -152,23 +145,19 @@ class Local:
             notes.append(kernel.info.caution)
         if kernel.tie is not None and TIES[kernel.tie].caution:
             notes.append(TIES[kernel.tie].caution)
-        notes += self._of_groups(kernel, total)
-        if kernel.signed:
-            notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
-        return notes
-
-    def _of_groups(self, kernel: Kernel, total: int) -> Iterator[str]:
-        """The notes on key heads that share latents."""
         if self.left:
-            yield (
+            notes.append(
                 f"The groups do not divide the key heads at {len(self.left)} of {total} sites: the last latent there "
                 f"has {_numbers(self.left)}."
             )
         if self.beyond:
-            yield (
+            notes.append(
                 f"group={kernel.parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} "
                 f"sites ({_numbers(self.beyond)} there): all of them share one latent, as with group=all."
             )
+        if kernel.signed:
+            notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
+        return notes
 
     def _of_output(self, kernel: Kernel, total: int) -> list[str]:
         """The notes on a kernel without scores of a query and a key."""
@@ -224,10 +213,6 @@ def locally(
 def _numbers(found: Sequence[int]) -> str:
     """`1 or 2`: each once."""
     return " or ".join(map(str, sorted(set(found))))
-
-
-def _bounded(kernel: Kernel) -> bool:
-    return kernel.info.form == "output" and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"]
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:

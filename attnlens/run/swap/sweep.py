@@ -72,7 +72,14 @@ class Alone:
             for unit, new in zip(self.units, self.changed, strict=True)
         ]
         if self.tested:
-            effects = _tested(effects, self.changed - self.own, self.sizes, self.design, seed)
+            differences = self.changed - self.own
+            finite = differences.isfinite().all(1)
+            found = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # one that diverged has no p-value
+            found[finite] = p_values(differences[finite], self.design, self.sizes, seed)
+            effects = [
+                effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
+                for effect, p, named in zip(effects, found.tolist(), false_discovery(found).tolist(), strict=True)
+            ]
         return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
 
 
@@ -125,34 +132,19 @@ class SweptBatch:
     """Of the model, in the order of execution."""
 
     @cached_property
-    def original(self) -> tuple[dict[str, Any], Tensor]:
-        """What each block gives under the model's own kernel, and what is predicted."""
+    def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """What each block gives under the model's own kernel, what is predicted, and the loss of each sequence."""
         with hooks.recorded(self.blocks) as given:
-            return given, _run(self.loaded, self.fed, self.task)
-
-    @cached_property
-    def own_losses(self) -> Tensor:
-        """The original's loss of each sequence."""
-        return _losses(self.original[1], self.original[1], self.fed, self.task)
+            own = _run(self.loaded, self.fed, self.task)
+        return given, own, _losses(own, own, self.fed, self.task)
 
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
         """The original's loss of each sequence, and the same with a head of a site, or all of them, swapped."""
-        given, own = self.original
+        given, own, own_losses = self.original
         alone = {site: _alone(self.swaps[site], head)}
         with hooks.replace(self.loaded.model, self.sites, alone, self.path), hooks.resumed(self.blocks, given, site):
             new = _run(self.loaded, self.fed, self.task)
-        return {"own": self.own_losses, "changed": _losses(own, new, self.fed, self.task)}
-
-
-def _tested(effects: Sequence[Effect], differences: Tensor, sizes: Tensor, design: Design, seed: int) -> list[Effect]:
-    """With the p-value of each, and those marked that stand at the false discovery rate; one that diverged has none."""
-    finite = differences.isfinite().all(1)
-    found = torch.full((len(effects),), torch.nan, dtype=torch.float64)
-    found[finite] = p_values(differences[finite], design, sizes, seed)
-    return [
-        effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
-        for effect, p, named in zip(effects, found.tolist(), false_discovery(found).tolist(), strict=True)
-    ]
+        return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}
 
 
 def _alone(swap: hooks.Replacement, head: int | None) -> hooks.Replacement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def heal(
     """
     train, back = split(healer, batches, seed, _trained(asked, batches))
     healer.prepare(batches.batches[0])
-    parts, per_step = parts_of(train, asked.batch or _few(asked, batches))
+    few = None  # sequences of a step if tokens are asked for: few, for STEPS_WANTED steps; None: those of a batch
+    if asked.amount.unit == "tokens" and batches.tokens:
+        size = sequences_in(batches.batches[0].inputs)
+        few = int(max(1, min(size, asked.amount.number / batches.tokens / STEPS_WANTED)))
+    parts, per_step = parts_of(train, asked.batch or few)
     course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
     work = Work(course, HeldOut(healer, back), evaluate, progress, state, patient=asked.control)
     saved = None if state is None else state.load()
@@ -130,7 +134,8 @@ class Work:
         self.best.restore(leaves)
         planned = 1 / course.one_step if course.one_step else 1e9
         count = max(1, min(STEPS, round(planned / 10)))
-        some = list(islice(_cycled(course), count))
+        endless = cycle(course.train)  # from the first batch on, a step's at a time
+        some = [list(islice(endless, course.per_step)) for _ in range(count)]
         rate, tried = chosen_rate(course.healer, stage, some, self.held)
         if not rate and self.patient:
             rate = min(one.rate for one in tried)
@@ -248,25 +253,9 @@ class Work:
         )
 
 
-def _few(asked: HealOptions, batches: Batches) -> int | None:
-    """Sequences of a step where tokens are asked for: few, for STEPS_WANTED steps; None: those of a batch."""
-    if asked.amount.unit != "tokens" or not batches.tokens:
-        return None
-    size = sequences_in(batches.batches[0].inputs)
-    return int(max(1, min(size, asked.amount.number / batches.tokens / STEPS_WANTED)))
-
-
 def _trained(asked: HealOptions, batches: Batches) -> float:
     """How many batches are trained on, about: MOST_CHECKS where a time was given."""
     size = sequences_in(batches.batches[0].inputs)
     steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}
     whole = 1 if asked.amount.unit == "tokens" else max(1.0, (asked.batch or size) / size)
     return steps.get(asked.amount.unit, MOST_CHECKS) * whole
-
-
-def _cycled(course: Course) -> Any:
-    """Batches for a range test: the training text from its first batch on, a step's at a time."""
-    number = 0
-    while True:
-        yield [course.train[(number + index) % len(course.train)] for index in range(course.per_step)]
-        number += course.per_step

@@ -17,7 +17,7 @@ from attnlens.attention.primal_scores import regulariser
 from attnlens.choices import HealingGoal
 from attnlens.errors import ModelError
 from attnlens.kernels import Kernel
-from attnlens.kernels.latents import copies
+from attnlens.kernels.lowrank import copies
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
@@ -66,10 +66,19 @@ class Healer:
                 "No weight moves queries or keys of swapped heads, and those alone.", "Swap without --heal."
             )
         self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
-        if self.convention == "code":
-            self.swaps = {site: _as_code(swap) for site, swap in self.swaps.items()}
+        if self.convention == "code":  # √(nΛ) in the place of Λ, n the length of a sequence: J is 0 there
+            for site, swap in self.swaps.items():
+                of = swap.kernel.fitted
+                if swap.kernel.info.form == "output":
+                    changed = (of["log_multipliers"] + of["tokens"].log()[:, None]) / 2
+                    kernel = swap.kernel.with_fitted({**of, "log_multipliers": changed})
+                    self.swaps = {**self.swaps, site: hooks.Replacement(kernel, swap.heads)}
         named = dict(self.loaded.model.named_parameters())
-        self.weights = {name: self._weight(name, named[name], mask) for name, mask in masks.items()}
+        for name, mask in masks.items():
+            if self.rank is None or self.rank >= min(named[name].flatten(1).shape):
+                self.weights[name] = Trained.of(named[name], mask)
+            else:
+                self.weights[name] = LowRankChange.of_rank(named[name], mask, self.rank, seed_of(self.seed, name))
         if self.recompute:
             self.blocks = _blocks(self.loaded, batch)
         for site, swap in self.swaps.items():
@@ -79,11 +88,6 @@ class Healer:
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.trainable
             }
-
-    def _weight(self, name: str, start: Tensor, mask: Tensor) -> Trained:
-        if self.rank is None or self.rank >= min(start.flatten(1).shape):
-            return Trained.of(start, mask)
-        return LowRankChange.of_rank(start, mask, self.rank, seed_of(self.seed, name))
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -241,15 +245,6 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
     power = 1.0 if convention == "code" else 0.5
     length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
     return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
-
-
-def _as_code(swap: hooks.Replacement) -> hooks.Replacement:
-    """The same swap with √(nΛ) in the place of Λ, n the length of a sequence: J in the code's convention is 0 there."""
-    kernel = swap.kernel
-    if kernel.info.form != "output":
-        return swap
-    changed = (kernel.fitted["log_multipliers"] + kernel.fitted["tokens"].log()[:, None]) / 2
-    return hooks.Replacement(kernel.with_fitted({**kernel.fitted, "log_multipliers": changed}), swap.heads)
 
 
 def _owners(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -50,7 +50,8 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     with torch.enable_grad():
         for pairs, penalties in _pairs(healer, inputs):
             errors = [_relative_errors(*pair, inputs).mean() for pair in pairs]
-            loss = sum(errors, torch.zeros((), device=errors[0].device)) + _penalty(healer, penalties)
+            penalty = healer.penalty(penalties) / (1 if healer.convention == "paper" else len(healer.swaps))
+            loss = sum(errors, torch.zeros((), device=errors[0].device)) + penalty
             if loss.requires_grad:  # a site whose weights others share may have nothing to train
                 (weight * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -72,7 +73,10 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
     calls, own = _passed(healer, inputs, paths)
     with _students(healer, new, penalties):
         for passed in calls:
-            local = _local(healer, paths[passed.module])
+            begin = f"{paths[passed.module]}."
+            local = {
+                name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
+            }
             torch.func.functional_call(passed.module, local, passed.args, passed.kwargs)
             yield [(found, own[site]) for site, found in new.items()], penalties
             new.clear()
@@ -118,17 +122,6 @@ def _students(healer: Healer, new: dict[Site, Tensor], penalties: list[Tensor]) 
     swaps, store = healer.healed_swaps(), new.__setitem__
     with hooks.replace(healer.loaded.model, healer.sites, swaps, healer.path, visit=visit, answered=store):
         yield
-
-
-def _local(healer: Healer, path: str) -> dict[str, Tensor]:
-    """The trained weights of a module under the names that it knows them by."""
-    begin = f"{path}."
-    return {name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)}
-
-
-def _penalty(healer: Healer, penalties: list[Tensor]) -> Tensor | float:
-    found = healer.penalty(penalties)
-    return found if healer.convention == "paper" else found / len(healer.swaps)
 
 
 def _relative_errors(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks, texts
 from attnlens.records import Call, Site
+from attnlens.tracer import hooked
 
 
 def trainable(
@@ -38,7 +39,7 @@ def trainable(
 
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     with torch.enable_grad(), hooks.watch(model, sites, visit), _detached(model):
-        outputs_with(model, leaves, short)
+        torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
     masks = {name: mask & ~kept.get(name, torch.zeros_like(mask)) for name, mask in moved.items()}
     return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
 
@@ -52,19 +53,13 @@ def _detached(model: PreTrainedModel) -> Iterator[None]:
     def cut(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(map(_alone, args)), {name: _alone(value) for name, value in kwargs.items()}
+        alone = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
+        return tuple(alone[: len(args)]), dict(zip(kwargs, alone[len(args) :], strict=True))
 
     attentions = [module for module in model.modules() if hooks.is_attention(module)]
     handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in attentions]
-    try:
+    with hooked(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _alone(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _parts(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -85,13 +80,6 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
         return {}
     found = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
     return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
-
-
-def outputs_with(
-    model: PreTrainedModel, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor], **more: bool
-) -> object:
-    """The model's outputs with some of its weights replaced."""
-    return torch.func.functional_call(model, dict(values), (), {**inputs, **hooks.without_cache(model), **more})
 
 
 @dataclass

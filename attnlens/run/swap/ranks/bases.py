@@ -19,9 +19,8 @@ from attnlens.attention import attend
 from attnlens.errors import ModelError, UnreadableError, UsageError
 from attnlens.hooks.survey import unpadded
 from attnlens.kernels import Kernel, parsed
-from attnlens.kernels.fitting import pairs_weighted
-from attnlens.kernels.latents import Latents, Turn
-from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, MapsFit
+from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFit, Turn
+from attnlens.kernels.spec import pairs_weighted
 from attnlens.models import Loaded
 from attnlens.records import Call, Rotation, Site, Task
 from attnlens.run.outcomes.outputs import predictions
@@ -202,7 +201,9 @@ def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     Key heads share a latent where there are several, and keys are taken before their rotation where that can be undone.
     """
     named = next(iter(swaps.values())).kernel
-    groups = [1, ALL] if _several(loaded, list(swaps)) else [1]
+    inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
+    reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in swaps]
+    groups = [1, ALL] if any(found.call.key.shape[1] > 1 for found in reached) else [1]
     undone = not any(isinstance(turn, str) for turn in turns(loaded, list(swaps)).values())
     return [_with(named, group=group, rotation=r) for r in ([AFTER, BEFORE] if undone else [AFTER]) for group in groups]
 
@@ -223,12 +224,6 @@ def _with(kernel: Kernel, **parameters: float) -> Kernel:
     return replace(kernel, parameters={**kernel.parameters, **parameters})
 
 
-def _several(loaded: Loaded, sites: list[Site]) -> bool:
-    """Whether some of these sites has several key heads."""
-    inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
-    return any(found.call.key.shape[1] > 1 for found in hooks.survey(loaded.model, inputs) if found.site in sites)
-
-
 ANY = "rank:65536"
 """A rank that cuts nothing in any head."""
 Fits = dict[Site, MapsFit]
@@ -245,21 +240,6 @@ class Basis:
     """Their key heads."""
     latents: Latents
     """The directions of each latent."""
-
-    @property
-    def query_map(self) -> Tensor:
-        """A of every latent, (latents, size, directions)."""
-        return self.latents.query_map
-
-    @property
-    def key_map(self) -> Tensor:
-        """B."""
-        return self.latents.key_map
-
-    @property
-    def head_dim(self) -> int:
-        """Coordinates of a key."""
-        return self.latents.head_dim
 
     @property
     def sizes(self) -> list[int]:
@@ -363,7 +343,8 @@ def _fits_by_text(
     loaded: Loaded, swaps: hooks.Swaps, forms: Sequence[Kernel], names: Iterable[str]
 ) -> dict[str, dict[str, Fits]]:
     """A fit of each form, text and site that has read nothing yet, with its rotation."""
-    blank = {form.spelling: {site: _blank(form) for site in swaps} for form in forms}
+    numbers = {form.spelling: {name: int(value) for name, value in form.parameters.items()} for form in forms}
+    blank = {form: {site: MapsFit(**given) for site in swaps} for form, given in numbers.items()}
     give_rotations(loaded, swaps, _every(blank.values()))
     texts_named = list(names)
     return {
@@ -374,10 +355,6 @@ def _fits_by_text(
 
 def _every(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
     return [pair for found in fits for pair in found.items()]
-
-
-def _blank(form: Kernel) -> MapsFit:
-    return MapsFit(**{name: int(value) for name, value in form.parameters.items()})
 
 
 def _whole_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:

@@ -70,7 +70,11 @@ def samples(
     for turn in range(count):
         if turn == 1:
             _check_enough(found[0], contents, evaluated)
-            _check_texts(intervals, contents)
+            if intervals == "texts" and len(contents) < FEWEST_TEXTS:
+                raise UsageError(
+                    f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
+                    "Give more --calibration, or leave out --intervals texts.",
+                )
         skip = evaluated.sequences + turn * cut.sequences
         part = replace(cut, turn=(turn, PARTS))
         found.append(texts.batches(loaded, contents, part, apart_from=evaluated, skip_noise=skip))
@@ -89,15 +93,6 @@ def _check_enough(first: Batches, contents: Sequence[Content], evaluated: Batche
                 f"text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
                 "Give a longer text, fewer --tokens or --sequences, or leave that text out.",
             )
-
-
-def _check_texts(intervals: Intervals | None, contents: Sequence[Content]) -> None:
-    """Raise UsageError where too few texts are to stand for texts like them."""
-    if intervals == "texts" and len(contents) < FEWEST_TEXTS:
-        raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
-            "Give more --calibration, or leave out --intervals texts.",
-        )
 
 
 def _check_repeated(loaded: Loaded, parts: Sequence[Batches]) -> None:

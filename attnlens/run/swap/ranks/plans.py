@@ -14,7 +14,7 @@ from attnlens.arguments import Budget
 from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.models import Loaded
-from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Rise, Settings, Site
+from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Settings, Site
 from attnlens.run.outcomes.differences import DIVERGED, Differences
 from attnlens.run.provenance import tool
 from attnlens.run.swap.ranks.bases import form_name
@@ -255,13 +255,10 @@ def _operations(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[
         for latent in _latents(choice, site):
             if isinstance(size, SiteSizes):
                 bare, whole = replace(size, keys_seen=0.0), replace(latent, rank=size.head_dim * latent.keys)
-                change = [costs(sized, latent).flops - costs(sized, whole).flops for sized in (bare, _with_a_key(bare))]
+                both = bare, replace(bare, keys_seen=1.0)
+                change = [costs(sized, latent).flops - costs(sized, whole).flops for sized in both]
                 added, saved = added + change[0], saved + change[0] - change[1]
     return added, saved
-
-
-def _with_a_key(bare: SiteSizes) -> SiteSizes:
-    return replace(bare, keys_seen=1.0)
 
 
 def _unknown_size(found: Mapping[Site, SiteSizes | str]) -> str | None:
@@ -282,10 +279,11 @@ def planned(
     parts of the calibration text.
     """
     found = sizes(loaded, list(choice.bases), inputs)
-    measured = _measured(compared, settings, budget)
+    names = [text.name for text in settings.texts]
+    measured = {stage: rise_in(one, names, settings.seed, budget.unit) for stage, one in compared.items()}
     saved = saving(choice, found)
     reasons = {**saved.pop("reasons"), **_unknown(choice)}
-    never = no_break_even(choice, found)
+    never, form = no_break_even(choice, found), next(iter(choice.swaps.values())).kernel
     reasons |= {} if never is None else {"keys_to_gain": never}
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
@@ -301,17 +299,14 @@ def planned(
         steps=choice.steps,
         keys_to_gain=break_even(choice, found),
         reasons=reasons,
-        **_form(choice),
+        kernel=form.info.name,
+        form=form_name(form),
+        forms=choice.forms,
+        held_out=choice.held_out,
         **_ranked(choice),
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
-
-
-def _measured(compared: Mapping[str, Differences], settings: Settings, budget: Budget) -> dict[str, Rise | None]:
-    """The rise on the evaluation text, by stage."""
-    names = [text.name for text in settings.texts]
-    return {stage: rise_in(found, names, settings.seed, budget.unit) for stage, found in compared.items()}
 
 
 def _unknown(choice: Choice) -> dict[str, str]:
@@ -320,17 +315,6 @@ def _unknown(choice: Choice) -> dict[str, str]:
     if choice.estimated is None:
         return reasons | dict.fromkeys(("estimated", "promised"), GIVEN)
     return reasons if choice.promised else reasons | {"promised": DIVERGED}
-
-
-def _form(choice: Choice) -> dict[str, Any]:
-    """The fields of a Plan that say what its latents are."""
-    form = next(iter(choice.swaps.values())).kernel
-    return {
-        "kernel": form.info.name,
-        "form": form_name(form),
-        "forms": choice.forms,
-        "held_out": choice.held_out,
-    }
 
 
 def _ranked(choice: Choice) -> dict[str, Any]:
@@ -380,7 +364,8 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
     where, head_dim = f"at {key.site} key head {key.kv_head}", found.call.query.shape[-1]
     heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _heads(found, kv_head)]
     if key.heads != heads:
-        return f"{where} serves query heads {_listed(key.heads)} in the plan, and {_listed(heads)} here"
+        theirs, ours = (", ".join(map(str, each)) for each in (key.heads, heads))
+        return f"{where} serves query heads {theirs} in the plan, and {ours} here"
     if key.head_dim != head_dim * key.keys:
         return f"{where} has {key.head_dim} directions in the plan, and {head_dim * key.keys} here"
     if (key.layer, key.part) != (found.site.layer, found.site.part):
@@ -401,10 +386,6 @@ def _heads(found: Reached, kv_head: int) -> list[int]:
     """The query heads that read that key head."""
     group = found.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))
-
-
-def _listed(heads: Sequence[int]) -> str:
-    return ", ".join(map(str, heads))
 
 
 def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
