@@ -7,7 +7,7 @@ from pathlib import Path
 from attnlens.unit_files import RUN, SEAL, UnitFiles, sealed, store_of
 
 from attnlens.run.inspect.assembly import Frame
-from attnlens.run.training.kept import SeriesFrame
+from attnlens.run.training.trajectories import SeriesFrame
 
 
 def unit_of(path: Path, kind: type[Frame | SeriesFrame] = Frame) -> str:

@@ -16,10 +16,10 @@ import attnlens
 from attnlens import run
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Experiment
-from attnlens.run.progress import silent
 from attnlens.run.training.checkpoints import of_demo, step_of
 from attnlens.run.training.synthetic import finished
 from attnlens.run.verify import ROWS
+from attnlens.runs.progress import silent
 
 SMALL = {"sequences": 2, "tokens": 32}
 STEPS = [0, 30, 100, 300, 1000, 3000, 6000]

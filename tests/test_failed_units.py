@@ -18,7 +18,7 @@ import attnlens
 from attnlens.errors import AttnlensError, ModelError, OutputError
 from attnlens.records import Report
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.progress import Interrupted
+from attnlens.runs.progress import Interrupted
 
 FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
 """Four units."""

@@ -13,8 +13,8 @@ import attnlens
 from attnlens import linalg
 from attnlens.analyzers import features
 from attnlens.experiments import binary_kernel as binary
-from attnlens.run.progress import silent
 from attnlens.run.verify import ROWS
+from attnlens.runs.progress import silent
 
 N = 9
 CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()[None]

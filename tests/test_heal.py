@@ -19,7 +19,6 @@ from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.requests.healing import Amount, HealOptions
-from attnlens.run.progress import Interrupted
 from attnlens.run.swap import pipeline as entry
 from attnlens.run.swap.fit import SHARES, Search, fit
 from attnlens.run.swap.healing import Healer, course
@@ -28,6 +27,7 @@ from attnlens.run.swap.healing.course import Course, shape
 from attnlens.run.swap.healing.held_out import split
 from attnlens.run.swap.healing.trained import trainable
 from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.runs.progress import Interrupted
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
 

@@ -10,11 +10,11 @@ from loaded import BARE, apart, family, loaded, sites_of
 import attnlens
 from attnlens import hooks, texts
 from attnlens.kernels import parsed
-from attnlens.run.progress import Interrupted
 from attnlens.run.swap import predictors
 from attnlens.run.swap import sweep as room
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.sweep import sweep, units
+from attnlens.runs.progress import Interrupted
 from attnlens.statistics import Design, false_discovery, paired_difference
 from attnlens.texts.targets import feed, task_of
 

@@ -37,10 +37,10 @@ from sealing import flipped, seal, unit_of, unsealed
 import attnlens
 from attnlens import requests, run
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError
-from attnlens.run import fingerprint
+from attnlens.run import provenance as fingerprint
 from attnlens.run.inspect import work
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.progress import Interrupted
+from attnlens.runs.progress import Interrupted
 
 ASKED: dict[str, Any] = {"tokens": 16, "sequences": 12, "batch_size": 1, "analyzers": ["symmetry"]}
 """Four layers and twelve batches: sixteen units."""

@@ -17,8 +17,8 @@ from attnlens.experiments import trained as depth
 from attnlens.experiments import trained as identities
 from attnlens.experiments.primal_decay import CANONICAL, MATRICES, PRIMAL, Training, compared, fit, nats, pair, read
 from attnlens.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
-from attnlens.run.progress import silent
 from attnlens.run.verify import ROWS
+from attnlens.runs.progress import silent
 
 verifying = importlib.import_module("attnlens.run.verify")  # `run.verify` is the function of that name
 

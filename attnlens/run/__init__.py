@@ -4,7 +4,6 @@ from attnlens.run.compare.pipeline import compare
 from attnlens.run.doctor import doctor, sound
 from attnlens.run.inspect.capture import capture
 from attnlens.run.inspect.pipeline import inspect, inspected
-from attnlens.run.progress import Interrupted
 from attnlens.run.recompute import recompute
 from attnlens.run.study import study
 from attnlens.run.swap.pipeline import swap_kernel, swapped
@@ -14,6 +13,7 @@ from attnlens.run.training.one_head import converge_head
 from attnlens.run.training.series import converge_checkpoints, followed
 from attnlens.run.training.synthetic import converge_synthetic
 from attnlens.run.verify import verify
+from attnlens.runs.progress import Interrupted
 
 __all__ = [
     "Interrupted",

@@ -21,8 +21,8 @@ from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteChe
 from attnlens.requests import ModelRequest, reading
 from attnlens.run import checks, feeding
 from attnlens.run.initialised import attention, refuse_initialised
-from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
+from attnlens.runs.progress import Progress, silent
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""

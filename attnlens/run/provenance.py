@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import platform
 import resource
 import sys
+from collections.abc import Iterable
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,64 @@ import torch
 import transformers
 
 import attnlens
+from attnlens import texts
+from attnlens.hooks import Reached
+from attnlens.models import Loaded
 from attnlens.records import Environment, Report, Tool
+from attnlens.registry import Analyzer, Gathering, KernelInfo
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def versions() -> dict[str, str]:
+    """Of the programs whose arithmetic the readings are; of attnlens its code too, which changes between releases."""
+    return {
+        "attnlens": attnlens.__version__,
+        "code": own_code(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@cache
+def own_code() -> str:
+    """A hash of the modules of attnlens, by their paths and contents."""
+    found = sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def content_of(
+    loaded: Loaded, reached: Iterable[Reached], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
+) -> str:
+    """A SHA-256 of the model's config and own code, of its adapter, of all that is fed, and of the analyzers' code.
+
+    Of files that are read in parts also of some bytes of the tensors of the sites: their times of change may be set.
+    """
+    config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
+    found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
+        found.update(file.read_bytes())
+    if loaded.info.adapter is not None:
+        found.update(loaded.info.adapter.model_dump_json().encode())
+    if loaded.deferred is not None:
+        found.update(loaded.deferred.sample(one.module for one in reached))
+    for batch in fed.batches if fed is not None else ():
+        for name, part in sorted(batch.inputs.items()):
+            found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for one in analyzers:
+        found.update(code_of(one))
+    return found.hexdigest()
+
+
+def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
+    """The file that an analyzer or a kernel stands in: another package may change its own with no new version here."""
+    own: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
+    source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
+    return Path(source).read_bytes() if source is not None and Path(source).is_file() else b""
+
 
 STATUS = Path("/proc/self/status")
 

@@ -14,7 +14,7 @@ from attnlens.errors import UsageError
 from attnlens.records import Check, File, Head, ModelInfo, Report
 from attnlens.rules.judging import breach
 from attnlens.run.inspect.pipeline import inspect
-from attnlens.run.progress import Progress, silent
+from attnlens.runs.progress import Progress, silent
 
 REPEATED = ("sequences", "tokens", "pack", "windows", "intervals", "select", "source", "analyzers", "seed")
 """The settings of a report under which its heads are computed once more."""

@@ -22,8 +22,8 @@ from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
 from attnlens.requests.fields import checked
 from attnlens.requests.study import ALL, StudyRequest, table
-from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
+from attnlens.runs.progress import Progress, silent
 from attnlens.runs.work import Store, WorkPlan
 from attnlens.studies.cells import StudyPlan, trained_cells
 from attnlens.studies.findings import table_of

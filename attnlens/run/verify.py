@@ -12,8 +12,8 @@ from attnlens.experiments.binary_kernel import binary_kernel
 from attnlens.experiments.primal_decay import primal_decay
 from attnlens.experiments.trained import depth_decay, ksvd_identities
 from attnlens.records import Experiment, Report, Skipped
-from attnlens.run.progress import Progress, silent
 from attnlens.run.training.synthetic import WIDTH, finished
+from attnlens.runs.progress import Progress, silent
 
 Row = Callable[[bool, int, Progress], list[Experiment]]
 """(quick, seed, progress) → what was found."""

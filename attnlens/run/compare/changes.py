@@ -21,7 +21,7 @@ from attnlens.run.compare.rows import change, is_category, named_rows
 from attnlens.run.compare.sides import Block, Pairing
 from attnlens.run.compare.significance import Judged, Rounding, number_of
 from attnlens.run.inspect.summary import by_measure
-from attnlens.run.progress import Progress, Tell
+from attnlens.runs.progress import Progress, Tell
 from attnlens.statistics import Design, adjusted
 
 

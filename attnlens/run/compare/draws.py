@@ -18,10 +18,10 @@ from attnlens.run.compare.forms import distances
 from attnlens.run.compare.passes import Recorded, beside, record
 from attnlens.run.compare.rounding import rounded, rounded_factors, site_type, stored_types
 from attnlens.run.compare.sides import Block, ComparedModel
-from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import Collector
+from attnlens.run.inspect.sink import finite_heads
 from attnlens.run.inspect.summary import by_measure
-from attnlens.run.progress import Tell
+from attnlens.runs.progress import Tell
 from attnlens.statistics import Design
 
 DRAWS = 5

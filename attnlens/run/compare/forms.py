@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from attnlens import linalg
 from attnlens.records import QueryKey
 from attnlens.registry.distances import FORMS, KEY_ANGLE, QUERY_ANGLE
-from attnlens.run.inspect.chunks import finite_heads
+from attnlens.run.inspect.sink import finite_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -16,7 +16,7 @@ from attnlens.hooks.survey import hiding_padding, real_parts
 from attnlens.kernels import OWN
 from attnlens.records import Call, Site
 from attnlens.run.compare.sides import Block, ComparedModel
-from attnlens.run.inspect.chunks import PIECE_BYTES
+from attnlens.run.inspect.sink import PIECE_BYTES
 
 FLOOR = 1e-12
 """Weights below it count as it, so that a key that only one model hides costs at most 27.6 nats."""

@@ -19,9 +19,9 @@ from attnlens.run.compare.shifts import OTHER_HEADS, apart
 from attnlens.run.compare.sides import ComparedModel, Pairing, correspond, same_input
 from attnlens.run.in_memory import at_rest, held
 from attnlens.run.inspect.pipeline import inspect, prepared
-from attnlens.run.progress import Progress, silent
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.saved import restored
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

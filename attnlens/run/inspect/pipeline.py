@@ -16,7 +16,7 @@ from attnlens.run import feeding
 from attnlens.run.in_memory import at_rest, held, refuse_work
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.progress import Progress, silent
+from attnlens.runs.progress import Progress, silent
 from attnlens.runs.work import Compute, WorkPlan
 
 if TYPE_CHECKING:

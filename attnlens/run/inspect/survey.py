@@ -6,30 +6,67 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from attnlens import hooks, models, texts, weights
 from attnlens.choices import ATTENTION
-from attnlens.errors import ModelError, TextError, UnreadableError
+from attnlens.errors import FAILURES, ModelError, TextError, UnreadableError
 from attnlens.hooks import Reached
 from attnlens.linalg.long import LONG
 from attnlens.models.deferred import unspoken
 from attnlens.records import Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run import checks, feeding
-from attnlens.run.fingerprint import content_of
 from attnlens.run.initialised import attention, refuse_initialised
 from attnlens.run.inspect.assembly import Frame, WorkUnit, assembled
 from attnlens.run.inspect.collector import Collector
-from attnlens.run.inspect.from_files import BY_HAND, like, of_shapes
-from attnlens.run.inspect.reading.attended import refuse_many_rows
-from attnlens.run.inspect.reading.reader import Reader
+from attnlens.run.inspect.reader import Reader, refuse_many_rows
 from attnlens.run.inspect.sink import Sink, UnitRecord
-from attnlens.run.progress import Interrupted, Progress, timed
+from attnlens.run.provenance import content_of
+from attnlens.runs.progress import Interrupted, Progress, timed
 from attnlens.runs.work import NOTHING_KEPT, Opener, Stopped, Store, WorkPlan, run_units
+
+BY_HAND = "the module computes its attention by hand, which is traced on numbers: the model has to be loaded"
+"""Why a site is not read of a model of shapes."""
+
+
+def of_shapes(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
+    """What these inputs show of a model of shapes, whose attention is all behind transformers' interface.
+
+    Raises ModelError where a forward pass takes numbers (attention written by hand, masks made of hidden states).
+    """
+    try:
+        found = hooks.surveyed(loaded.model, inputs)
+    except (ModelError, *FAILURES) as error:
+        first = error.problem if isinstance(error, ModelError) else models.first_line(error)
+        raise ModelError(
+            f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
+            "Leave out --from-files or --device-map: this architecture has to be loaded.",
+        ) from error
+    if any(one.site.traced for one in found.reached):
+        raise ModelError(
+            f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
+            "Leave out --from-files or --device-map: this architecture has to be loaded.",
+        )
+    return found
+
+
+def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: models.Loaded) -> list[Reached]:
+    """The sites of a model of shapes as those that were `reached` in the same model where it runs.
+
+    Raises ModelError where they are not the same.
+    """
+    known = {(one.site.path, one.site.ordinal): one for one in shapes}
+    wanted = [(one.site.path, one.site.ordinal) for one in reached]
+    if list(known) != wanted:
+        raise ModelError(
+            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device-map."
+        )
+    return [replace(known[place], site=one.site) for place, one in zip(wanted, reached, strict=True)]
+
 
 ALL = "units"
 """What progress calls the units of all stages."""

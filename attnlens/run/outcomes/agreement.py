@@ -15,7 +15,7 @@ from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memo
 from attnlens.models import Loaded, first_line
 from attnlens.records import Agreement, Task
 from attnlens.run.outcomes.differences import NOT_CAUSAL, Variant
-from attnlens.run.progress import Tell
+from attnlens.runs.progress import Tell
 from attnlens.texts.sequences import position_limit
 from attnlens.texts.targets import Fed
 

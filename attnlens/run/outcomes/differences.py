@@ -26,7 +26,7 @@ from attnlens.run.outcomes.outputs import (
     token_losses,
     tokens_in,
 )
-from attnlens.run.progress import Tell
+from attnlens.runs.progress import Tell
 from attnlens.statistics import Design, paired_difference
 from attnlens.statistics.streams import Likeness
 from attnlens.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed

@@ -20,8 +20,8 @@ from attnlens.kernels.modifiers import NEAR_WEIGHT
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
 from attnlens.registry import Fit, OutputFit
-from attnlens.run.progress import Tell
 from attnlens.run.swap.ranks.bases import SEQUENCES, give_metrics, give_rotations
+from attnlens.runs.progress import Tell
 from attnlens.texts import Batch, Batches
 from attnlens.texts.targets import feed
 

@@ -17,7 +17,6 @@ from attnlens.requests.healing import HealOptions
 from attnlens.run.outcomes.agreement import agreements
 from attnlens.run.outcomes.differences import compare, windows_of
 from attnlens.run.outcomes.outputs import tokens_in
-from attnlens.run.progress import Tell, telling_at_most, timed
 from attnlens.run.swap import candidate as candidates
 from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
 from attnlens.run.swap.fit import MOST_FITTED, fit, passes
@@ -30,6 +29,7 @@ from attnlens.run.swap.resources import enough_memory
 from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.session import Swapping
 from attnlens.run.swap.sites import Local, locally
+from attnlens.runs.progress import Tell, telling_at_most, timed
 from attnlens.runs.work import Keep, Store, keep_nothing, key_of
 from attnlens.texts.targets import meanings
 

@@ -20,10 +20,10 @@ from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
 from attnlens.run.in_memory import refuse_work
 from attnlens.run.outcomes.agreement import of_file, prompts_of
-from attnlens.run.progress import Progress, silent
 from attnlens.run.swap.ranks import calibration, search
 from attnlens.run.swap.session import Swapping
 from attnlens.run.swap.work import SwapWork
+from attnlens.runs.progress import Progress, silent
 from attnlens.runs.work import WorkPlan
 from attnlens.texts.targets import check_input, feed
 

@@ -16,8 +16,8 @@ from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.progress import Tell, silent, timed
 from attnlens.run.swap.sweep import Alone, Unit, sweep, units
+from attnlens.runs.progress import Tell, silent, timed
 from attnlens.runs.work import Keep, keep_nothing
 from attnlens.statistics import Design, Interval, rank_correlation
 from attnlens.statistics.associations import PERMUTATIONS, over_windows, permutation_tests, split_half

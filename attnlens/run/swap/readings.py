@@ -15,10 +15,10 @@ from attnlens.records import Control, Coverage, Plan, Report, Settings, Skipped,
 from attnlens.records.windows import Windows
 from attnlens.run.outcomes.differences import placed_windows
 from attnlens.run.outcomes.outputs import TokenLosses
-from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import Candidate
 from attnlens.run.swap.controls import one_window
+from attnlens.runs.progress import INTERRUPTED
 from attnlens.statistics import Design
 
 if TYPE_CHECKING:

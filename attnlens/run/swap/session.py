@@ -21,7 +21,6 @@ from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.outcomes.agreement import Continued, Prompts, own_continuation
 from attnlens.run.outcomes.differences import Differences, Variant
 from attnlens.run.outcomes.outputs import run
-from attnlens.run.progress import Progress, Tell, telling, timed
 from attnlens.run.swap.controls import shapes_of
 from attnlens.run.swap.healing import changed_weights
 from attnlens.run.swap.predictors import Sweeping
@@ -29,6 +28,7 @@ from attnlens.run.swap.ranks.calibration import Sample
 from attnlens.run.swap.ranks.plans import check_fits
 from attnlens.run.swap.resources import enough_memory, peak_of
 from attnlens.run.swap.sites import chosen_sites, idle_sites, refuse_crossing
+from attnlens.runs.progress import Progress, Tell, telling, timed
 from attnlens.statistics import Design
 from attnlens.texts.targets import Fed
 

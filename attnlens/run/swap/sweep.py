@@ -16,7 +16,7 @@ from attnlens.attention import Route
 from attnlens.models import Loaded
 from attnlens.records import Effect, Site, Task
 from attnlens.run.outcomes.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.run.progress import Tell
+from attnlens.runs.progress import Tell
 from attnlens.runs.work import Keep, keep_nothing
 from attnlens.statistics import Design, false_discovery, p_values, paired_difference
 from attnlens.texts.targets import NOTHING, Fed, asking, states_of

@@ -12,14 +12,14 @@ from attnlens import registry, requests
 from attnlens.errors import OutputError
 from attnlens.records import Report
 from attnlens.requests.work_options import SharedRequest
-from attnlens.run.fingerprint import code_of, content_of, versions
 from attnlens.run.outcomes.agreement import Prompts
-from attnlens.run.progress import Interrupted, telling
+from attnlens.run.provenance import code_of, content_of, versions
 from attnlens.run.swap.candidate import Candidate
 from attnlens.run.swap.one_kernel import KernelInterrupted, KernelRun
 from attnlens.run.swap.readings import swap_report
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.run.swap.session import Swapping
+from attnlens.runs.progress import Interrupted, telling
 from attnlens.runs.work import Compute, Stopped, Store, WorkPlan, key_of, run_units
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")

@@ -22,7 +22,7 @@ from attnlens.requests.training import DescentRequest
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.progress import Progress, silent
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,14 +17,13 @@ from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
 from attnlens.requests.work_options import SharedRequest
 from attnlens.run import checks, feeding
-from attnlens.run.fingerprint import versions
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.outcomes.differences import mean_loss
-from attnlens.run.progress import Interrupted, Progress, silent, telling
+from attnlens.run.provenance import versions
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
-from attnlens.run.training.kept import content_hash, digest_of, series_report
-from attnlens.run.training.trajectories import CheckpointReading
+from attnlens.run.training.trajectories import CheckpointReading, content_hash, digest_of, series_report
+from attnlens.runs.progress import Interrupted, Progress, silent, telling
 from attnlens.runs.work import Compute, Store, WorkPlan, run_units
 from attnlens.texts.targets import feed, task_of
 

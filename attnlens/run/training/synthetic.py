@@ -11,8 +11,8 @@ from attnlens.arguments import public
 from attnlens.experiments import run_experiments
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
 from attnlens.requests.training import SizesRequest, checked_synthetic
-from attnlens.run.progress import Interrupted, Progress, silent
 from attnlens.run.provenance import report_of
+from attnlens.runs.progress import Interrupted, Progress, silent
 
 WIDTH = 10
 """d of the paper's experiments."""

@@ -15,12 +15,12 @@ from attnlens.choices import HealingStage
 from attnlens.errors import ModelError
 from attnlens.records import Healing, HealingStep, HealingTraining
 from attnlens.requests.healing import HealOptions
-from attnlens.run.progress import Tell
 from attnlens.run.swap.healing.course import SLOWER, STAGES, STEPS, Course, chosen_rate
 from attnlens.run.swap.healing.healer import Healer
 from attnlens.run.swap.healing.held_out import Best, Distances, HeldOut, parts_of, split
 from attnlens.run.swap.healing.state import HealingState, curve_of
 from attnlens.run.swap.healing.trained import changed_weights
+from attnlens.runs.progress import Tell
 from attnlens.texts import Batches, sequences_in
 
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100

@@ -19,12 +19,12 @@ from attnlens.records import Healing, HealingControl, Site, Task
 from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.outcomes.differences import Differences, mean_loss
-from attnlens.run.progress import Tell
 from attnlens.run.swap.healing.course import STAGES
 from attnlens.run.swap.healing.descent import heal
 from attnlens.run.swap.healing.healer import Healer
 from attnlens.run.swap.healing.state import HealingState
 from attnlens.run.swap.resources import peak_of
+from attnlens.runs.progress import Tell
 from attnlens.runs.work import Store, key_of
 from attnlens.statistics import paired_difference
 from attnlens.texts import Batches

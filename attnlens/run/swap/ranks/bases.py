@@ -24,7 +24,7 @@ from attnlens.kernels.spec import pairs_weighted
 from attnlens.models import Loaded
 from attnlens.records import Call, Rotation, Site, Task
 from attnlens.run.outcomes.outputs import predictions
-from attnlens.run.progress import Tell
+from attnlens.runs.progress import Tell
 from attnlens.texts.targets import Fed
 
 if TYPE_CHECKING:

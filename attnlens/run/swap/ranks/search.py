@@ -21,7 +21,6 @@ from attnlens.kernels import Kernel
 from attnlens.linalg.truncations import nested
 from attnlens.models import Loaded
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
-from attnlens.run.progress import Tell
 from attnlens.run.swap.healing.procedure import digest_of
 from attnlens.run.swap.ranks.bases import (
     Basis,
@@ -33,6 +32,7 @@ from attnlens.run.swap.ranks.bases import (
     sensitivities,
 )
 from attnlens.run.swap.ranks.calibration import Losses, Sample, by_text, losses, rise_of
+from attnlens.runs.progress import Tell
 from attnlens.runs.work import Keep, keep_nothing, key_of
 from attnlens.statistics import Design
 from attnlens.texts.targets import HEADLESS, Fed, feed

@@ -1,0 +1,415 @@
+"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from attnlens import hooks, linalg, models, texts, weights
+from attnlens.arguments import selection_share
+from attnlens.choices import ATTENTION, SHOWN, Part
+from attnlens.errors import UnreadableError, UsageError
+from attnlens.hooks import Reached
+from attnlens.hooks.survey import hiding_padding
+from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
+from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace
+from attnlens.run.inspect.assembly import Guesses
+from attnlens.run.inspect.collector import scaled_null
+from attnlens.run.inspect.sink import Sink, finite_heads, sequences
+from attnlens.runs.progress import Progress
+from attnlens.statistics import gaussian_null
+from attnlens.weights import Factors
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+SIGNS = {"\n": "↵", "\t": "→"}
+"""What stands for a token of white space; a blank is ␣."""
+
+
+def told(selection: Selection, loaded: models.Loaded, batches: Sequence[texts.Batch]) -> Selection:
+    """The selection with the texts of its sequences; unchanged where the model reads no text."""
+    numbers = sorted({pick.sequence for pick in selection.picks})
+    found = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
+    return selection.model_copy(update={"sentences": [sentence for sentence in found if sentence is not None]})
+
+
+def sentence_of(part: Part, loaded: models.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
+    """The tokens that this part of the model reads of a sequence; None where it reads no text."""
+    unread = part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq")
+    if unread or loaded.tokenizer is None:
+        return None
+    starts = [sum(batch.size for batch in batches[:index]) for index in range(len(batches))]
+    index = max(place for place, start in enumerate(starts) if start <= number)
+    return _sentence(part, loaded, batches[index].inputs, number, number - starts[index])
+
+
+def _sentence(part: Part, loaded: models.Loaded, inputs: dict[str, Tensor], number: int, row: int) -> Sentence:
+    decoder = "decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else ""
+    queries = _words(loaded, inputs, decoder, row)
+    if part != "cross":
+        return Sentence(sequence=number, keys=queries)
+    return Sentence(sequence=number, keys=_words(loaded, inputs, "", row), queries=queries)
+
+
+def _words(loaded: models.Loaded, inputs: dict[str, Tensor], prefix: str, row: int) -> list[str]:
+    """The real tokens of one sequence, one word each."""
+    ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
+    return [_word(loaded, number) for number in (ids if mask is None else ids[mask[row].bool()]).tolist()]
+
+
+def _word(loaded: models.Loaded, number: int) -> str:
+    word = (
+        "" if loaded.tokenizer is None else str(loaded.tokenizer.decode([number], clean_up_tokenization_spaces=False))
+    )
+    return word.strip() or SIGNS.get(word[:1], "␣")
+
+
+MOST_TOKENS, MOST_ROWS = 512, 40_000
+"""Tokens of the sequence, and rows of all heads together, that a report keeps."""
+MOST_WEIGHTS, LEAST = 8, 0.02
+"""How many weights of a row are kept, and from which size on; the largest always is."""
+
+
+def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) -> None:
+    """Raise UsageError where the heads asked for have more rows, or more tokens, than a report keeps."""
+    shapes = [found.call.query.shape for found in reached]
+    longest = max((max(found.call.query.shape[2], found.call.key.shape[2]) for found in reached), default=0)
+    rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
+    if longest > MOST_TOKENS:
+        raise UsageError(
+            f"--show attention shows sequences of at most {MOST_TOKENS} tokens, and these have {longest}.",
+            f"Add --tokens {MOST_TOKENS}.",
+        )
+    if rows > MOST_ROWS:
+        raise UsageError(
+            f"--show attention keeps at most {MOST_ROWS:,} rows, and these heads have {rows:,}.",
+            "Choose some with --layers or --heads, or fewer tokens with --tokens.",
+        )
+
+
+def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
+    """The rows of every head in the first sequence of the batch, without its padding; none where it holds nothing."""
+    first = next((one for row, one in sequences(query_key) if row == 0), None)
+    if first is None:
+        return []
+    attention = first.attention[0].double().cpu()
+    sentence = sentence if sentence is not None and _fits(sentence, attention) else None
+    weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))
+    counts = (weights >= LEAST).sum(-1).clamp(min=1)
+    shown = weights.round(decimals=4)
+    found = []
+    for index, head in enumerate(query_key.heads):
+        kept = [(row, int(count)) for row, count in enumerate(counts[index])]
+        found.append(
+            AttentionRows(
+                site=query_key.site.name,
+                layer=query_key.site.layer,
+                head=head,
+                kv_head=query_key.key_of[index],
+                part=query_key.site.part,
+                sequence=0,
+                keys=[keys[index, row, :count].tolist() for row, count in kept],
+                weights=[shown[index, row, :count].tolist() for row, count in kept],
+                rest=[_rest(attention[index, row], weights[index, row, :count]) for row, count in kept],
+                sentence=sentence,
+            )
+        )
+    return found
+
+
+def _fits(sentence: Sentence, attention: Float[Tensor, "heads queries keys"]) -> bool:
+    """Whether rows and columns are its tokens: modules that attend within windows, or to images too, have others."""
+    queries = sentence.keys if sentence.queries is None else sentence.queries
+    return attention.shape[1:] == (len(queries), len(sentence.keys))
+
+
+def _rest(row: Tensor, kept: Tensor) -> float:
+    """The sum of a row's other weights."""
+    return round(max(0.0, float(row.sum() - kept.sum())), 4)
+
+
+def with_base(
+    loaded: models.Loaded,
+    first: Sequence[Reached],
+    window: Sequence[Reached],
+    chosen: Sequence[int],
+    turns: weights.Turns,
+) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
+    """The factors of the `chosen` sites, and their forms without the adapter; None where there is no adapter.
+
+    Where the adapter leaves a site alone, that is the site's own form, with the same tensors.
+    """
+    present = loaded.deferred.present if loaded.deferred is not None else weights.nothing_to_read
+    every = weights.factors(loaded.model, first, window, chosen=chosen, turns=turns, present=present)
+    for place in chosen:
+        yield _based(loaded, first[place], window[place], next(every))  # no name here keeps what was read last
+
+
+def _based(
+    loaded: models.Loaded, one: Reached, many: Reached, factors: weights.Factors | UnreadableError
+) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
+    """One site's factors, and its form without the adapter."""
+    if loaded.adapter is None or isinstance(factors, UnreadableError):
+        return factors, None
+    with loaded.adapter.removed(loaded.model, many.site.path) as differs:
+        base = next(weights.factors(loaded.model, [one], [many])) if differs else None
+    if isinstance(base, UnreadableError):
+        return base, None
+    # positions turn both alike
+    return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
+
+
+def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
+    """M on (x, 1), or why the logits are not bilinear in one input x."""
+    if isinstance(factors, UnreadableError):
+        return factors.problem
+    if factors.on_inputs is not None:
+        return factors.on_inputs
+    if factors.site.part == "cross":
+        return "queries and keys come from different inputs (cross-attention)"
+    placed = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
+    why = "are normalised per token (QK-norm)" if factors.qk_norm else placed
+    return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
+
+
+@dataclass
+class Gathered:
+    """The gatherers of a run: one for each site and each analyzer that gathers."""
+
+    gatherings: Sequence[Gathering]
+    """Which analyzers."""
+    collector: Sink
+    """Where their answers go."""
+    place: Callable[[Site, QueryKey | str], GatheringPlace]
+    """The terms on which they work, by site and form."""
+    forms: dict[Site, QueryKey | str] = field(default_factory=dict)
+    """M on (x, 1), or why the logits are not bilinear in the module's inputs x; filled before the first sequence."""
+    shown: list[Selection] = field(default_factory=list)
+    """What was posed, where that is to be shown."""
+    _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether any of them wants the modules' inputs."""
+        return any(gathering.needs_inputs for gathering in self.gatherings)
+
+    @contextmanager
+    def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
+        """Inside, a function that takes in a site's call: (site, call, its rows' numbers of sequences) → None."""
+        wanted = [found for found in reached if isinstance(self.forms.get(found.site), QueryKey)]
+        with hooks.inputs_of(wanted) as latest:
+
+            def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
+                self._update(site, self._with_inputs(site, call, latest), numbers)
+
+            yield visit
+
+    def close(self, progress: Callable[[str, int, int], None]) -> None:
+        """Let every gatherer answer, site by site; what is answered is kept where the user interrupts."""
+        for done, (site, gatherers) in enumerate(self._gatherers.items()):
+            for gathering, gatherer in gatherers:
+                progress(gathering.name, done, len(self._gatherers))
+                answers = gatherer.solve()
+                self.collector.add_answers(site, gathering, answers)
+                self.shown += [answer.shown for answer in answers.values() if answer.shown is not None]
+        for gathering in self.gatherings:
+            progress(gathering.name, len(self._gatherers), len(self._gatherers))
+
+    def _with_inputs(self, site: Site, call: Call, latest: Mapping[nn.Module, Tensor]) -> QueryKey:
+        query_key = call.query_key(site)
+        if not isinstance(self.forms.get(site), QueryKey) or call.module is None:
+            return query_key
+        return replace(query_key, inputs=latest[call.module])
+
+    def _update(self, site: Site, query_key: QueryKey, numbers: Sequence[int]) -> None:
+        if site not in self._gatherers:
+            place = self.place(site, self.forms.get(site, "no analyzer asks for M on the module's inputs"))
+            self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
+        for row, one in sequences(query_key):
+            # heads that are not asked for cost nothing
+            heads = [head for head in finite_heads(one) if self.collector.asks(head)]
+            for _, gatherer in self._gatherers[site] if heads else ():
+                gatherer.update(one.select(heads), numbers[row])
+
+
+BLIND = "its mask hides every token from every other and from itself"
+NULL_DRAWS = 64
+"""Random heads behind each null."""
+
+
+@dataclass
+class Reader:
+    """Reads a model that was surveyed."""
+
+    loaded: models.Loaded
+    source: models.Loaded
+    """The same model, from which weights are read."""
+    settings: Settings
+    analyzers: Sequence[Analyzer | Gathering]
+    show: str | None
+    every: Sequence[Reached]
+    """All sites of the model."""
+    first: Sequence[Reached]
+    """The same as one token of text alone reaches them."""
+    window: Sequence[Reached]
+    """The same as a window of text alone reaches them."""
+    progress: Progress
+    factors: dict[Site, weights.Factors | UnreadableError] | None = None
+    """What was read of each site's weights, where somebody wants to keep it."""
+    _turns: weights.Turns = field(default_factory=weights.Turns)
+    _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
+    """With the rotation that each was drawn under, so that no other takes its identity."""
+
+    def of_source(self, source: str) -> list[Analyzer]:
+        """The analyzers that read one QueryKey of that source at a time."""
+        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
+        return [analyzer for analyzer in plain if analyzer.source == source]
+
+    @property
+    def gatherings(self) -> list[Gathering]:
+        """The analyzers that pose one question over all sequences of a site."""
+        return [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
+
+    def weights_of(self, site: Site, sink: Sink) -> None:
+        """The weights.* measures of a site, with their nulls."""
+        analyzers = self.of_source("weights")
+        factors, base = next(self._factors([site]))
+        if self.factors is not None:
+            self.factors[site] = factors
+        if not analyzers:
+            return
+        if isinstance(factors, UnreadableError):
+            sink.skip(site.name, factors.problem, measure="weights")
+            return
+        self._analyse_weights(factors, base, analyzers, sink)
+        sink.add_traits(factors.traits)
+
+    def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Sink) -> None:
+        """The tokens.* measures of one batch: each site's queries and keys are analysed and dropped."""
+        batch, chosen, analyzers = fed.batches[number], set(sites), self.of_source("tokens")
+        start = sum(other.size for other in fed.batches[:number])
+
+        def visit(site: Site, call: Call) -> None:
+            if site not in chosen:
+                return
+            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            self._analyse_tokens(site, query_key, analyzers, _numbers(call, batch, start), sink)
+            if self.show == ATTENTION and number == 0:
+                heads = [head for head in finite_heads(query_key) if sink.asks(head)]
+                sentence = sentence_of(site.part, self.loaded, fed.batches, 0)
+                sink.add_shown([], attention_rows(query_key.select(heads), sentence) if heads else [])
+
+        guesses = Guesses.of(self.loaded, replace(fed, batches=(batch,), sequences=batch.size))
+        with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
+            result = hooks.forward(self.loaded.model, batch.inputs)
+        guesses.add(0, result)
+        for means, counts in zip(guesses.means, guesses.counts, strict=True):
+            sink.add_losses(means, counts, guesses.vocabulary)
+
+    def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Sink) -> None:
+        """What the gatherers say of these sites, over all sequences."""
+        gathered = Gathered(self.gatherings, sink, self._place)
+        if gathered.needs_inputs:
+            for site, (factors, _) in zip(sites, self._factors(sites), strict=True):
+                gathered.forms[site] = self._form(factors)
+        start, batch = 0, fed.batches[0]
+        with gathered.watching([found for found in self.every if found.site in sites]) as gather:
+
+            def visit(site: Site, call: Call) -> None:
+                if site in sites:
+                    gather(site, hiding_padding(call, batch.inputs), _numbers(call, batch, start))
+
+            with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
+                for batch in fed.batches:
+                    self.progress("tokens", start, self.settings.sequences or 0)
+                    hooks.forward(self.loaded.model, batch.inputs)
+                    start += batch.size
+        gathered.close(self.progress)
+        sink.add_shown([told(found, self.loaded, fed.batches) for found in gathered.shown], [])
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return tuple(found.site for found in self.every)
+
+    def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
+        chosen = [place for place, found in enumerate(self.every) if found.site in sites]
+        return with_base(self.source, self.first, self.window, chosen, self._turns)
+
+    def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
+        share = selection_share(self.settings.select or "argmax")
+        return GatheringPlace(site, form, self.settings.seed, share, self.show == SHOWN)
+
+    def _form(self, factors: weights.Factors | UnreadableError) -> QueryKey | str:
+        """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
+        form, own = form_on_inputs(factors), self.loaded.model.dtype
+        return replace(form, query=form.query.to(own), key=form.key.to(own)) if isinstance(form, QueryKey) else form
+
+    def _analyse_weights(
+        self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Sink
+    ) -> None:
+        whole = replace(factors.query_key, base=base)
+        finite = finite_heads(whole)
+        self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite], "weights", sink)
+        if not finite:
+            return
+        query_key = whole.select(finite)
+        complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
+        sink.add_layer(factors.site.layer, linalg.layer_symmetry(factors.summed) if complete else None)
+        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
+        norms = query_key.query.norm(dim=(1, 2)) * keys  # the scale is in the null, as it is in what is measured
+        nulls = self._null_of(query_key, analyzers)
+        for analyzer in analyzers:
+            scaled: dict[str, list[Null]] = {
+                info.name: scaled_null(nulls[info.name], info, norms)
+                for info in analyzer.measures
+                if info.name in nulls
+            }
+            readings = analyzer.function(query_key)
+            before = None
+            if query_key.base is not None and not analyzer.needs_base:
+                same = base is not None and base.query is whole.query
+                before = readings if same else analyzer.function(query_key.base)
+            sink.add_weights(factors.site, finite, analyzer, readings, scaled, before)
+
+    def _null_of(self, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> dict[str, tuple[float, float]]:
+        """The nulls of sites of its shape, scale and rotation, drawn once."""
+        shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
+        if shape not in self._nulls:
+            like = replace(query_key, base=None)
+            null = gaussian_null(analyzers, like, draws=NULL_DRAWS, seed=self.settings.seed)
+            self._nulls[shape] = query_key.rotation, null
+        return self._nulls[shape][1]
+
+    def _analyse_tokens(
+        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Sink
+    ) -> None:
+        """One batch of a site, whose rows belong to the sequences with these `numbers`."""
+        total = len(query_key.heads)
+        finite = finite_heads(query_key)
+        self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens", sink)
+        if query_key.allowed is not None and not bool(query_key.allowed.any()):
+            sink.skip(site.name, BLIND, query_key.heads, "tokens")
+            return
+        if finite and analyzers:
+            steps = self.settings.tokens if self.settings.pack is False else None
+            sink.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
+
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Sink) -> None:
+        if heads:
+            named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
+            where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
+            sink.skip(site.name, where, heads=heads, measure=source)
+
+
+def _numbers(call: Call, batch: texts.Batch, start: int) -> list[int]:
+    """The sequence of each row; there are more rows where a module cuts a sequence into windows (Swin)."""
+    rows = call.query.shape[0]
+    return [start + row * batch.size // rows for row in range(rows)]

@@ -1,1 +1,0 @@
-"""Reads what a model's weights and its forward passes show, and hands it to a sink."""
