@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from attnlens.models import Loaded
@@ -20,6 +19,15 @@ from attnlens.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+
+LOSS = "loss"
+"""What is skipped if a model's predictions rest on weights that its checkpoint lacks."""
+
+
+def predicts_text(loaded: Loaded) -> bool:
+    """Return whether the model predicts the next token of a text, so that it has a loss on it."""
+    return loaded.kind == "text" and task_of(loaded.model) == "causal"
 
 
 @dataclass
@@ -38,8 +46,7 @@ class Guesses:
     @classmethod
     def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
         """None made so far."""
-        causal = loaded.kind == "text" and task_of(loaded.model) == "causal"
-        fed = feed(loaded, batches, "causal", 0) if causal else []
+        fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
         return cls([one.targets for one in fed if one.targets is not None])
 
     def add(self, number: int, result: Any) -> None:
@@ -53,17 +60,11 @@ class Guesses:
             self.means.append(mean)
             self.counts.append(count)
 
-    def notes(self, names: Sequence[str]) -> list[str]:
-        """A sentence for each text that is guessed worse than evenly; `names` are those of the sequences."""
-        if not self.means:
-            return []
-        return guess_notes(torch.cat(self.means), torch.cat(self.counts), names, self.vocabulary)
-
 
 def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """The same of any losses: those of texts whose mean over tokens is above ln(vocabulary)."""
+    """Say of each text, named by sequence, if its mean loss over tokens is above ln(vocabulary), an even guess."""
     even, told = math.log(vocabulary), []
     for name in dict.fromkeys(names):
         own = [place for place, of in enumerate(names) if of == name]

@@ -18,7 +18,7 @@ from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.sink import Handed, replay
 from attnlens.run.inspect.summary import summarised, windows_of
 from attnlens.run.inspect.units import WorkUnit, units_of
-from attnlens.run.perplexity import guess_notes
+from attnlens.run.perplexity import LOSS, guess_notes
 from attnlens.run.progress import INTERRUPTED
 from attnlens.run.provenance import report_of
 from attnlens.statistics import Design
@@ -196,7 +196,7 @@ def _finished(frame: Frame, found: Mapping[WorkUnit, object]) -> list[int]:
 
 def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:
     """The sentences on texts that the model guesses worse than evenly."""
-    if not collector.losses:
+    if not collector.losses or any(skip.measure == LOSS for skip in frame.skipped):
         return []
     means = torch.cat([mean for mean, _, _ in collector.losses])
     counts = torch.cat([count for _, count, _ in collector.losses])
