@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Literal
 
 from attnlens.records import Head, Report
@@ -21,6 +21,10 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 Third = Literal["first", "middle", "last", "all"]
 DIGITS = 4
 """Significant digits of these values."""
+SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
+"""A model is that of the atlas if the median over at least ENOUGH measures of their quantiles' mean difference, in
+interquartile ranges, is less than SAME: 0.1 between a model and its fine-tuning, at least 0.38 between lineages. If
+that cannot be formed, parameters that differ by less than ABOUT decide."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")
 """Thirds of the layers."""
 
@@ -70,6 +74,7 @@ class TrainedModel:
     pack: bool
     """Whether windows of that length were read (else: lines of different lengths)."""
     heads: int
+    parameters: int
     files: frozenset[str]
     """SHA-256 of its weight files."""
     measures: dict[str, dict[Third, Distribution]]
@@ -83,8 +88,8 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    files: frozenset[str] = frozenset()
-    """SHA-256 of the weight files: no model is compared with itself, nor with what it was tuned from or to."""
+    own: frozenset[str] = frozenset()
+    """Lineages that the model belongs to: it is not compared with itself, nor with what it was tuned from or to."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,8 @@ def model_of(told: dict[str, Any]) -> TrainedModel:
         name: {depth: Distribution(count, tuple(quantiles)) for depth, (count, *quantiles) in depths.items()}
         for name, depths in told["measures"].items()
     }
-    kept = {name: told[name] for name in ("name", "lineage", "part", "positions", "tokens", "pack", "heads")}
+    names = ("name", "lineage", "part", "positions", "tokens", "pack", "heads", "parameters")
+    kept = {name: told[name] for name in names}
     return TrainedModel(**kept, files=frozenset(file["sha256"] for file in told["files"]), measures=spreads)
 
 
@@ -154,8 +160,7 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
         lacking = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
-    own = {model.lineage for model in models() if model.files & subject.files}
-    others = [model for model in alike if model.lineage not in own and depth in model.measures.get(measure, {})]
+    others = [one for one in alike if one.lineage not in subject.own and depth in one.measures.get(measure, {})]
     if not others:
         return Reference(reason=f"the atlas has no other trained {subject.part} {lacking}")
     return Reference(tuple(others), tuple(model.measures[measure][depth] for model in others))
@@ -173,15 +178,51 @@ def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tu
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """What a report's heads of one part are compared as."""
+    """Return what decides to which models' heads the report's heads of one part can be compared."""
     settings, conventions = report.settings, report.model.conventions
-    return Subject(
-        part=part,
-        positions=conventions.position if conventions else None,
-        tokens=settings.tokens,
-        pack=bool(settings.pack),
-        files=frozenset(file.sha256 for file in report.model.files),
-    )
+    subject = Subject(part, conventions.position if conventions else None, settings.tokens, bool(settings.pack))
+    heads = [head for head in report.heads if head.part == part]
+    files = {file.sha256 for file in report.model.files}
+    own = {one.lineage for one in models() if one.files & files or _is_same(one, report, heads, subject)}
+    return replace(subject, own=frozenset(own))
+
+
+def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
+    """Return whether heads of one part have the values of a model of the atlas, whatever its files are called.
+
+    Copies agree exactly, quantised weights and fine-tunings nearly. Some heads of a model have no distribution to go
+    by, and one or two measures say too little: then a model of about the same number of parameters is the same.
+    """
+    if not heads or model.part != subject.part:
+        return False
+    distances = []
+    for name, depths in model.measures.items():
+        weights = source_of(name) == "weights"
+        alike = (
+            _forms_alike(model, subject) if weights else (model.pack, model.tokens) == (subject.pack, subject.tokens)
+        )
+        shared = weights and shares_weights(heads[0])
+        read = [head.measures.get(name) for head in heads if not shared or head.layer == heads[0].layer]
+        values = [one.value for one in read if one is not None and one.value is not None]
+        spread = depths["all"]
+        quartiles = spread.quantiles[LEVELS.index(25)], spread.quantiles[LEVELS.index(75)]
+        if alike and len(values) == spread.heads and quartiles[0] < quartiles[1]:
+            pairs = zip(quantiles(values), spread.quantiles, strict=True)
+            distances.append(fmean(abs(one - other) for one, other in pairs) / (quartiles[1] - quartiles[0]))
+    if len(distances) >= ENOUGH:
+        return median(distances) < SAME
+    some = len(heads) < model.heads or (bool(distances) and median(distances) < SAME)
+    return some and abs(report.model.parameters / model.parameters - 1) < ABOUT
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """Return the values at LEVELS, linear between heads, rounded."""
+    ordered, found = sorted(values), []
+    for level in LEVELS:
+        place, share = divmod(level / 100 * (len(ordered) - 1), 1)
+        low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+        found.append(rounded(low + share * (high - low)))
+    return found
 
 
 def depths(report: Report) -> dict[int, Third]:

@@ -127,7 +127,7 @@ def entry(name: str, report: Report) -> dict[str, Any]:
         "seed": settings.seed,
         "texts": [{"name": text.name, "sha256": text.sha256} for text in settings.texts],
         "measures": {
-            measure: {depth: [len(values), *quantiles(values)] for depth, values in found.items()}
+            measure: {depth: [len(values), *atlas.quantiles(values)] for depth, values in found.items()}
             for measure in report.measure_names()
             if info_of(measure).sized_by != "rounding" and (found := values_of(report, measure))
         },
@@ -149,11 +149,6 @@ def values_of(report: Report, measure: str) -> dict[Third, list[float]]:
         for depth in ("all",) if whole else (thirds[head.layer], "all"):
             found.setdefault(depth, []).append(one.value)
     return found
-
-
-def quantiles(values: list[float]) -> list[float]:
-    """The values at the levels, rounded."""
-    return [atlas.rounded(float(one)) for one in np.percentile(values, atlas.LEVELS)]
 
 
 def differences(entries: list[dict[str, Any]], reports: dict[str, Report]) -> list[float]:

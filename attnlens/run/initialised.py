@@ -43,28 +43,42 @@ def predictions(task: Task) -> Measured:
 
 
 def refuse_initialised(loaded: models.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError where what is measured rests on a weight that the checkpoint lacks, so that it is random.
+    """Raise ModelError if what is measured rests on a weight that the checkpoint lacks, so that it is random."""
+    if random := random_weights(loaded, inputs, measured):
+        raise ModelError(
+            f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be filled at random.",
+            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
+        )
+
+
+def no_loss(loaded: models.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
+    """Return the module whose random weight the predictions rest on, and why there is no loss; None if there is one."""
+    random = random_weights(loaded, inputs, predictions(task))
+    if not random:
+        return None
+    return _owner(random[0]), f"the checkpoint lacks {_listed(random)}, and so the model has no loss"
+
+
+def _listed(random: list[str]) -> str:
+    return random[0] + (f" and {len(random) - 1} more" if len(random) > 1 else "")
+
+
+def random_weights(loaded: models.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> list[str]:
+    """Return the weights that the checkpoint lacks and on which what is measured rests.
 
     A weight is excused where its module ran and a gradient says that nothing measured depends on it, as BERT's pooler.
     What did not run on these inputs (an expert that no token chose) may run on others.
     """
     missing = _missing(loaded)
     if not missing:
-        return
+        return []
     with _recording(loaded.model, missing) as (leaves, ran):
         outputs = [found.sum() for found in measured(loaded.model, inputs) if found.requires_grad]
         slopes = (
             torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True) if outputs else [None] * len(leaves)
         )
     excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
-    random = [name for name in missing if name not in excused]
-    if random:
-        raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {random[0]}"
-            + (f" and {len(random) - 1} more" if len(random) > 1 else "")
-            + ", which would be filled at random.",
-            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
-        )
+    return [name for name in missing if name not in excused]
 
 
 def _missing(loaded: models.Loaded) -> list[str]:

@@ -2,86 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from attnlens.hooks import Reached
-from attnlens.models import Loaded
 from attnlens.records import ModelInfo, Report, Settings, Site, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run.checks import SeenAttention, conventions
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.sink import replay
 from attnlens.run.inspect.summary import summarised, windows_of
-from attnlens.run.outcomes.outputs import sequence_losses
+from attnlens.run.perplexity import LOSS, guess_notes
 from attnlens.run.provenance import report_of, versions
 from attnlens.runs.progress import INTERRUPTED
 from attnlens.statistics import Design
-from attnlens.texts import Batches
-from attnlens.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
-
-
-@dataclass
-class Guesses:
-    """The loss of a causal language model on each sequence that it reads; of any other model nothing."""
-
-    targets: list[Tensor]
-    """The next tokens of each batch; empty for any other model."""
-    means: list[Tensor] = field(default_factory=list)
-    """Mean loss of each sequence read so far."""
-    counts: list[Tensor] = field(default_factory=list)
-    """How many tokens of it are predicted."""
-    vocabulary: int = 0
-    """Among how many tokens it guesses."""
-
-    @classmethod
-    def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
-        """None made so far."""
-        causal = loaded.kind == "text" and task_of(loaded.model) == "causal"
-        fed = feed(loaded, batches, "causal", 0) if causal else []
-        return cls([one.targets for one in fed if one.targets is not None])
-
-    def add(self, number: int, result: Any) -> None:
-        """Take in the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
-        if not self.targets:
-            return
-        every = self.targets[number]
-        for logits, targets in zip(of_text(logits_of(result), every, sees=True), every, strict=True):
-            mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
-            self.vocabulary = logits.shape[-1]
-            self.means.append(mean)
-            self.counts.append(count)
-
-    def notes(self, names: Sequence[str]) -> list[str]:
-        """A sentence for each text that is guessed worse than evenly; `names` are those of the sequences."""
-        if not self.means:
-            return []
-        return guess_notes(torch.cat(self.means), torch.cat(self.counts), names, self.vocabulary)
-
-
-def guess_notes(
-    means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
-) -> list[str]:
-    """The same of any losses: those of texts whose mean over tokens is above ln(vocabulary)."""
-    even, told = math.log(vocabulary), []
-    for name in dict.fromkeys(names):
-        own = [place for place, of in enumerate(names) if of == name]
-        loss = float((means[own] * counts[own]).sum() / counts[own].sum())
-        if loss > even:
-            told.append(
-                f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-                f"{even:.2f}): the text is foreign to the model, or the model is not trained."
-            )
-    return told
+    pass
 
 
 GATHERED_TOGETHER = 4
@@ -248,7 +189,7 @@ def _finished(frame: Frame, values: Mapping[str, object]) -> list[int]:
 
 def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:
     """Return the sentences on texts that the model guesses worse than evenly."""
-    if not collector.losses:
+    if not collector.losses or any(skip.measure == LOSS for skip in frame.skipped):
         return []
     means = torch.cat([mean for mean, _, _ in collector.losses])
     counts = torch.cat([count for _, count, _ in collector.losses])

@@ -18,9 +18,9 @@ from attnlens.hooks import Reached
 from attnlens.hooks.survey import hiding_padding
 from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
 from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace
-from attnlens.run.inspect.assembly import Guesses
 from attnlens.run.inspect.collector import scaled_null
 from attnlens.run.inspect.sink import Sink, finite_heads, sequences
+from attnlens.run.perplexity import Guesses
 from attnlens.runs.progress import Progress
 from attnlens.statistics import gaussian_null
 from attnlens.weights import Factors

@@ -20,11 +20,12 @@ from attnlens.models.deferred import unspoken
 from attnlens.records import Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering
 from attnlens.run import checks, feeding
-from attnlens.run.initialised import attention, refuse_initialised
+from attnlens.run.initialised import attention, no_loss, refuse_initialised
 from attnlens.run.inspect.assembly import Frame, WorkUnit, assembled
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.reader import Reader, refuse_many_rows
 from attnlens.run.inspect.sink import Sink, UnitRecord
+from attnlens.run.perplexity import LOSS, predicts_text
 from attnlens.run.provenance import content_of
 from attnlens.runs.progress import Interrupted, Progress, timed
 from attnlens.runs.work import NOTHING_KEPT, Opener, Stopped, Store, WorkPlan, run_units
@@ -256,6 +257,8 @@ class Inspection:
         many = any(found.call.query.shape[2] * found.call.key.shape[2] > LONG for found in window_sites)
         self._prove_identity(texts.first(batches[0].inputs, 1 if many else 2) if batches else sample)
         refuse_initialised(self._source, sample, attention)
+        if batches and predicts_text(self.loaded) and (lacking := no_loss(self._source, sample, "causal")):
+            self.collector.skip(*lacking, measure=LOSS)
         self.sites = tuple(found.site for found in window_sites)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)

@@ -17,6 +17,7 @@ from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
 from attnlens.requests.work_options import SharedRequest
 from attnlens.run import checks, feeding
+from attnlens.run.initialised import no_loss
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.outcomes.differences import mean_loss
@@ -244,6 +245,8 @@ class Series:
             return "the model sees the tokens that it would predict"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask, behind which the model would guess"
+        if lacking := no_loss(loaded, texts.first(fed.batches[0].inputs, 2), task):
+            return lacking[1]
         loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
