@@ -61,8 +61,8 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.records import Report, read_report
-    from attnlens.rules.needs import needed
     from attnlens.rules.rule import rules_of
+    from attnlens.rules.subjects import needed
 
     if isinstance(subject, Report):
         return subject

@@ -24,8 +24,8 @@ from attnlens.render.html import html
 from attnlens.render.junit import junit
 from attnlens.render.markdown import markdown
 from attnlens.render.sarif import MOST_BYTES, MOST_RESULTS, sarif, uri
+from attnlens.rules.judging import verdict
 from attnlens.rules.rule import tabled
-from attnlens.rules.verdict import verdict
 from attnlens.sections import checked
 
 # the file that Microsoft.CodeAnalysis.Sarif ships (npm: @microsoft/sarif-multitool-linux 5.7.0, MIT), indented anew

@@ -18,8 +18,8 @@ from reports import planted, synthetic_report
 
 import attnlens
 from attnlens.errors import UsageError
-from attnlens.rules.baselines import rejected
 from attnlens.rules.grammar import condition
+from attnlens.rules.judging import rejected
 from attnlens.rules.rule import read_rules, spelled, tabled
 from attnlens.rules.toml_lines import lines_of
 from attnlens.statistics import false_discovery

@@ -15,7 +15,7 @@ from attnlens.experiments.synthetic.golden import instances
 from attnlens.experiments.synthetic.next_token import corpus
 from attnlens.records.experiments import Experiment
 from attnlens.requests.training import checked_synthetic
-from attnlens.sentences.labels import setting, worded
+from attnlens.sentences.verdicts import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}
 

@@ -37,8 +37,8 @@ from attnlens.plots.swaps.stages import draw_stages
 from attnlens.plots.swaps.sweeps import draw_sweep, limit
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.requests.healing import Amount
-from attnlens.sentences.judged import distance
 from attnlens.sentences.swaps import effects
+from attnlens.sentences.swaps.controls import distance
 from attnlens.sentences.swaps.healing import healing as sentences
 from attnlens.sentences.swaps.plans import plan_lines
 

@@ -109,7 +109,7 @@ def report_of(
         from attnlens.records import read_report
 
         return read_report(subject)
-    from attnlens.rules.needs import needed
+    from attnlens.rules.subjects import needed
 
     settings = opt.keywords(requests.InspectRequest, given)
     if not settings["analyzers"] and settings["source"] == "both" and not given["update_baseline"]:
@@ -124,15 +124,13 @@ def judged(
     report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
-    from attnlens.rules import baselines
-    from attnlens.rules.tolerance import Tolerance
-    from attnlens.rules.verdict import verdict
+    from attnlens.rules.judging import Tolerance, baseline_of, verdict
 
     asked = opt.keywords(JudgingRequest, given)
     tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))
     found = verdict(report, rules, kept, tolerance, given["baseline"], **asked)
     if given["update_baseline"]:
-        write_atomically(Path(given["baseline"]), baselines.baseline_of(report).to_json().encode())
+        write_atomically(Path(given["baseline"]), baseline_of(report).to_json().encode())
         if not outputs.quiet:
             say(f"Wrote {given['baseline']}")
     again = [] if given["recompute"] is None else _again(report, given, outputs)

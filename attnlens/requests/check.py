@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from attnlens.requests.fields import Option
-from attnlens.rules.tolerance import FDR, RELATIVE
+from attnlens.rules.judging import FDR, RELATIVE
 
 PANEL = "Baseline"
 
@@ -29,7 +29,4 @@ class JudgingRequest(TypedDict, total=False):
     fdr: Annotated[
         float,
         Option("Of the heads named by p-values, the share that may be named by chance.", FDR, PANEL, "SHARE"),
-    ]
-    allow_other_model: Annotated[
-        bool, Option("Take the baseline of a model of another name and the same shape.", False, PANEL)
     ]

@@ -24,7 +24,6 @@ def check(
     absolute: float | None = None,
     fdr: float | None = None,
     allow_partial: bool = False,
-    allow_other_model: bool = False,
 ) -> Report:
     """The report with its `checks`: how every rule came out, and every measure of the baseline.
 
@@ -33,9 +32,8 @@ def check(
     UsageError for a rule that makes no sense or matches nothing, a partial report, and a baseline of another run.
     """
     from attnlens.records import Report, read_baseline, read_report
+    from attnlens.rules.judging import Tolerance, verdict
     from attnlens.rules.rule import rules_of
-    from attnlens.rules.tolerance import Tolerance
-    from attnlens.rules.verdict import verdict
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
     found = [] if rules in ((), None) and baseline is not None else rules_of(rules)
@@ -43,6 +41,4 @@ def check(
     tolerance = Tolerance(**{name: number for name, number in given.items() if number is not None})
     kept = None if baseline is None else read_baseline(checked_path("baseline", baseline))
     file = None if baseline is None else str(baseline)
-    return verdict(
-        subject, found, kept, tolerance, file, allow_partial=allow_partial, allow_other_model=allow_other_model
-    )
+    return verdict(subject, found, kept, tolerance, file, allow_partial=allow_partial)

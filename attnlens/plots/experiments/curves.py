@@ -14,8 +14,7 @@ from attnlens.plots.experiments.trajectories import trajectory_panels
 from attnlens.plots.page import Panel
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, legend_above
 from attnlens.records import Curve, Experiment, Report
-from attnlens.sentences.labels import setting, worded
-from attnlens.sentences.verdicts import judgement
+from attnlens.sentences.verdicts import judgement, setting, worded
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from attnlens.plots.page import Panel
 from attnlens.plots.style import CROWD, INK, MUTED, figure_of, size_in_points, tick_positions
 from attnlens.records import Experiment, Trajectory
 from attnlens.registry import info_of
-from attnlens.sentences.followed import measures_of, told_of
+from attnlens.sentences.verdicts import measures_of, told_of
 from attnlens.wording import clean, counted, source_of
 
 if TYPE_CHECKING:

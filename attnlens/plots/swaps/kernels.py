@@ -10,8 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnlens.plots.captions import fitted
 from attnlens.plots.style import CATEGORIES, MUTED, PlainNumbers
-from attnlens.sentences.judged import distance, distance_ci95, effect_name
-from attnlens.sentences.swaps.controls import is_hybrid, rise_interval, rise_words
+from attnlens.sentences.swaps.controls import distance, distance_ci95, effect_name, is_hybrid, rise_interval, rise_words
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

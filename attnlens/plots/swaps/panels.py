@@ -19,7 +19,7 @@ from attnlens.plots.swaps.sites import draw_lines, draw_sites, legend_lines
 from attnlens.plots.swaps.stages import draw_stages, drawn_controls, names_of
 from attnlens.plots.swaps.sweeps import draw_sweep, limit, of_heads
 from attnlens.records import Healing, Plan, Report, Swap
-from attnlens.sentences.judged import EFFECTS, UNITS, effect_name
+from attnlens.sentences.swaps.controls import EFFECTS, UNITS, effect_name
 from attnlens.sentences.swaps.effects import cautions, formula
 from attnlens.sentences.swaps.plans import UNITS as UNITS_OF
 from attnlens.sentences.swaps.plans import share

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.style import INK, MUTED, PlainNumbers, figure_of
-from attnlens.sentences.judged import EFFECTS
+from attnlens.sentences.swaps.controls import EFFECTS
 from attnlens.wording import clean
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers
 from attnlens.plots.swaps.kernels import GREY
-from attnlens.sentences.judged import distance, distance_ci95, effect_name
-from attnlens.sentences.swaps.controls import rise_interval, rise_words
+from attnlens.sentences.swaps.controls import distance, distance_ci95, effect_name, rise_interval, rise_words
 from attnlens.sentences.swaps.effects import figures, loss_decimals
 from attnlens.wording import clean
 

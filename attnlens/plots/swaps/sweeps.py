@@ -19,7 +19,7 @@ from attnlens.plots.style import (
     size_in_points,
 )
 from attnlens.records import PARTS
-from attnlens.sentences.judged import EFFECTS
+from attnlens.sentences.swaps.controls import EFFECTS
 from attnlens.wording import decimals_for
 
 if TYPE_CHECKING:
