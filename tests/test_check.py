@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from program import SMALL, attnlens, environment_with, in_shell, refused, without_torch
+from program import DEMO, SMALL, attnlens, environment_with, in_shell, refused, without_torch
 from reports import synthetic_report
 
 import attnlens as library
@@ -203,7 +204,6 @@ def _moved(report, at, name, by):
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("model.id", {"model": {"id": "another"}}),
         ("model.architecture", {"model": {"architecture": "Another"}}),
         ("model.parameters", {"model": {"parameters": 7}}),
         ("settings.text.sha256", {"settings": {"text": {"name": "a", "sha256": "1"}}}),
@@ -232,8 +232,23 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(field, change, sa
     with pytest.raises(UsageError) as found:
         library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json")
     assert f"another run: {field} " in found.value.problem
-    if field == "model.id":
-        assert library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json", allow_other_model=True).checks
+
+
+def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
+    """The same bytes in other folders are the same model on the same text, for check and for compare."""
+    words = ("--sequences", "4", "--tokens", "16", "--source", "tokens", "--no-progress")
+    for name in ("a", "b"):
+        shutil.copytree(DEMO, tmp_path / name, ignore=shutil.ignore_patterns("step*"))
+        shutil.copy(DEMO / "text.txt", tmp_path / f"{name}.txt")
+        files = ("--json", f"{name}.json", "--windows-csv", f"{name}.csv")
+        done = attnlens("inspect", name, "--text", f"{name}.txt", *words, *files, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "base.json").write_text(baseline_of(library.read_report(tmp_path / "a.json")).to_json())
+    done = attnlens("check", "b.json", "--baseline", "base.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = library.compare(tmp_path / "a.json", tmp_path / "b.json").comparison
+    assert (found.named, found.paired) == (0, True)
+    assert {row.delta for row in found.rows} <= {0.0, None}
 
 
 def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):

@@ -17,7 +17,7 @@ from scipy import stats
 import attnlens
 from attnlens import linalg
 from attnlens.run.compare import significance
-from attnlens.run.compare.rounding import nudged, rounded, stored_type, stored_types
+from attnlens.run.compare.draws import nudged, rounded, stored_type, stored_types
 from attnlens.run.compare.significance import Rounding
 from attnlens.statistics import Design, adjusted, false_discovery, p_values
 

@@ -35,8 +35,8 @@ from attnlens.plots.swap_effects import GREY, draw_kernels, draw_stages, draw_sw
 from attnlens.plots.swaps import draw_healing, named_steps
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.requests.healing import Amount
-from attnlens.sentences.judged import distance
 from attnlens.sentences.swaps import effects
+from attnlens.sentences.swaps.controls import distance
 from attnlens.sentences.swaps.healing import healing as sentences
 from attnlens.sentences.swaps.plans import plan_lines
 

@@ -31,10 +31,8 @@ from attnlens.plots.style import (
 )
 from attnlens.records import Curve, Experiment, Report, Trajectory
 from attnlens.registry import info_of
-from attnlens.sentences.followed import measures_of, told_of
-from attnlens.sentences.labels import setting, worded
 from attnlens.sentences.reports import ran_on, title
-from attnlens.sentences.verdicts import judgement, outcome
+from attnlens.sentences.verdicts import judgement, measures_of, outcome, setting, told_of, worded
 from attnlens.wording import big, clean, counted, source_of
 
 if TYPE_CHECKING:

@@ -26,8 +26,15 @@ from attnlens.plots.style import (
     size_in_points,
 )
 from attnlens.records import PARTS
-from attnlens.sentences.judged import EFFECTS, distance, distance_ci95, effect_name
-from attnlens.sentences.swaps.controls import is_hybrid, rise_interval, rise_words
+from attnlens.sentences.swaps.controls import (
+    EFFECTS,
+    distance,
+    distance_ci95,
+    effect_name,
+    is_hybrid,
+    rise_interval,
+    rise_words,
+)
 from attnlens.sentences.swaps.effects import figures, loss_decimals
 from attnlens.wording import clean, decimals_for
 

@@ -33,7 +33,7 @@ from attnlens.plots.swap_effects import (
     of_heads,
 )
 from attnlens.records import PARTS, Healing, Plan, Report, Swap
-from attnlens.sentences.judged import EFFECTS, UNITS, effect_name
+from attnlens.sentences.swaps.controls import EFFECTS, UNITS, effect_name
 from attnlens.sentences.swaps.effects import cautions, formula
 from attnlens.sentences.swaps.plans import UNITS as UNITS_OF
 from attnlens.sentences.swaps.plans import share

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnlens.choices import Sources
 from attnlens.records.comparison import CHANGE
-from attnlens.registry.distances import DISTANCES, NAMED
-from attnlens.registry.measure_info import MeasureInfo
+from attnlens.registry.measure_info import DISTANCES, NAMED, MeasureInfo
 from attnlens.registry.names import checked_name, is_built_in, refuse_replacing
 
 if TYPE_CHECKING:

@@ -30,6 +30,3 @@ class JudgingRequest(TypedDict, total=False):
         float,
         Option("Of the heads named by p-values, the share that may be named by chance.", FDR, PANEL, "SHARE"),
     ]
-    allow_other_model: Annotated[
-        bool, Option("Take the baseline of a model of another name and the same shape.", False, PANEL)
-    ]

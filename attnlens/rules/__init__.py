@@ -24,7 +24,6 @@ def check(
     absolute: float | None = None,
     fdr: float | None = None,
     allow_partial: bool = False,
-    allow_other_model: bool = False,
 ) -> Report:
     """The report with its `checks`: how every rule came out, and every measure of the baseline.
 
@@ -42,6 +41,4 @@ def check(
     tolerance = Tolerance(**{name: number for name, number in given.items() if number is not None})
     kept = None if baseline is None else read_baseline(checked_path("baseline", baseline))
     file = None if baseline is None else str(baseline)
-    return verdict(
-        subject, found, kept, tolerance, file, allow_partial=allow_partial, allow_other_model=allow_other_model
-    )
+    return verdict(subject, found, kept, tolerance, file, allow_partial=allow_partial)

@@ -34,20 +34,22 @@ def baseline_of(report: Report) -> Baseline:
     return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
 
 
-def refuse_other(report: Report, baseline: Baseline, *, allow_other_model: bool) -> None:
-    """Raise UsageError, which names the field, where the two are not of the same heads on the same text."""
+def refuse_other(report: Report, baseline: Baseline) -> None:
+    """Raise UsageError, which names the field, unless both are of the same heads on the same text.
+
+    Names and paths of models and texts do not count.
+    """
     for field, ours, theirs in _fields(report, baseline):
-        if ours != theirs and not (field == "model.id" and allow_other_model):
-            also = " (--allow-other-model takes another of the same shape)" if field == "model.id" else ""
+        if ours != theirs:
             raise UsageError(
                 f"The baseline is of another run: {field} is {written(theirs)} there, and {written(ours)} here.",
-                f"Check a report like the baseline's, or accept this one with --update-baseline{also}.",
+                "Check a report like the baseline's, or accept this one with --update-baseline.",
             )
 
 
 def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]]:
     """What both must have in common: its name, here, there."""
-    for name in ("architecture", "parameters", "id"):
+    for name in ("architecture", "parameters"):
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
     for name in ("text", "noise"):
         fed = [getattr(of.settings, name) for of in (report, baseline)]
@@ -153,7 +155,6 @@ def verdict(
     file: str | None = None,
     *,
     allow_partial: bool = False,
-    allow_other_model: bool = False,
 ) -> Report:
     """The report with its `checks`: one a rule, and one a measure of the baseline, whose file is `file`.
 
@@ -169,6 +170,6 @@ def verdict(
         )
     checks = judged(report, rules)
     if baseline is not None:
-        refuse_other(report, baseline, allow_other_model=allow_other_model)
+        refuse_other(report, baseline)
         checks += against(report, baseline, tolerance, file)
     return report.model_copy(update={"checks": checks})

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from attnlens.records import Curve, Experiment, Report
 from attnlens.registry import info_of
 from attnlens.sections.section import Cell, Column, Section, Table
-from attnlens.sentences.followed import asked_for, heads_of, told_of
-from attnlens.sentences.nulls import null_words
+from attnlens.sentences.findings import null_words
+from attnlens.sentences.verdicts import asked_for, heads_of, told_of
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, written
 
 MOST_STEPS = 8

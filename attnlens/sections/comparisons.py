@@ -15,7 +15,7 @@ from attnlens.records import (
     Shift,
     Spread,
 )
-from attnlens.registry.distances import OWN_ROWS
+from attnlens.registry.measure_info import OWN_ROWS
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
 from attnlens.shapes import Shapes
@@ -99,7 +99,10 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
         Column("", "head", tuple(_place(one.head) for one in changed), words=True),
     )
     distances = {name: title for name, title in LOCAL.items() if any(name in one.rows for one in changed)}
-    columns = [_distance_column(changed, name, title) for name, title in distances.items()]
+    columns = []
+    for name, title in distances.items():
+        hints = tuple(_hint(one, name) for one in changed)
+        columns.append(Column("", title, tuple(_distance(one, name) for one in changed), hints=hints))
     columns[LEADING:LEADING] = [
         Column("", "named", tuple(str(len(one.named)) for one in changed)),
         Column("", "largest change of a measure", tuple(_largest(one, sizes) for one in changed), words=True),
@@ -113,11 +116,6 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
         notes.append(f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json.")
     table = Table(names, tuple(columns), fit="first")
     return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
-
-
-def _distance_column(changed: Sequence[Compared], name: str, title: str) -> Column:
-    cells = tuple(_distance(one, name) for one in changed)
-    return Column("", title, cells, hints=tuple(_hint(one, name) for one in changed))
 
 
 def _place(head: HeadChange) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from attnlens.sections.section import Column, Section, Table
-from attnlens.sentences.population import no_errors, population
+from attnlens.sentences.findings import no_errors, population
 from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import NO_VALUE, clean, decimals_for, decimals_with_error, source_of, title_of, written
 

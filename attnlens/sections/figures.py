@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from attnlens.records import Experiment, Report
 from attnlens.sections.checkpoints import told
 from attnlens.sections.section import Column, Row, Section, Table
-from attnlens.sentences.labels import setting, worded
-from attnlens.sentences.verdicts import judgement
+from attnlens.sentences.verdicts import judgement, setting, worded
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, decimals_for, listed, short, written
 
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}

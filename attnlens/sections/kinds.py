@@ -29,8 +29,7 @@ from attnlens.sections.section import Cell, Picture, Row, Section
 from attnlens.sections.studies import study_rows, study_sections
 from attnlens.sections.swaps import site_sections, swap_rows, swap_sections
 from attnlens.sentences import reports, studies
-from attnlens.sentences.followed import told_of
-from attnlens.sentences.verdicts import outcome
+from attnlens.sentences.verdicts import outcome, told_of
 from attnlens.shapes import Shapes
 from attnlens.wording import clean
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from attnlens.registry import NOT_IDENTIFIED
 from attnlens.sections.section import Column, Section, Table
-from attnlens.sentences.nulls import null_words
-from attnlens.sentences.population import no_errors, population
+from attnlens.sentences.findings import no_errors, null_words, population
 from attnlens.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,

@@ -3,26 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attnlens.records import BlockChange, Comparison, Head, ModelInfo
-from attnlens.registry.distances import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
+from attnlens import hooks, texts
+from attnlens.errors import AttnlensError
+from attnlens.records import BlockChange, Comparison, Head, ModelInfo, Outcome
+from attnlens.registry.measure_info import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
+from attnlens.run import checks
 from attnlens.run.compare import draws, significance
 from attnlens.run.compare.draws import BLOCKS, enter_distances, entered, of_blocks
-from attnlens.run.compare.forms import distances
-from attnlens.run.compare.outcomes import outcome
 from attnlens.run.compare.passes import beside, record
 from attnlens.run.compare.relations import relations, told
-from attnlens.run.compare.rows import change, is_category, named_rows
-from attnlens.run.compare.sides import Block, Pairing
-from attnlens.run.compare.significance import Judged, Rounding, number_of
+from attnlens.run.compare.sides import Block, Pairing, distances
+from attnlens.run.compare.significance import Judged, Rounding, change, is_category, named_rows, number_of
+from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.summary import by_measure
+from attnlens.run.outcomes.differences import Differences
+from attnlens.run.outcomes.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, Tell
 from attnlens.statistics import Design, adjusted
+from attnlens.texts.targets import feed
+
+OTHER_PREDICTIONS = "Predictions are not compared: the models predict other things"
+
+
+def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
+    """Loss, KL, agreement and hidden states of both models; or None, and why."""
+    sides = pairing.first, pairing.second
+    fed = pairing.first.inspection.fed
+    if fed is None:
+        return None, []
+    inputs = fed.batches[0].inputs
+    try:
+        tasks = [checks.task_on(side.loaded, inputs) for side in sides]
+        for side, task in zip(sides, tasks, strict=True):
+            refuse_initialised(side.loaded, texts.first(inputs, 2), predictions(task))
+        batches = feed(sides[0].loaded, fed, tasks[0], pairing.first.inspection.settings.seed)
+    except AttnlensError as error:
+        return None, [f"Predictions are not compared: {error.problem}"]
+    if tasks[0] != tasks[1]:
+        return None, [f"{OTHER_PREDICTIONS} ({tasks[0]}, {tasks[1]})."]
+    found = Differences(tasks[0], fed.made_up, design)
+    for one in batches:
+        passes = []
+        for side in sides:
+            model = side.loaded.model
+            with hooks.replace(model, side.inspection.sites, side.swaps) if side.swaps else nullcontext():
+                passes.append(run(model, one, tasks[0]))
+        own, new = passes
+        classes = {None if made.logits is None else made.logits.shape[-1] for made in passes}
+        states = {None if made.hidden is None else made.hidden.shape[-1] for made in passes}
+        if len(classes) > 1 or len(states) > 1:
+            return None, [f"{OTHER_PREDICTIONS}, or their states have other sizes."]
+        found.add(own, new, one.targets, tokens_in(one))
+    names = list(dict.fromkeys(fed.parts))
+    return Outcome(**found.outcome(pairing.first.inspection.settings.seed, names)), []
 
 
 @dataclass
@@ -107,16 +147,12 @@ class Changes:
             if read[0] is not None and read[1] is not None:
                 difference = read[1][:, partners] - read[0]
                 found[name] = significance.sampled(difference, self.design, rounding.get(name), self.seed)
-            else:
-                found[name] = self._without_windows(name, rounding.get(name))
+            elif name not in rounding or is_category(self.heads, name):
+                found[name] = None
+            else:  # of the weights: rounding alone decides
+                before, after = change(self.heads, name)
+                found[name] = significance.measured(after - before, rounding[name])
         return found
-
-    def _without_windows(self, name: str, rounding: Rounding | None) -> Judged | None:
-        """A measure of the weights, judged by rounding alone; None for a category, and where rounding is not known."""
-        if rounding is None or is_category(self.heads, name):
-            return None
-        before, after = change(self.heads, name)
-        return significance.measured(after - before, rounding)
 
     @property
     def seed(self) -> int:

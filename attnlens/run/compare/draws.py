@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,17 +16,104 @@ from attnlens import texts, weights
 from attnlens.hooks.survey import hiding_padding
 from attnlens.records import Call, QueryKey, Site
 from attnlens.registry import Analyzer
-from attnlens.registry.distances import OWN_ROWS, ROWS
+from attnlens.registry.measure_info import OWN_ROWS, ROWS
 from attnlens.run import feeding
-from attnlens.run.compare.forms import distances
 from attnlens.run.compare.passes import Recorded, beside, record
-from attnlens.run.compare.rounding import rounded, rounded_factors, site_type, stored_types
-from attnlens.run.compare.sides import Block, ComparedModel
+from attnlens.run.compare.sides import Block, ComparedModel, distances
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.sink import finite_heads
 from attnlens.run.inspect.summary import by_measure
 from attnlens.runs.progress import Tell
 from attnlens.statistics import Design
+from attnlens.weights import Factors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""From the widest spacing to the finest."""
+BITS = {
+    torch.bfloat16: (torch.int16, 7),
+    torch.float16: (torch.int16, 10),
+    torch.float32: (torch.int32, 23),
+    torch.float64: (torch.int64, 52),
+}
+"""The whole number that has a number's bits, and how many of them are behind the binary point."""
+DIFFERENT, MANY = 16, 4096
+"""So many different numbers, among the first so many, say of which type a weight is."""
+MOVED = 12
+"""One number of so many moves by a whole spacing: the variance is that of rounding, 1/12 of a spacing squared."""
+
+
+def stored_type(weight: Tensor) -> torch.dtype:
+    """The coarsest number type that holds every number of a weight exactly, whatever the model was loaded as.
+
+    A weight of few different numbers (gains of 1, zeros) tells nothing, and counts as float32.
+    """
+    first = weight.flatten()[:MANY]
+    if len(first.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
+        return torch.float32
+    return next((kind for kind in TYPES if _holds(kind, first) and _holds(kind, weight)), torch.float64)
+
+
+def _holds(kind: torch.dtype, weight: Tensor) -> bool:
+    return torch.equal(weight.to(kind).to(weight.dtype), weight)
+
+
+def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
+    """The coarsest type among the matrices of a site's module: that of its queries and keys."""
+    kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+
+
+def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
+    """Every weight of the model with the type that it was stored in."""
+    return [(weight.data, stored_type(weight.data)) for weight in model.parameters() if weight.is_floating_point()]
+
+
+@contextmanager
+def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
+    """Inside, one number of twelve is a spacing of its weight's type larger or smaller; afterwards none is."""
+    own: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        for data, kind in types:
+            places = _places(data, generator)
+            own.append((data, places, data.take(places)))
+            data.put_(places, _moved(own[-1][2], kind, generator))
+        yield
+    finally:
+        for data, places, before in own:
+            data.put_(places, before)
+
+
+def rounded_factors(factors: Factors, kind: torch.dtype, generator: torch.Generator) -> Factors:
+    """The same maps with their numbers moved in the same way."""
+    maps = factors.maps
+    query, key = (nudged(part, kind, generator) for part in (maps.query, maps.key))
+    return replace(factors, maps=replace(maps, query=query, key=key))
+
+
+def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """The same numbers, one of twelve a spacing of `kind` up or down: mean 0, the variance of rounding."""
+    places = _places(tensor, generator)
+    return tensor.clone().put_(places, _moved(tensor.take(places), kind, generator))
+
+
+def _places(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Which numbers move, by their flat index."""
+    part, rest = divmod(tensor.numel(), MOVED)
+    count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - rest)
+    return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
+
+
+def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Each number's neighbour in `kind`, away from 0 or towards it; 0 stays 0."""
+    whole, behind = BITS[values.dtype]
+    step = 1 << max(behind - BITS[kind][1], 0)
+    steps = (2 * torch.randint(2, values.shape, generator=generator) - 1).to(values.device, whole) * step
+    # numbers of one sign are in the order of their bits
+    return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
+
 
 DRAWS = 5
 """Times that the weights of each model are nudged."""
@@ -32,6 +123,8 @@ FEW = 2
 """Windows on which it is seen what that does to tokens.*."""
 BLOCKS = "compare.block_change"
 """‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
+Reader = Callable[[Sequence[Mapping[Site, Call]], Mapping[str, Sequence[Mapping[Site, Tensor]]]], dict[str, Tensor]]
+"""Reads every measure of what each batch's sites were asked for, and of the distances beside it."""
 DrawnChanges = dict[str, list[Tensor]]
 """Each draw's change at each head, by measure."""
 
@@ -95,14 +188,14 @@ def of_tokens(
     """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
     few = texts.batches(side.loaded, contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
-    reader = _FewWindows(side, design)
+    reader = partial(_read, side, design, few)
     own = [record(side, batch.inputs, blocks) for batch in few]
-    before = reader.read(few, [one.calls for one in own])
+    before = reader([one.calls for one in own], {})
     found: DrawnChanges = defaultdict(list)
     types = stored_types(side.loaded.model)
     for _ in range(DRAWS):
         with rounded(types, generator):
-            after = _nudged(reader, few, own, blocks)
+            after = _nudged(side, reader, few, own, blocks)
         for name, values in after.items():
             change = values - before[name] if name in before else values
             found[name].append(change.nanmean(0))
@@ -111,10 +204,14 @@ def of_tokens(
 
 
 def _nudged(
-    reader: _FewWindows, few: texts.Batches, own: Sequence[Recorded], blocks: Sequence[Block]
+    side: ComparedModel,
+    reader: Callable[..., dict[str, Tensor]],
+    few: texts.Batches,
+    own: Sequence[Recorded],
+    blocks: Sequence[Block],
 ) -> dict[str, Tensor]:
     """Every measure of every window and head of the model as it is now, and KL from what it was."""
-    side, same = reader.side, {site: site for site in reader.side.sites}
+    same = {site: site for site in side.sites}
     order = {found.site: range(found.call.query.shape[1]) for found in side.inspection.reached}
     calls: list[dict[Site, Call]] = []
     apart: dict[str, list[Mapping[Site, Tensor]]] = {ROWS: [], OWN_ROWS: []}
@@ -127,7 +224,7 @@ def _nudged(
             fed = beside(recorded, side, same, batch.inputs, order, blocks)
             apart[OWN_ROWS].append(fed.rows)
             moved.append(of_blocks(fed.blocks, blocks, batch))
-    found = reader.read(few, calls, {name: found for name, found in apart.items() if found})
+    found = reader(calls, {name: found for name, found in apart.items() if found})
     return found | ({BLOCKS: torch.cat(moved)} if moved else {})
 
 
@@ -139,30 +236,26 @@ def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts
     return torch.stack(each, 1)
 
 
-class _FewWindows:
-    """Reads tokens.* of a few windows, in the order of the report's heads."""
-
-    def __init__(self, side: ComparedModel, design: Design) -> None:
-        self.side = side
-        self.design = design
-
-    def read(
-        self,
-        few: texts.Batches,
-        calls: Sequence[Mapping[Site, Call]],
-        apart: Mapping[str, Sequence[Mapping[Site, Tensor]]] | None = None,
-    ) -> dict[str, Tensor]:
-        """Each measure as (windows, heads), with the distances of each batch."""
-        collector = entered(self.side, self.design)
-        start = 0
-        for number, (batch, asked) in enumerate(zip(few, calls, strict=True)):
-            for site, call in asked.items():
-                enter_call(collector, site, call, batch, start, self.side.analyzers("tokens"))
-            for name, found in (apart or {}).items():
-                for site, values in found[number].items():
-                    enter_distances(collector, site, {name: values}, batch, start)
-            start += batch.size
-        return by_measure(collector)
+def _read(
+    side: ComparedModel,
+    design: Design,
+    few: texts.Batches,
+    calls: Sequence[Mapping[Site, Call]],
+    apart: Mapping[str, Sequence[Mapping[Site, Tensor]]],
+) -> dict[str, Tensor]:
+    """Read tokens.* of a few windows: each measure as (windows, heads), with the distances of each batch."""
+    collector, analyzers, start = entered(side, design), side.analyzers("tokens"), 0
+    for number, (batch, asked) in enumerate(zip(few, calls, strict=True)):
+        for site, call in asked.items():
+            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            if finite := finite_heads(query_key):
+                numbers = sequence_numbers(len(call.query), batch, start)
+                collector.read_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads))
+        for name, found in apart.items():
+            for site, values in found[number].items():
+                enter_distances(collector, site, {name: values}, batch, start)
+        start += batch.size
+    return by_measure(collector)
 
 
 def entered(side: ComparedModel, design: Design) -> Collector:
@@ -171,17 +264,6 @@ def entered(side: ComparedModel, design: Design) -> Collector:
     for found in side.inspection.reached:
         collector.enter(found.site, [head // found.call.group for head in range(found.call.query.shape[1])])
     return collector
-
-
-def enter_call(
-    collector: Collector, site: Site, call: Call, batch: texts.Batch, start: int, analyzers: Sequence[Analyzer]
-) -> None:
-    """Enter what analyzers read of a site's call, whose first sequence has the number `start`."""
-    query_key = hiding_padding(call, batch.inputs).query_key(site)
-    finite = finite_heads(query_key)
-    if finite:
-        numbers = sequence_numbers(len(call.query), batch, start)
-        collector.read_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads))
 
 
 def enter_distances(

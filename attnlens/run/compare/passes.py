@@ -183,21 +183,18 @@ Rows = Callable[[Call], Tensor]
 def _rows(side: ComparedModel, site: Site) -> Rows:
     """How a side's site weighs its keys: by the exponential kernel, or by that of a saved swap."""
     swap = side.swaps.get(site)
-    if swap is None:
-        return lambda call: attention.weights(call, OWN)
-    return lambda call: _swapped_rows(call, swap)
 
+    def rows(call: Call) -> Tensor:
+        weights = attention.weights(call, OWN)
+        if swap is not None:  # NaN if its rows are none, or may be negative
+            heads = range(call.query.shape[1]) if swap.heads is None else swap.heads
+            info = swap.kernel.info
+            some = info.form != "output" and info.positive
+            other = attention.weights(call.select(heads), swap.kernel).to(weights.dtype) if some else torch.nan
+            weights[:, list(heads)] = other
+        return weights
 
-def _swapped_rows(call: Call, swap: hooks.Replacement) -> Tensor:
-    """The weights under another kernel in some heads; NaN where it has none, or they may be negative."""
-    total = call.query.shape[1]
-    heads = range(total) if swap.heads is None else swap.heads
-    weights = attention.weights(call, OWN)
-    if swap.kernel.info.form == "output" or not swap.kernel.info.positive:
-        weights[:, list(heads)] = torch.nan
-    else:
-        weights[:, list(heads)] = attention.weights(call.select(heads), swap.kernel).to(weights.dtype)
-    return weights
+    return rows
 
 
 def divergence(

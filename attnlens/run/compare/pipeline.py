@@ -14,8 +14,7 @@ from attnlens.errors import UsageError
 from attnlens.records import Comparison, Report, Settings
 from attnlens.requests import CompareRequest, Loading
 from attnlens.run.compare.changes import Changes
-from attnlens.run.compare.saved import compared_reports, read
-from attnlens.run.compare.shifts import OTHER_HEADS, apart
+from attnlens.run.compare.saved import OTHER_HEADS, apart, compared_reports, read
 from attnlens.run.compare.sides import ComparedModel, Pairing, correspond, same_input
 from attnlens.run.in_memory import at_rest, held
 from attnlens.run.inspect.pipeline import inspect, prepared
@@ -60,7 +59,10 @@ def compare(
     start = time.perf_counter()
     given = requests.checked(CompareRequest, more)
     options = {name: value for name, value in more.items() if name != "fdr"}
-    subjects = [_subject(side) for side in (first, second)]
+    subjects: list[Any] = [
+        read(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
+        for side in (first, second)
+    ]
     named = isinstance(first, str | PathLike)
     twice = _same_path(first, second) and all(options.get(name) is None for name in SECOND)
     if twice or (first is second and not named):
@@ -77,13 +79,6 @@ def compare(
     return report_of("compare", **own, comparison=found, timings={"all": time.perf_counter() - start})
 
 
-def _subject(given: Any) -> Any:
-    """A report where it is one, or the path of one; else what names a model."""
-    if isinstance(given, str | PathLike) and Path(given).suffix == ".json":
-        return read(Path(given))
-    return given
-
-
 def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that no side of these takes: a report says itself how it was made."""
     known = requests.options(CompareRequest)
@@ -98,11 +93,6 @@ def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None
         ignored = [name for name in given if name in SECOND and isinstance(subjects[1], Report)]
     if ignored:
         raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
-
-
-def _is_swapped(given: Any) -> bool:
-    """Whether it is a folder that `swap-kernel --save` wrote."""
-    return isinstance(given, str | PathLike) and (Path(given).expanduser() / models.SWAPPED).is_file()
 
 
 def _same_path(first: Any, second: Any) -> bool:
@@ -151,7 +141,7 @@ def _sides(
         own = None if isinstance(subject, str | PathLike | models.Loaded) else tokenizer
         given = _loading(subject, options, number)
         swaps = None
-        if _is_swapped(subject):
+        if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / models.SWAPPED).is_file():
             loading = {name: value for name, value in given.items() if name in Loading.__annotations__}
             found = restored(Path(subject).expanduser(), **loading)
             subject, swaps = found.loaded, found.swaps

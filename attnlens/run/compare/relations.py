@@ -11,10 +11,9 @@ from torch import Tensor
 
 from attnlens.errors import UnreadableError
 from attnlens.records import HeadChange, MeasureChange, QueryKey, Relation, Site
-from attnlens.registry.distances import FORMS, OWN_ROWS
-from attnlens.run.compare.forms import distances
-from attnlens.run.compare.rounding import site_type, stored_type
-from attnlens.run.compare.sides import Pairing
+from attnlens.registry.measure_info import FORMS, OWN_ROWS
+from attnlens.run.compare.draws import site_type, stored_type
+from attnlens.run.compare.sides import Pairing, distances
 from attnlens.run.compare.significance import Judged
 from attnlens.wording import counted, listed
 
@@ -99,14 +98,12 @@ def _apart(one: Tensor, other: Tensor) -> float:
 def told(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureChange]) -> list[str]:
     """What there is to say of the models as wholes, one sentence each."""
     own = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
-    return [*_of_weights(pairing), *_of_sight(pairing), *_of_order(pairing, heads), *_of_forms(pairing, heads, own)]
-
-
-def _of_sight(pairing: Pairing) -> Iterator[str]:
-    """Which sites see other tokens than before, as by a causal mask that leaks."""
-    for first, second in pairing.sites.items():
-        if first.part != second.part:
-            yield f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
+    sight = [
+        f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
+        for first, second in pairing.sites.items()
+        if first.part != second.part
+    ]
+    return [*_of_weights(pairing), *sight, *_of_order(pairing, heads), *_of_forms(pairing, heads, own)]
 
 
 def _of_weights(pairing: Pairing) -> Iterator[str]:

@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
-from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Windows, read_report
+from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Shift, Spread, Windows, read_report
 from attnlens.run.compare import significance
-from attnlens.run.compare.rows import change, is_category, named_rows
-from attnlens.run.compare.shifts import OTHER_HEADS, apart
-from attnlens.run.compare.significance import Judged
+from attnlens.run.compare.significance import Judged, change, is_category, named_rows
 from attnlens.statistics import Design
 
 UNPAIRED = (
@@ -84,7 +83,10 @@ def _table(found: dict[tuple[int, int], float], windows: int, heads: int) -> Ten
 def refuse_other_settings(first: Settings, second: Settings) -> None:
     """Raise UsageError for the first setting in which two readings differ, so that their difference means nothing."""
     for name in SAME:
-        one, other = (_plain(getattr(side, name)) for side in (first, second))
+        one, other = (getattr(side, name) for side in (first, second))
+        one, other = (
+            f"a text of hash {side.sha256[:12]}" if hasattr(side, "sha256") else side for side in (one, other)
+        )
         if one != other:
             raise UsageError(f"The two sides read differently: settings.{name} is {one} and {other}.", AGAIN)
     windows = [[(text.sha256, text.windows) for text in side.texts] for side in (first, second)]
@@ -92,9 +94,12 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
         raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)
 
 
-def _plain(value: Any) -> Any:
-    """What stands for a setting in a message: of a text its name and the beginning of its hash."""
-    return f"{value.name} ({value.sha256[:12]})" if hasattr(value, "sha256") else value
+def _windows_read(report: Report) -> list[tuple[object, int]] | None:
+    """Return each window as the place of its text among those read, whose name does not count, and its number there."""
+    if report.windows is None:
+        return None
+    places = {text.name: place for place, text in enumerate(report.settings.texts)}
+    return [(places.get(name, name), number) for name, number in report.windows.windows]
 
 
 def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
@@ -102,7 +107,8 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
     refuse_other_settings(first.settings, second.settings)
     if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
         return apart(first, second, fdr, OTHER_HEADS)
-    if first.windows is not None and second.windows is not None and first.windows.windows != second.windows.windows:
+    windows = _windows_read(first), _windows_read(second)
+    if None not in windows and windows[0] != windows[1]:
         raise UsageError("The two sides list their windows in another order.", AGAIN)
     heads = first.heads, second.heads
     judged = {name: _judged(first, second, name) for name in first.measure_names()}
@@ -153,3 +159,31 @@ def _design(report: Report) -> Design:
     """How the report's windows were sampled."""
     names = [text.name for text in report.settings.texts for _ in text.windows]
     return Design.of(names or [""] * (report.settings.sequences or 0), report.settings.intervals)
+
+
+OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
+
+
+def apart(first: Report, second: Report, fdr: float, why: str) -> Comparison:
+    """A comparison of distributions, and why it is no more."""
+    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts(first, second), notes=[why])
+
+
+def shifts(first: Report, second: Report) -> list[Shift]:
+    """The quartiles of every measure that both have."""
+    found = []
+    for name in first.measure_names():
+        spreads = [_spread(report, name) for report in (first, second)]
+        if spreads[0] is not None and spreads[1] is not None:
+            found.append(Shift(measure=name, before=spreads[0], after=spreads[1]))
+    return found
+
+
+def _spread(report: Report, name: str) -> Spread | None:
+    """The quartiles over the heads that have a value; None for categories, and where no head has one."""
+    each = [head.measures[name] for head in report.heads if name in head.measures]
+    values = [measure.value for measure in each if measure.value is not None and measure.label is None]
+    if not values:
+        return None
+    low, middle, high = (float(part) for part in np.quantile(values, (0.25, 0.5, 0.75)))
+    return Spread(heads=len(values), quartiles=(low, middle, high), median_se=report.summary.median_errors.get(name))

@@ -10,9 +10,7 @@ from attnlens.sections.layers import layer_sections
 from attnlens.sections.reference.typical import typical_list
 from attnlens.sections.section import Section
 from attnlens.sentences import reports
-from attnlens.sentences.findings import findings
-from attnlens.sentences.nulls import null_words
-from attnlens.sentences.population import no_errors, population
+from attnlens.sentences.findings import findings, no_errors, null_words, population
 from attnlens.shapes import Shapes
 
 

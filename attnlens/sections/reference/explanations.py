@@ -16,10 +16,10 @@ from attnlens.registry import (
     checked_name,
     every_analyzer,
 )
-from attnlens.registry.distances import BETWEEN_FORMS, BETWEEN_ROWS
+from attnlens.registry.measure_info import BETWEEN_FORMS, BETWEEN_ROWS
 from attnlens.sections.reference.lists import bounds, fitted, range_of, told_parameters
 from attnlens.sections.section import Section
-from attnlens.sentences.nulls import WORDS
+from attnlens.sentences.findings import WORDS
 from attnlens.wording import clean
 
 READ = {

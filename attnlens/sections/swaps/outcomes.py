@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from attnlens.records import Change, Control, Outcome, Swap, TextChange, TextCosine
@@ -25,8 +26,12 @@ def stage_rows(swap: Swap) -> Table:
     powers = [stage.perplexity for stage in swap.stages if stage.perplexity is not None]
     rows: list[Outcome] = [*swap.stages, *measured(swap)]
     found: list[tuple[str, str, Callable[[Outcome], str]]] = [
-        ("loss", "" if before is None else written(before.before, decimals), lambda o: _after(o.loss, decimals)),
-        ("Δ", "", lambda o: _delta(o.loss, decimals)),
+        (
+            "loss",
+            "" if before is None else written(before.before, decimals),
+            lambda o: _change(o.loss, decimals, "after"),
+        ),
+        ("Δ", "", lambda o: _change(o.loss, decimals)),
         ("95 % interval", "", lambda o: _interval(o.loss, decimals)),
         ("perplexity", figures(powers[0].before) if powers else "", lambda o: _figures(o.perplexity)),
         *((title, "", tell) for title, tell in (*RISES, *_predictions(swap), *_states(swap), *_placed(rows))),
@@ -65,13 +70,13 @@ def text_rows(swaps: Sequence[Swap]) -> Table:
         decimals = loss_decimals([change for change in found if change is not None])
         group = clean(swap.kernel) if len(swaps) > 1 else ""
         powers = {text.name: text.perplexity for text in swap.loss_by_text}
-        both = [change if powers.get(text.name) else None for text, change in zip(texts, found, strict=True)]
+        pairs = [(change, powers.get(text.name)) for text, change in zip(texts, found, strict=True)]
         columns += [
-            Column(group, "Δ", tuple(_delta(change, decimals) for change in found)),
+            Column(group, "Δ", tuple(_change(change, decimals) for change in found)),
             Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
             Column(group, "perplexity", tuple(_figures(powers.get(text.name)) for text in texts)),
-            Column(group, "rise", tuple(map(_rise, both))),
-            Column(group, "95 % interval of rise", tuple(map(_rise_interval, both))),
+            Column(group, "rise", tuple(_rise(*pair, rise_words) for pair in pairs)),
+            Column(group, "95 % interval of rise", tuple(_rise(*pair, rise_interval) for pair in pairs)),
         ]
     return Table(_text_names(texts), tuple(columns))
 
@@ -105,8 +110,8 @@ def place_rows(swap: Swap) -> Table:
     columns = (
         Column("", "count", tuple(str(part.tokens) for part in parts)),
         Column("", "before", tuple(written(change.before, decimals) for change in changes)),
-        Column("", "after", tuple(_after(change, decimals) for change in changes)),
-        Column("", "Δ", tuple(_delta(change, decimals) for change in changes)),
+        Column("", "after", tuple(_change(change, decimals, "after") for change in changes)),
+        Column("", "Δ", tuple(_change(change, decimals) for change in changes)),
         Column("", "95 % interval", tuple(_interval(change, decimals) for change in changes)),
     )
     return Table((Column("", "tokens", tuple(f"{part.first}–{part.last}" for part in parts)),), columns)
@@ -118,8 +123,8 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
     decimals = loss_decimals(losses)
     powers = [swap.perplexity for swap in swaps if swap.perplexity is not None]
     loss: Cells = (
-        ("loss", lambda swap: _after(swap.loss, decimals)),
-        ("Δ", lambda swap: _delta(swap.loss, decimals)),
+        ("loss", lambda swap: _change(swap.loss, decimals, "after")),
+        ("Δ", lambda swap: _change(swap.loss, decimals)),
         ("95 % interval", lambda swap: _interval(swap.loss, decimals)),
         ("perplexity", lambda swap: _figures(swap.perplexity)),
         *RISES,
@@ -135,7 +140,9 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
     outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
     columns = [Column("", first, (original[first], *outcomes))]
     columns += [Column("", title, (original.get(title, ""), *(told(row) for _, row in rows))) for title, told in others]
-    columns.append(Column("", "speed", ("", *(_speed(row) if isinstance(row, Swap) else "" for _, row in rows))))
+    times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
+    speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
+    columns.append(Column("", "speed", ("", *speeds)))
     columns = [column for column in columns if column.title not in OPTIONAL or set(column.cells[1:]) != {NO_VALUE}]
     names = Column("", "kernel", ("original", *(name for name, _ in rows)), words=True)
     return Table((names,), tuple(columns))
@@ -150,7 +157,7 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     shared: dict[str, Control] = {}
     windows = {one.beyond_window.window for swap in swaps for one in measured(swap) if one.beyond_window is not None}
     for swap in swaps:
-        rows.append((_named(swap), swap))
+        rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
         for control in measured(swap):
             # a report of several windows has the rows of each beside its kernel
             if control.role in SHARED and len(windows) < 2:
@@ -160,17 +167,22 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     return [*rows, *shared.items()]
 
 
-def _named(swap: Swap) -> str:
-    """The kernel's spelling, and whether its parameters are fitted."""
-    return clean(swap.kernel) + (" (fitted)" if swap.fitted else "")
+def number(found: float | None) -> str:
+    """Return three figures, or that there is no value."""
+    return NO_VALUE if found is None else figures(found)
 
 
-def _after(change: Change | None, decimals: int) -> str:
-    return NO_VALUE if change is None else written(change.after, decimals)
+def share(found: float | None) -> str:
+    """Return a share in per cent, or that there is no value."""
+    return NO_VALUE if found is None else percent(found, 1)
 
 
-def _delta(change: Change | None, decimals: int) -> str:
-    return NO_VALUE if change is None else written(change.delta, decimals)
+Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
+"""Titles of columns, and what stands in them."""
+
+
+def _change(change: Change | None, decimals: int, name: str = "delta") -> str:
+    return NO_VALUE if change is None else written(getattr(change, name), decimals)
 
 
 def _interval(change: Change | None, decimals: int) -> str:
@@ -181,41 +193,14 @@ def _figures(change: Change | None) -> str:
     return NO_VALUE if change is None else figures(change.after)
 
 
-def number(found: float | None) -> str:
-    """Three figures, or that there is no value."""
-    return NO_VALUE if found is None else figures(found)
-
-
-def share(found: float | None) -> str:
-    """A share in per cent, or that there is no value."""
-    return NO_VALUE if found is None else percent(found, 1)
-
-
-def _speed(swap: Swap) -> str:
-    times = ratio(swap.tokens_per_second)
-    return NO_VALUE if times is None else f"× {written(times, 2)}"
-
-
-Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
-"""Titles of columns, and what stands in them."""
-
-
-def _rise(change: Change | None) -> str:
-    return NO_VALUE if change is None else rise_words(change)
-
-
-def _rise_interval(change: Change | None) -> str:
-    return (NO_VALUE if change is None else rise_interval(change)) or NO_VALUE
-
-
-def _in_perplexity(outcome: Outcome) -> Change | None:
-    """The loss, where the perplexity is a number."""
-    return None if outcome.perplexity is None else outcome.loss
+def _rise(loss: Change | None, perplexity: Change | None, words: Callable[[Change], str]) -> str:
+    """Return by how much the perplexity rises, or between which bounds, if it is a number."""
+    return NO_VALUE if loss is None or perplexity is None else words(loss) or NO_VALUE
 
 
 RISES: Cells = (
-    ("rise", lambda found: _rise(_in_perplexity(found))),
-    ("95 % interval of rise", lambda found: _rise_interval(_in_perplexity(found))),
+    ("rise", lambda found: _rise(found.loss, found.perplexity, rise_words)),
+    ("95 % interval of rise", lambda found: _rise(found.loss, found.perplexity, rise_interval)),
 )
 """By how much the perplexity rises."""
 
@@ -229,7 +214,7 @@ def _placed(rows: Sequence[Outcome]) -> Cells:
     def beyond(found: Outcome) -> str:
         one = found.beyond_window
         window = f" (> {one.window})" if several and one is not None else ""
-        return _delta(one.change if one else None, decimals) + window
+        return _change(one.change if one else None, decimals) + window
 
     return ("Δ beyond", beyond), ("greedy", lambda found: agreed(found.agreement) or NO_VALUE)
 
@@ -240,8 +225,11 @@ OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy"
 
 def _predictions(swap: Swap) -> Cells:
     """KL, with its interval where the swap is judged by it, and how many first choices are the same."""
-    ends: Cells = (("95 % interval", lambda found: _ends(found.kl, found.kl_ci95)),)
-    more = ends if swap.judged_by == "kl" else ()
+
+    def ends(found: Outcome) -> str:
+        return NO_VALUE if found.kl is None else interval(found.kl_ci95, decimals_for([found.kl], 3))
+
+    more: Cells = (("95 % interval", ends),) if swap.judged_by == "kl" else ()
     return (("KL", lambda found: number(found.kl)), *more, ("top-1", lambda found: share(found.top1_agreement)))
 
 
@@ -251,8 +239,3 @@ def _states(swap: Swap) -> Cells:
     more = ends if swap.judged_by == "hidden" else ()
     cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
     return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
-
-
-def _ends(number: float | None, bounds: tuple[float, float] | None) -> str:
-    """An interval with as many decimals as three figures of its number take."""
-    return NO_VALUE if number is None else interval(bounds, decimals_for([number], 3))

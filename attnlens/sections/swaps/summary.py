@@ -17,9 +17,9 @@ from attnlens.sections.swaps.outcomes import (
 )
 from attnlens.sections.swaps.predictors import prediction_section
 from attnlens.sections.swaps.tables import MARK, place, plan_rows, site_rows, sweep_rows, sweeps_rows, tested
-from attnlens.sentences.judged import UNITS, effect_name
-from attnlens.sentences.population import no_errors, population
+from attnlens.sentences.findings import no_errors, population
 from attnlens.sentences.swaps import controls, effects
+from attnlens.sentences.swaps.controls import UNITS, effect_name
 from attnlens.sentences.swaps.healing import healing
 from attnlens.sentences.swaps.plans import explained, plan_lines
 from attnlens.wording import clean, counted, listed

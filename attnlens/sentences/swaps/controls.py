@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from attnlens.kernels import HYBRIDS
 from attnlens.records import Agreement, Change, Control, Outcome, Swap
 from attnlens.wording import clean, counted, decimals_for, listed, written
+
+if TYPE_CHECKING:
+    from attnlens.records import Outcome, Swap
 
 LEGEND = {
     "same size": "a sink-window that keeps as much as the kernel (64 tokens and the first 4 where it keeps all)",
@@ -198,3 +202,35 @@ def _tokens(number: float, found: Agreement) -> str:
 
 def _figures(number: float) -> str:
     return written(number, decimals_for([number], 3))
+
+
+UNITS = {
+    "causal": "nats per token",
+    "masked": "nats per masked token",
+    "seq2seq": "nats per token",
+    "classification": "nats per prediction",
+    "hidden": "nats",
+}
+"""What loss and KL count in, by task."""
+EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
+"""What a swap is judged by, in the few words of an axis."""
+
+
+def effect_name(swap: Swap) -> str:
+    """`loss in nats per token`."""
+    return EFFECTS[swap.judged_by] + ("" if swap.judged_by == "hidden" else f" in {UNITS[swap.task]}")
+
+
+def distance(swap: Swap, outcome: Outcome) -> float | None:
+    """Where there is no loss: KL(original ‖ changed), or 1 − cosine of hidden states; None where it diverged."""
+    if swap.judged_by == "kl":
+        return outcome.kl
+    return None if outcome.hidden_cosine is None else 1 - outcome.hidden_cosine
+
+
+def distance_ci95(swap: Swap, outcome: Outcome) -> tuple[float, float] | None:
+    """The 95 % interval of that distance; None where there is none."""
+    if swap.judged_by == "kl":
+        return outcome.kl_ci95
+    ends = outcome.hidden_cosine_ci95
+    return None if ends is None else (1 - ends[1], 1 - ends[0])

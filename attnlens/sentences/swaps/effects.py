@@ -7,8 +7,7 @@ from statistics import median
 
 from attnlens.kernels import TIES
 from attnlens.records import Change, Pair, Report, Stage, Swap
-from attnlens.sentences.judged import EFFECTS, UNITS, distance
-from attnlens.sentences.swaps.controls import perplexity
+from attnlens.sentences.swaps.controls import EFFECTS, UNITS, distance, perplexity
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
 
 WORDS = {
