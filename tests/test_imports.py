@@ -30,7 +30,7 @@ def heavy_libraries_after(statement: str) -> set[str]:
 def test_commands_answer_without_loading_a_heavy_library():
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
     light = sorted(name.removesuffix(".__init__") for name in names if name.split(".")[1] in LIGHT)
-    assert len(light) > 100
+    assert len(light) > 50
     assert heavy_libraries_after(f"import {', '.join(light)}") == set()
     assert heavy_libraries_after("import attnlens.linalg") == {"torch"}
 
