@@ -17,7 +17,6 @@ from attnlens.records import Call, Null, QueryKey, Settings, Site
 from attnlens.registry import Analyzer, Gathering, GatheringPlace
 from attnlens.run.inspect.chunks import finite_heads
 from attnlens.run.inspect.collector import scaled_null
-from attnlens.run.inspect.reading.adapted import with_base
 from attnlens.run.inspect.reading.attended import attention_rows
 from attnlens.run.inspect.reading.gathering import Gathered, form_on_inputs
 from attnlens.run.inspect.reading.token_text import sentence_of, told
@@ -126,8 +125,28 @@ class Reader:
         return tuple(found.site for found in self.every)
 
     def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
+        """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
         chosen = [place for place, found in enumerate(self.every) if found.site in sites]
-        return with_base(self.source, self.first, self.window, chosen, self._turns)
+        model, deferred = self.source.model, self.source.deferred
+        present = weights.nothing_to_read if deferred is None else deferred.present
+        every = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
+        for place in chosen:
+            # no variable here keeps the factors that were yielded last
+            yield self._with_base(self.first[place], self.window[place], next(every))
+
+    def _with_base(
+        self, first: Reached, window: Reached, factors: weights.Factors | UnreadableError
+    ) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
+        """Return one site's factors and its form without the adapter: its own form if the adapter leaves it alone."""
+        adapter = self.source.adapter
+        if adapter is None or isinstance(factors, UnreadableError):
+            return factors, None
+        with adapter.removed(self.source.model, window.site.path) as differs:
+            base = next(weights.factors(self.source.model, [first], [window])) if differs else None
+        if isinstance(base, UnreadableError):
+            return base, None
+        # positions rotate both forms alike
+        return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
         share = selection_share(self.settings.select or "argmax")
