@@ -110,7 +110,7 @@ class Adapted:
 
     info: AdapterInfo
     layers: Mapping[str, Any]
-    """peft's merged layers, by the path of the module that each wrapped; the model no longer contains them."""
+    """peft's merged layers by the path of the module that each wrapped, apart from the model, weights on meta."""
     originals: Mapping[str, Tensor]
     """The base's tensors in place of those that the adapter stores whole, by the name of the parameter."""
     unplaced: tuple[str, ...]
@@ -122,12 +122,15 @@ class Adapted:
 
         peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.
         """
+        from torch import nn
+
         start = f"{path}."
         bases = {name: tensor.double() for name, tensor in self.originals.items() if name.startswith(start)}
         for module in (module for module in self.layers if module.startswith(start)):
-            layer = deepcopy(self.layers[module]).to("cpu").double()
+            layer = deepcopy(self.layers[module])
+            layer.base_layer.weight = nn.Parameter(model.get_parameter(f"{module}.weight").detach().cpu().double())
             layer.unmerge()
-            bases[f"{module}.weight"] = layer.get_base_layer().weight.data
+            bases[f"{module}.weight"] = layer.base_layer.weight.data
         parameters = {name: model.get_parameter(name) for name in bases}
         merged = {name: parameter.data for name, parameter in parameters.items()}
         try:
@@ -189,6 +192,8 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         for path, layer in layers.items():
             _merge_layer(path, layer)
         tuner.unload()
+        for layer in layers.values():
+            layer.base_layer = deepcopy(layer.base_layer).to("meta")
         info = AdapterInfo(
             id=files.id,
             revision=files.revision,

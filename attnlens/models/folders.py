@@ -61,7 +61,8 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     if not isinstance(table, dict) or not table:
         raise ModelError(f"{index} names no weight files.", SAY_AGAIN)
     for name in table.values():
-        if not isinstance(name, str) or not name.endswith(suffix) or not _is_bare(name):
+        is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
+        if not is_bare or not name.endswith(suffix):
             raise ModelError(
                 f"{index} names {written(name)} as a weight file, which is no name of a {suffix} file in its folder.",
                 "Get the model from a source that you trust.",
@@ -127,10 +128,6 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
                 f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read.",
                 "Save the model with save_pretrained into another folder.",
             )
-
-
-def _is_bare(name: str) -> bool:
-    return not any(sign in name for sign in "/\\\0") and len(name) <= 255
 
 
 def _size(path: Path) -> int:

@@ -99,7 +99,12 @@ def is_there(path: Path) -> bool:
 def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
     if _is_adapter(names):
-        raise _adapter_alone(name, folder)
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
+        named = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
+        raise ModelError(
+            f"{name} holds an adapter of {'an unnamed model' if named == 'BASE' else named}, and no model.",
+            f"Give its base as the model: attnlens inspect {shlex.quote(named)} --adapter {shlex.quote(name)}",
+        )
     form, file = _weights_among(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
@@ -110,18 +115,6 @@ def _is_adapter(names: Collection[str]) -> bool:
     """Whether there is an adapter and no weights of a model."""
     weights = (*SUFFIXES.values(), ".index.json")
     return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
-
-
-def _adapter_alone(name: str, folder: Path) -> ModelError:
-    """The error for an adapter in the place of a model, which says how it is run."""
-    base = None
-    if ADAPTER_CONFIG in names_in(folder):
-        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    named = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
-    return ModelError(
-        f"{name} holds an adapter of {'an unnamed model' if named == 'BASE' else named}, and no model.",
-        f"Give its base as the model: attnlens inspect {shlex.quote(named)} --adapter {shlex.quote(name)}",
-    )
 
 
 def _in_file(name: str, path: Path) -> Location:
@@ -152,9 +145,14 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         if _is_adapter(names):
             return [ADAPTER_CONFIG]
         form, file = _weights_among(names, id_, allow_pickle)
-        left = leave_weights and form == "safetensors"
-        every = _files_of(names, form, file)
-        return [name for name in every if name.endswith(SMALL_FILES)] if left else every
+        sharded = file.endswith(".index.json")
+        stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")
+        here = [name for name in names if "/" not in name]
+        small = [name for name in here if name.endswith(SMALL_FILES)]
+        if leave_weights and form == "safetensors":
+            return small
+        shards = [name for name in here if sharded and name.startswith(stem) and name.endswith(suffix)]
+        return [*small, file, *shards]
 
     folder = hub.cached(OFFLINE) if offline else hub.fetched(wanted)
     if leave_weights and not offline and not _has_weights(folder):
@@ -228,19 +226,3 @@ def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tu
         path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
         raise ModelError(f"{where} has no {SINGLE}, but {others[0]}.", f"Give the file's path: {path}")
     raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")
-
-
-def _files_of(names: Collection[str], form: Storage, file: str) -> list[str]:
-    """What of a hub repository is needed: the weights of that form, and the small files beside them."""
-    sharded = file.endswith(".index.json")
-    stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")
-    return [
-        name
-        for name in names
-        if "/" not in name
-        and (
-            name == file
-            or name.endswith(SMALL_FILES)
-            or (sharded and name.startswith(stem) and name.endswith(suffix))
-        )
-    ]  # fmt: skip

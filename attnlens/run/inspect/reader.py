@@ -136,37 +136,6 @@ def _rest(row: Tensor, kept: Tensor) -> float:
     return round(max(0.0, float(row.sum() - kept.sum())), 4)
 
 
-def with_base(
-    loaded: models.Loaded,
-    first: Sequence[Reached],
-    window: Sequence[Reached],
-    chosen: Sequence[int],
-    turns: weights.Turns,
-) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
-    """The factors of the `chosen` sites, and their forms without the adapter; None where there is no adapter.
-
-    Where the adapter leaves a site alone, that is the site's own form, with the same tensors.
-    """
-    present = loaded.deferred.present if loaded.deferred is not None else weights.nothing_to_read
-    every = weights.factors(loaded.model, first, window, chosen=chosen, turns=turns, present=present)
-    for place in chosen:
-        yield _based(loaded, first[place], window[place], next(every))  # no name here keeps what was read last
-
-
-def _based(
-    loaded: models.Loaded, one: Reached, many: Reached, factors: weights.Factors | UnreadableError
-) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
-    """One site's factors, and its form without the adapter."""
-    if loaded.adapter is None or isinstance(factors, UnreadableError):
-        return factors, None
-    with loaded.adapter.removed(loaded.model, many.site.path) as differs:
-        base = next(weights.factors(loaded.model, [one], [many])) if differs else None
-    if isinstance(base, UnreadableError):
-        return base, None
-    # positions turn both alike
-    return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
-
-
 def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
     """M on (x, 1), or why the logits are not bilinear in one input x."""
     if isinstance(factors, UnreadableError):
@@ -340,8 +309,28 @@ class Reader:
         return tuple(found.site for found in self.every)
 
     def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
+        """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
         chosen = [place for place, found in enumerate(self.every) if found.site in sites]
-        return with_base(self.source, self.first, self.window, chosen, self._turns)
+        model, deferred = self.source.model, self.source.deferred
+        present = weights.nothing_to_read if deferred is None else deferred.present
+        every = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
+        for place in chosen:
+            # no variable here keeps the factors that were yielded last
+            yield self._with_base(self.first[place], self.window[place], next(every))
+
+    def _with_base(
+        self, first: Reached, window: Reached, factors: weights.Factors | UnreadableError
+    ) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
+        """Return one site's factors and its form without the adapter: its own form if the adapter leaves it alone."""
+        adapter = self.source.adapter
+        if adapter is None or isinstance(factors, UnreadableError):
+            return factors, None
+        with adapter.removed(self.source.model, window.site.path) as differs:
+            base = next(weights.factors(self.source.model, [first], [window])) if differs else None
+        if isinstance(base, UnreadableError):
+            return base, None
+        # positions rotate both forms alike
+        return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
         share = selection_share(self.settings.select or "argmax")
