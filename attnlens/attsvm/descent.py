@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -34,14 +34,6 @@ class Anchored(NamedTuple):
     """u_t = x_t − x_α."""
     rest: Bool[Tensor, "trials n T"]
     """Whether t is allowed and u_t is not 0: α itself and its duplicates pull nowhere."""
-
-
-@runtime_checkable
-class PredictionHead(Protocol):
-    """A differentiable h behind the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
-
-    def read(self, weights: Weights, seen: Anchored) -> Read:
-        """(f, γ_t − γ_α)."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +74,10 @@ class Scores:
         chosen = self.scores.gather(-1, seen.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
+
+
+PredictionHead: TypeAlias = Linear | Relu | Scores
+"""A differentiable h behind the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
 
 
 @dataclass(frozen=True)

@@ -139,19 +139,7 @@ class Figure:
     bound: Bound = "within"
 
 
-class Columns(TypedDict):
-    """The fields of an Experiment that its rows fill."""
-
-    final: dict[str, float | None]
-    errors: dict[str, float]
-    reasons: dict[str, str]
-    published: dict[str, float] | None
-    tolerance: dict[str, float] | None
-    bounds: dict[str, Bound]
-    labels: dict[str, str]
-
-
-def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> Columns:
+def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The rows as fields of an Experiment; `missing`: why rows have no value; `labels`: how settings are written."""
     return {
         "final": {name: row.value for name, row in rows.items()},
@@ -181,18 +169,8 @@ def share_of(share: float, trials: int, label: str, published: float | None, the
     return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
 
 
-class Shown(TypedDict, total=False):
-    """How a curve is drawn, as in records.Curve."""
-
-    bounded: bool
-    picture: str | None
-    label: str | None
-
-
-def curve(
-    steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **shown: Unpack[Shown]
-) -> Curve:
-    """Median and quartiles over the trials that have a value."""
+def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **shown: Any) -> Curve:
+    """Median and quartiles over the trials that have a value; `shown` are fields of Curve."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )

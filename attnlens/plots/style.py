@@ -51,14 +51,8 @@ MISSING = "#dddddd"
 CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
 """Okabe and Ito's colours, which colour-blind readers can tell apart, in an order that keeps neighbours apart."""
 
-PART_COLOURS = {
-    "positive": "#0072B2",
-    "negative": "#56B4E9",
-    "skew": "#D55E00",
-    "key": "#BBBBBB",
-    "distance": "#009E73",
-    "interaction": "#CC79A7",
-}
+PARTS_OF_SCORES = ("positive", "negative", "skew", "key", "distance", "interaction")
+PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
 """The colour of each part of the scores, the same in every picture; other parts take turns with CATEGORIES."""
 
 DPI = 200

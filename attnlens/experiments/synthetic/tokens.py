@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -175,16 +175,6 @@ GOALS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
 }
 
 
-@dataclass(frozen=True)
-class DescentFigures:
-    """What one parameterisation's descent came to."""
-
-    rows: dict[str, Figure]
-    curves: dict[str, Curve]
-    longer: dict[str, Figure]
-    """The figure of the longer training, where there is one; it stands below all others."""
-
-
 def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
     """Mean over trials of ⟨W, W_svm⟩/(‖W‖‖W_svm‖), the SVM posed on the tokens that the trained model selects.
 
@@ -196,14 +186,14 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     wanted = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
     known = CORRELATIONS if published else {}
     reads = [_trained(drawn.instances, start, s, known, name, progress) for name, start in wanted.items()]
-    rows = {name: row for read in reads for name, row in read.rows.items()}
-    longer = {name: row for read in reads for name, row in read.longer.items()}
+    rows = {name: row for found, _, _ in reads for name, row in found.items()}
+    longer = {name: row for _, _, found in reads for name, row in found.items()}
     return Experiment(
         name="local convergence",
         question="Does descent end at the max-margin solution for the tokens that it selects?",
         settings={"m": s.m or s.d[0], "normaliser": _normaliser(s)},
         source=CORRELATIONS_SOURCE if published else None,
-        curves={name: found for read in reads for name, found in read.curves.items()},
+        curves={name: curve for _, found, _ in reads for name, curve in found.items()},
         **columns(rows | longer, "no trial's selection is separable"),
     )
 
@@ -220,7 +210,8 @@ def _trained(
     known: Mapping[str, Published],
     name: str,
     progress: Progress,
-) -> DescentFigures:
+) -> tuple[dict[str, Figure], dict[str, Curve], dict[str, Figure]]:
+    """Figures and curves of one parameterisation's descent, and the figure of longer training, if there is one."""
     longer = f"{name}_to_frobenius_longer"
     last = LONGER * s.iterations if longer in known else s.iterations
     descent = descend(
@@ -242,10 +233,10 @@ def _trained(
         curves[f"{name} to {svm}"] = curve(short.steps, read, CORRELATION, bounded=True, label=words)
     rows[f"{name}_largest_weight"] = averaged(descent.largest[at - 1].mean(-1))
     if last == s.iterations:
-        return DescentFigures(rows, curves, {})
+        return rows, curves, {}
     end, words = _correlations(instances, descent, name, "frobenius", progress), f"{name} to Frobenius, longer"
     curves[f"{name} to frobenius, longer"] = curve(descent.steps, end, CORRELATION, bounded=True, label=words)
-    return DescentFigures(rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])})
+    return rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])}
 
 
 def _correlations(

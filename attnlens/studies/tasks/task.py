@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -49,13 +49,8 @@ class Examples:
 
     def to(self, device: torch.device | str) -> Examples:
         """The same on that device."""
-        return replace(
-            self,
-            inputs=self.inputs.to(device),
-            kept=None if self.kept is None else self.kept.to(device),
-            targets=self.targets.to(device),
-            given=None if self.given is None else self.given.to(device),
-        )
+        kept, given = (None if part is None else part.to(device) for part in (self.kept, self.given))
+        return Examples(self.inputs.to(device), kept, self.targets.to(device), given)
 
 
 STRETCHES = 10
