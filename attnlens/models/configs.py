@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads")
-AT_LEAST_ONE = (*WIDTHS, *LAYERS, *HEADS, "encoder_attention_heads", "decoder_attention_heads", "vocab_size")
-"""Sizes without which there is no attention to look at, by the names that transformers' families give them."""
+SIZES = {
+    *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv", "vocab_size"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
+    *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
+}
+"""Names that transformers' families give to widths, layers and heads."""
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
 """Names of the counts for which config classes make a list, or a map, before anything is checked."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
@@ -139,7 +140,7 @@ def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
         name = path.rpartition(".")[2]
         if latent and name == "head_dim":
             continue  # latent attention has head sizes of its own, and may say 0 here (GLM 5)
-        if name in AT_LEAST_ONE and isinstance(value, int) and not isinstance(value, bool):
+        if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             yield path, value
 
 

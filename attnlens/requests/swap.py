@@ -119,7 +119,13 @@ class SwapOptions:
             what = "save" if self.heal is None else "heal"
             raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
         if self.sweep == "heads":
-            self._check_alone()
+            joined = next((kernel for kernel in self.kernels if kernel.joins), None)
+            if joined is not None or (self.limit is not None and not self.form_named and self.ranks is None):
+                name = "A budget" if joined is None else joined.spelling
+                raise UsageError(
+                    f"{name} lets key heads share a latent, so that no head can be swapped alone.",
+                    "Use --sweep layers, or rank:group=1.",
+                )
         if self.calibration and not self.calibrates:
             raise UsageError(
                 "Calibration text is given and nothing reads it.",
@@ -129,16 +135,6 @@ class SwapOptions:
             raise UsageError("Prompts are given and nothing continues them.", "Leave out --prompts, or --generate 0.")
         if self.save is not None:
             check_folder(self.save)
-
-    def _check_alone(self) -> None:
-        """Raise UsageError where a head can't be swapped alone, or may turn out to share a latent."""
-        joined = next((kernel for kernel in self.kernels if kernel.joins), None)
-        if joined is not None or (self.limit is not None and not self.form_named and self.ranks is None):
-            name = "A budget" if joined is None else joined.spelling
-            raise UsageError(
-                f"{name} lets key heads share a latent, so that no head can be swapped alone.",
-                "Use --sweep layers, or rank:group=1.",
-            )
 
     @property
     def calibrates(self) -> bool:

@@ -344,10 +344,8 @@ def norms_inside(module: nn.Module) -> Norms:
     found = {}
     for part in module.modules():
         plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
-        if plain:
-            norm = _read(part)
-            if norm is not None:
-                found[part] = norm
+        if plain and (norm := _read(part)) is not None:
+            found[part] = norm
     return found
 
 

@@ -89,13 +89,21 @@ def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, T
 
     A model that cuts its images into windows gives so many rows an image, those of one image after another.
     """
-    found, sequences = last_states(result), texts.sequences_in(inputs)
-    if found is None or len(found) % sequences:
+    found = last_states(result)
+    owners = None if found is None else owners_of(found, inputs)
+    if found is None or owners is None:
         return None, None
+    return hooks.at_real_tokens(found, inputs).flatten(0, -2), owners
+
+
+def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the sequence that each output at a real token belongs to; None if they can't be told apart."""
+    sequences = texts.sequences_in(inputs)
+    if len(found) % sequences:
+        return None
     rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
     rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
-    states, owners = (hooks.at_real_tokens(tensor, inputs) for tensor in (found, rows))
-    return states.flatten(0, -2), owners.flatten()
+    return hooks.at_real_tokens(rows, inputs).flatten()
 
 
 def tokens_in(fed: Fed) -> int:

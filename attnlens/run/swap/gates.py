@@ -144,8 +144,8 @@ def _tensors(result: ModelOutput) -> Iterator[Tensor]:
     The first with one row a token is the logits, or the last hidden states; a seq2seq model's decoder's.
     """
     for name, value in result.items():
-        if isinstance(value, Tensor):
-            yield from [value] * value.is_floating_point()
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value
         elif isinstance(value, ModelOutput):
             yield from _tensors(value)
         elif name in ("decoder_hidden_states", "hidden_states"):

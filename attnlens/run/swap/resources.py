@@ -57,17 +57,12 @@ def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Va
                 f"Not enough memory to train on {size} sequences at once.",
                 "Use a smaller --batch-size." if size > 1 else "Use a smaller --tokens.",
             ) from None
-        fits = next((fewer for fewer in _halves(size) if _runs(model, inputs, fewer, variant)), None)
+        halves = (size >> step for step in range(1, size.bit_length()))
+        fits = next((fewer for fewer in halves if _runs(model, inputs, fewer, variant)), None)
         raise ModelError(
             f"Not enough memory for {size} sequences at once.",
             f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --tokens: one sequence does not fit.",
         ) from None
-
-
-def _halves(size: int) -> Iterator[int]:
-    while size > 1:
-        size //= 2
-        yield size
 
 
 def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant: Variant) -> bool:

@@ -215,13 +215,24 @@ def restored(place: Path, **loading: Any) -> Restored:
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
     sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
     swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
-    _try(loaded, inputs, sites, swaps, place)
+    try:
+        with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
+            hooks.forward(loaded.model, inputs)
+    except (*FAILURES, AttnlensError) as error:
+        raise _none(place, f"its kernel does not fit its model ({first_line(error)})") from None
     return Restored(loaded, sites, swaps, facts.kernel)
 
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
-    facts = _facts(place)
+    try:
+        refuse_outside(place, place / FACTS)
+        facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
+    except ModelError as error:
+        raise _none(place, error.problem.rstrip("."), SAVED) from None
+    except ValidationError as error:
+        where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
     try:
         stored = weight_file(place, FITTED)
         digest, fitted = sha256(stored), load_file(stored)
@@ -234,18 +245,6 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     if broken:
         raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
     return facts, fitted
-
-
-def _facts(place: Path) -> SavedSwap:
-    """The content of attnlens.json, which is read where it lies in the folder itself."""
-    try:
-        refuse_outside(place, place / FACTS)
-        return SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
-    except ModelError as error:
-        raise _none(place, error.problem.rstrip("."), SAVED) from None
-    except ValidationError as error:
-        where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
@@ -268,9 +267,8 @@ def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> t
         raise _none(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
     missed = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
     if missed or not facts.swapped:
-        raise _none(
-            place, f"its {FACTS} swaps {f'layer {missed[0]}, which the model does not have' if missed else 'none'}"
-        )
+        what = f"layer {missed[0]}, which the model does not have" if missed else "none"
+        raise _none(place, f"its {FACTS} swaps {what}")
     return tuple(found.site for found in reached)
 
 
@@ -292,17 +290,6 @@ def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tenso
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
         for layer, parameters in own.items()
     }
-
-
-def _try(
-    loaded: Loaded, inputs: Mapping[str, Tensor], sites: tuple[Site, ...], swaps: hooks.Swaps, place: Path
-) -> None:
-    """Raise ModelError where the swapped model can't run."""
-    try:
-        with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
-            hooks.forward(loaded.model, inputs)
-    except (*FAILURES, AttnlensError) as error:
-        raise _none(place, f"its kernel does not fit its model ({first_line(error)})") from None
 
 
 def _none(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:

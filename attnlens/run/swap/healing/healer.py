@@ -21,7 +21,7 @@ from attnlens.kernels.lowrank import copies
 from attnlens.ksvd import Convention
 from attnlens.models import Loaded
 from attnlens.records import Call, Site, Task
-from attnlens.run.outcomes.outputs import divergence, owned_means, predictions
+from attnlens.run.outcomes.outputs import divergence, owned_means, owners_of, predictions
 from attnlens.run.swap.fit import TINIEST, unfitted
 from attnlens.run.swap.healing.trained import LowRankChange, Trained, seed_of, standing_in, trainable
 from attnlens.texts import Batch
@@ -178,7 +178,9 @@ class Healer:
         with torch.no_grad():
             own = self._outputs(hooks.forward(self.loaded.model, inputs, **more))
         new = self._outputs(self._as_student(inputs, penalties, back))
-        owners = _owners(own, inputs)
+        owners = owners_of(own, inputs)
+        if owners is None:  # all count as the first's
+            owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
         own, new = (hooks.at_real_tokens(part, inputs) if self.by_token else part for part in (own, new))
         if self.task == "hidden":
             each = 1 - nn.functional.cosine_similarity(own.float(), new.float(), dim=-1)
@@ -245,16 +247,6 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
     power = 1.0 if convention == "code" else 0.5
     length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
     return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
-
-
-def _owners(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The sequence that each compared output is of; all are of the first where they can't be told apart."""
-    sequences = texts.sequences_in(inputs)
-    if len(found) % sequences:
-        return torch.zeros(found[..., 0].numel(), dtype=torch.long)
-    rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
-    rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
-    return hooks.at_real_tokens(rows, inputs).flatten()
 
 
 def _blocks(loaded: Loaded, batch: Batch) -> list[nn.Module]:

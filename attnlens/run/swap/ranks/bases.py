@@ -315,7 +315,14 @@ def gathered(
     out of maps fitted to the others. Raises UsageError where some, but not all of the query heads that share a key head
     are swapped, and what `give_rotations` and `give_metrics` raise.
     """
-    found = FormsRead({}, {}, _fits_by_text(loaded, swaps, forms, dict.fromkeys(name for name, _ in batches)))
+    numbers = {form.spelling: {name: int(value) for name, value in form.parameters.items()} for form in forms}
+    blank = {form: {site: MapsFit(**given) for site in swaps} for form, given in numbers.items()}
+    give_rotations(loaded, swaps, _every(blank.values()))
+    names = list(dict.fromkeys(name for name, _ in batches))
+    by_text = {
+        form: {name: {s: copy(fit) for s, fit in fits.items()} for name in names} for form, fits in blank.items()
+    }
+    found = FormsRead({}, {}, by_text)
     for name in next(iter(found.fits.values())):
         own = [fed for text, fed in batches if text == name]
         give_metrics(loaded, sites, swaps, _every(fits[name] for fits in found.fits.values()), own, task, seed)
@@ -337,20 +344,6 @@ def gathered(
             progress(texts.sequences_in(fed.inputs))
     found.heads = {site: found.heads[site] for site in swaps}
     return found
-
-
-def _fits_by_text(
-    loaded: Loaded, swaps: hooks.Swaps, forms: Sequence[Kernel], names: Iterable[str]
-) -> dict[str, dict[str, Fits]]:
-    """A fit of each form, text and site that has read nothing yet, with its rotation."""
-    numbers = {form.spelling: {name: int(value) for name, value in form.parameters.items()} for form in forms}
-    blank = {form: {site: MapsFit(**given) for site in swaps} for form, given in numbers.items()}
-    give_rotations(loaded, swaps, _every(blank.values()))
-    texts_named = list(names)
-    return {
-        form: {name: {site: copy(fit) for site, fit in fits.items()} for name in texts_named}
-        for form, fits in blank.items()
-    }
 
 
 def _every(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
