@@ -34,6 +34,7 @@ import model_types
 import naive_rbf
 import own_softmax
 import planting
+import processors
 import tiny
 
 import attnlens
@@ -95,6 +96,7 @@ def swept(name: str) -> dict[str, Any]:
                 model = model_types.build(name)
                 row |= {"class": type(model).__name__}
                 model.save_pretrained(folder)
+                processors.save(model, Path(folder))
                 tiny.tokenizer("roberta").save_pretrained(folder)
                 del model
         except Exception as error:

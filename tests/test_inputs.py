@@ -1,4 +1,4 @@
-"""Tests what models are fed beside text: noise of the config's shape, images and sounds from files, pairs of texts."""
+"""Tests what models are fed beside text: images and sounds, made up or from files, and pairs of texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import families
 import model_types
 import numpy as np
+import processors
 import program
 import pytest
 import tiny
@@ -24,10 +25,8 @@ import attnlens
 from attnlens import hooks, texts
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.texts import media
-from attnlens.texts.inputs import wanted
-from attnlens.texts.noise import made, makable
+from attnlens.texts.media import Feed
 from attnlens.texts.targets import NOTHING, feed
-from attnlens.texts.towers import Beside, towers
 
 PROSE = texts.Content("In the beginning God created the heaven and the earth. " * 20, "a text")
 
@@ -36,71 +35,140 @@ def of_type(name: str) -> Any:
     return loaded(model_types.build(name), tiny.tokenizer("roberta"))
 
 
-# noise where the config says its shape
+def with_processor(name: str, folder: Path) -> Any:
+    """A tiny model, and the folder of its processor."""
+    given = of_type(name)
+    processors.save(given.model, folder)
+    return replace(given, folder=folder)
+
+
+def changed(folder: Path, settings: dict[str, Any]) -> None:
+    """Write other settings of the processor in a folder."""
+    path = folder / processors.SETTINGS
+    path.write_text(json.dumps({key: one | settings for key, one in json.loads(path.read_text()).items()}))
+
+
+# what is made up
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "vit": {"pixel_values": (2, 3, 32, 32)},
     "videomae": {"pixel_values": (2, 16, 3, 32, 32)},
-    "vivit": {"pixel_values": (2, 32, 3, 32, 32)},
-    "lightglue": {"pixel_values": (2, 2, 3, 224, 224)},
-    "seggpt": dict.fromkeys(("pixel_values", "prompt_pixel_values", "prompt_masks"), (2, 3, 32, 32)),
     "siglip2_vision_model": {
         "pixel_values": (2, 256, 192),
         "pixel_attention_mask": (2, 256),
         "spatial_shapes": (2, 2),
     },
-    "layoutlm": {"bbox": (2, 9, 4)},
-    "lxmert": {"visual_feats": (2, 8, 2048), "visual_pos": (2, 8, 4)},
-    "clap": {"input_features": (2, 1, 1024, 64), "is_longer": (2, 1)},
-    "patchtst": {"past_values": (2, 32, 1), "past_observed_mask": (2, 32, 1)},
-    "decision_transformer": {"states": (2, 16, 17), "actions": (2, 16, 4), "timesteps": (2, 16)},
+    "clap": {"input_features": (2, 1, 1001, 64), "is_longer": (2, 1)},
+    "audio-spectrogram-transformer": {"input_values": (2, 64, 16)},
+    "parakeet_encoder": {"input_features": (2, 101, 80), "attention_mask": (2, 101)},
+    "speech_to_text": {"input_features": (2, 98, 80)},
+    "wav2vec2-bert": {"input_features": (2, 49, 160)},
     "vilt": {"pixel_values": (2, 3, 32, 32)},
 }
 """What two sequences of nine ids stand beside."""
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_noise_has_the_shape_that_the_config_says_and_the_model_runs_on_it(name: str) -> None:
-    given = of_type(name)
+def test_the_processor_makes_the_inputs_and_the_model_runs_on_them(name: str, tmp_path: Path) -> None:
+    given = with_processor(name, tmp_path)
+    found = texts.media_of(given.model, tmp_path)
+    assert all(found.readers.values())
+    assert not found.notes
     (batch,) = texts.placeholder(given, 9, 0, sequences=2)
     assert SHAPES[name].items() <= {key: tuple(value.shape) for key, value in batch.inputs.items()}.items()
     with torch.no_grad():
         given.model(**batch.inputs)
 
 
-def test_boxes_lie_on_the_page_in_reading_order() -> None:
-    (batch,) = texts.placeholder(of_type("layoutlm"), 25, 0)
-    left, top, right, bottom = batch.inputs["bbox"][0].unbind(-1)
-    assert bool(((left >= 0) & (left < right) & (right <= 1000) & (top < bottom) & (bottom <= 1000)).all())
-    assert top.tolist() == sorted(top.tolist())
-    assert len({tuple(box) for box in batch.inputs["bbox"][0].tolist()}) == 25
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("vit", (3, 32, 32)), ("vivit", (32, 3, 32, 32)), ("whisper", (80, 100)), ("wav2vec2", (16_000,))],
+)
+def test_without_a_processor_random_numbers_have_the_shape_in_the_config_and_a_note_says_so(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    given = of_type(name)
+    found = texts.batches(given, [PROSE], texts.Cut(sequences=2, tokens=9))
+    modality = "audio" if name[0] == "w" else "image"
+    (note,) = found.notes
+    assert note.startswith(f"Each {modality} is random numbers of the shape in config.json. No processor: ")
+    assert tuple(found.batches[0].inputs[given.model.main_input_name].shape) == (2, *shape)
 
 
-def test_patches_of_one_image_stand_in_a_row_and_go_through_alone() -> None:
-    given = of_type("qwen3_vl_vision")
+def test_a_made_up_image_is_not_uniform_and_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
+    given = with_processor("vit", tmp_path)
+    feed = [Feed(given.model, texts.media_of(given.model, tmp_path), seed) for seed in (0, 0, 1)]
+    first, second, other = (one.take(range(3))["pixel_values"] for one in feed)
+    assert torch.equal(first, second)
+    assert torch.equal(first[2], feed[0].take([2])["pixel_values"][0])
+    assert not torch.equal(first, other)
+    patches = first.unfold(2, 8, 8).unfold(3, 8, 8).mean((4, 5)).flatten(2)
+    assert (patches.std(2) > 0.05).all(), "patches differ from each other"
+    assert (first.flatten(1).std(1) > 0.4).all()
+
+
+def test_patches_of_one_image_stand_in_a_row_and_go_through_alone(tmp_path: Path) -> None:
+    given = with_processor("qwen3_vl", tmp_path)
     found = texts.placeholder(given, 9, 0, sequences=3)
     assert [batch.size for batch in found] == [1, 1, 1]
-    patches, grid = (found.batches[0].inputs[name] for name in ("hidden_states", "grid_thw"))
-    assert len(patches) == int(grid.prod()) == 256
-    assert texts.first(found.batches[0].inputs, 1)["hidden_states"] is patches
-    report = attnlens.inspect(given, sequences=2, analyzers=["spectrum"])
-    assert report.settings.noise.name == "random pixels"
+    patches, grid = (found.batches[0].inputs[name] for name in ("pixel_values", "image_grid_thw"))
+    assert len(patches) == int(grid.prod())
+    assert texts.first(found.batches[0].inputs, 1)["pixel_values"] is patches
+    report = attnlens.inspect(given, sequences=2, tokens=9, analyzers=["spectrum"])
+    assert report.coverage.complete
     assert report.settings.sequences == 2
 
 
-def test_what_the_config_does_not_say_is_refused_by_name() -> None:
-    given = of_type("mimi_decoder")
-    with pytest.raises(TextError, match="can't make up latents for a MimiDecoderModel"):
-        texts.placeholder(given, 9, 0)
-    unsaid = of_type("gemma4_audio")
-    with pytest.raises(TextError, match="can't make up input_features for a Gemma4AudioModel"):
-        texts.placeholder(unsaid, 9, 0)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mimi_decoder", "can't make up latents for a MimiDecoderModel"),
+        ("gemma4_audio", "can't make up input_features for a Gemma4AudioModel"),
+        ("patchtst", "can't make up past_values for a PatchTSTModel"),
+        ("qwen3_vl_vision", "can't make up grid_thw for a Qwen3VLVisionModel"),
+    ],
+)
+def test_what_no_processor_makes_is_refused_by_name(name: str, words: str) -> None:
+    with pytest.raises(TextError, match=words) as refusal:
+        texts.placeholder(of_type(name), 9, 0)
+    assert "preprocessor_config.json" in refusal.value.remedy
+    assert "attnlens.capture" in refusal.value.remedy
 
 
-def test_each_name_that_is_made_is_one_that_a_forward_pass_asks_for() -> None:
-    model = families.build("vit")
-    assert makable(model) == ("pixel_values",)
-    assert wanted(model) == ["pixel_values"]
-    assert made(families.build("bert"), makable(families.build("bert")), torch.Generator(), 4) == {}
+def test_a_processor_that_asks_for_endless_memory_is_left_out_and_a_note_says_so(tmp_path: Path) -> None:
+    given = with_processor("vit", tmp_path)
+    changed(tmp_path, {"size": {"height": 60_000, "width": 60_000}})
+    report = attnlens.inspect(given, sequences=2, analyzers=["spectrum"])
+    (note,) = [note for note in report.settings.notes if "No processor" in note]
+    assert "The model's processor fails on a random one" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("vit", {"size": "x"}),
+        ("vit", {"image_mean": [1]}),
+        ("vit", {"image_processor_type": 3}),
+        ("wav2vec2", {"sampling_rate": 10**12}),
+        ("wav2vec2", {"sampling_rate": "16000"}),
+        ("whisper", {"chunk_length": 10**9}),
+        ("whisper", {"n_fft": 10**8}),
+        ("whisper", {"feature_size": -1}),
+    ],
+)
+def test_a_processor_of_hostile_settings_is_left_out_and_a_note_says_why(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    given = with_processor(name, tmp_path)
+    changed(tmp_path, settings)
+    found = texts.batches(given, [PROSE], texts.Cut(sequences=1, tokens=9))
+    assert "No processor: " in "".join(found.notes)
+
+
+def test_a_model_in_memory_finds_its_processor_by_the_folder_it_was_loaded_from(tmp_path: Path) -> None:
+    model_types.build("vit").save_pretrained(tmp_path)
+    processors.save(model_types.build("vit"), tmp_path)
+    assert texts.media_of(transformers.ViTModel.from_pretrained(tmp_path)).readers["image"] is not None
 
 
 # towers
@@ -155,8 +223,8 @@ def test_random_ids_hold_none_that_stands_for_an_image(llava: Any) -> None:
         ("bert", ["encoder", "encoder"]),
     ],
 )
-def test_a_tower_has_a_name_where_there_are_several(name: str, parts: list[str]) -> None:
-    given = of_type(name)
+def test_a_tower_has_a_name_where_there_are_several(name: str, parts: list[str], tmp_path: Path) -> None:
+    given = with_processor(name, tmp_path)
     inputs = texts.placeholder(given, 9, 0, sequences=2).batches[0].inputs
     found = [reached.site.part for reached in hooks.survey(given.model, inputs)]
     assert set(found) == set(parts)
@@ -180,7 +248,7 @@ def test_a_tower_that_fails_on_noise_is_told_and_not_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(given.model.model, "get_image_features", broken)
     report = attnlens.inspect(given, sequences=2, tokens=12, analyzers=["spectrum"])
     (note,) = [note for note in report.settings.notes if "image" in note]
-    assert note == "No image is fed: its tower fails on it (ValueError: no such image)."
+    assert note.startswith("No image is fed: the model fails on it (ValueError: no such image).")
     assert {head.part for head in report.heads} == {"decoder"}
     assert {entry.reason for entry in report.coverage.skipped if "vision" in entry.site} == {
         "it is not run on this input"
@@ -191,8 +259,8 @@ def test_a_tower_that_fails_on_noise_is_told_and_not_run(monkeypatch: pytest.Mon
 
 def test_what_was_found_is_not_kept_beyond_the_model() -> None:
     model = families.build("vit")
-    assert towers(model) is towers(model)
-    assert "model" not in vars(towers(model))
+    assert texts.media_of(model) is texts.media_of(model)
+    assert "model" not in vars(texts.media_of(model))
 
 
 # files
@@ -267,12 +335,11 @@ def test_samples_of_any_width_are_read(hears: Any, tmp_path: Path, width: int) -
     most = 2 ** (8 * width - 1)
     expected = np.tile([0.5, -0.5, 0.25, -1.0], 2000)
     path = Path(sound(tmp_path / "one.wav", expected * most, width))
-    found, rate = media._samples(str(path), path.read_bytes())
-    assert rate == RATE
+    found = media._samples(str(path), path.read_bytes(), RATE)
     assert np.allclose(found, expected, atol=1e-6)
     both = np.stack([expected, 0 * expected], 1).ravel()
     path = Path(sound(tmp_path / "two.wav", both * most, width, channels=2))
-    assert np.allclose(media._samples(str(path), path.read_bytes())[0], expected / 2, atol=1e-6)
+    assert np.allclose(media._samples(str(path), path.read_bytes(), RATE), expected / 2, atol=1e-6)
 
 
 def test_sounds_are_fed_as_the_processor_prepares_them(hears: Any, tmp_path: Path) -> None:
@@ -312,14 +379,14 @@ def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_pa
     refused(UsageError, "reads no image", hears, image=[path])
     refused(UsageError, "reads no audio", sees, audio=[path])
     refused(UsageError, "reads pixels and no text", sees, text=[text])
-    refused(ModelError, "has no folder that a processor could lie in", loaded(families.build("vit")), image=[path])
+    refused(ModelError, "ViTModel has no preprocessor_config.json", loaded(families.build("vit")), image=[path])
     bare = tmp_path / "bare"
     families.build("vit").save_pretrained(bare)
     refused(ModelError, "has no preprocessor_config.json", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "own.Own"}}))
     refused(ModelError, "code of its own, which attnlens does not run", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
-    refused(ModelError, "has no processor of images that can be loaded", attnlens.load(bare), image=[path])
+    refused(ModelError, "has no processor for image input that can be loaded", attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would read the images or sounds that are evaluated"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
     with pytest.raises(UsageError, match="source weights reads no image"):
@@ -335,12 +402,12 @@ def test_the_program_says_so_in_two_lines(tmp_path: Path) -> None:
 
 
 def test_an_unprepared_input_is_named(sees: Any, tmp_path: Path) -> None:
-    inputs, named = media.prepared(sees, "image", [picture(tmp_path / "a.png", 9)])
+    inputs, named = media.read_files(sees, "image", [picture(tmp_path / "a.png", 9)])
     assert [set(one) for one in inputs] == [{"pixel_values"}]
     assert [one.name for one in named] == ["a.png"]
-    beside = Beside(sees.model, towers(sees.model), 0, files={"image": inputs})
-    assert beside.described == []
-    assert torch.equal(beside.take(2, 0)["pixel_values"][0], inputs[0]["pixel_values"][0])
+    feed = Feed(sees.model, texts.media_of(sees.model), 0, files={"image": inputs})
+    assert feed.texts == []
+    assert torch.equal(feed.take([0])["pixel_values"], inputs[0]["pixel_values"])
 
 
 # pairs

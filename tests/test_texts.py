@@ -20,7 +20,7 @@ from attnlens import models, texts
 from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo
-from attnlens.texts import cutting, noise
+from attnlens.texts import cutting
 from attnlens.texts.sequences import position_limit
 from attnlens.texts.sources import BLOCKS, DEMO, LONGEST, thinned
 
@@ -538,13 +538,12 @@ def test_a_placeholder_needs_no_tokenizer_and_fits_every_family(name: str) -> No
 
 @pytest.mark.parametrize("size", [100_000, -1, 2.5, "many", [3, None]])
 def test_an_image_of_any_size_that_a_config_asks_for_is_not_made(size: Any) -> None:
-    model = families.build("vit")
-    draws = torch.Generator().manual_seed(0)
-    found = noise.made(model, ("pixel_values",), draws, 0)["pixel_values"]
-    assert found.shape[1] == model.config.num_channels, "the control"
-    model.config.__dict__["image_size"] = size
-    with pytest.raises(TextError):
-        noise.made(model, ("pixel_values",), draws, 0)
+    model = loaded("vit")
+    assert texts.media_of(model.model).names == {"pixel_values"}, "the control"
+    other = loaded("vit", model=families.build("vit"))
+    other.model.config.__dict__["image_size"] = size
+    with pytest.raises(TextError, match="The config asks for pixel_values"):
+        texts.placeholder(other, 2, 0)
 
 
 @pytest.mark.parametrize(("wanted", "read"), [(1, [2]), (5, [2, 2, 2]), (9, [2, 2, 2, 2, 1]), (99, [2, 2, 2, 2, 1])])

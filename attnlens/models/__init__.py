@@ -29,9 +29,9 @@ from attnlens.models.placement import (
     removed_with,
     spread_over_devices,
 )
-from attnlens.models.processors import load_tokenizer
 from attnlens.models.quantised import decoded, method_of, table
 from attnlens.models.quiet import no_kernels, quiet
+from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import ModelInfo
 from attnlens.requests import Loading, checked
 

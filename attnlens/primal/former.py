@@ -110,16 +110,18 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
     """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
     from attnlens.texts.inputs import decodes_text, not_made, reads_ids, text_inputs, wanted
-    from attnlens.texts.towers import Beside, placed, towers, types_of
+    from attnlens.texts.media import Feed, ids_of, media_of, placed, types_of
 
-    given = towers(model)
-    ids = torch.tensor([[*given.ids, *[1] * 4]])
     try:
-        made = Beside(model, given, 0).take(1, ids.shape[1]) | types_of(model, given.before, ids)
+        media = media_of(model)
+        made = Feed(model, media, 0).take([0])
     except TextError as error:
         raise ModelError(error.problem, error.remedy) from None
+    before = ids_of(media.before)
+    ids = torch.tensor([[*before, *[1] * 4]])
+    made |= types_of(model, media.before, ids)
     if reads_ids(model) or decodes_text(model):
-        made |= text_inputs(model, ids, torch.ones_like(ids), len(given.ids))
+        made |= text_inputs(model, ids, torch.ones_like(ids), len(before))
     if missing := [name for name in wanted(model) if name not in made]:
         raise ModelError(*not_made(model, missing))
     return placed(model, made)

@@ -90,11 +90,13 @@ class Feeding(Loading, total=False):
     ]
     image: Annotated[
         Words,
-        several_files("Image file for a model that sees; repeatable, one for each sequence. Default: noise."),
+        several_files("Image file for a model that sees; repeatable, one for each sequence. Default: random images."),
     ]
     audio: Annotated[
         Words,
-        several_files("Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: noise."),
+        several_files(
+            "Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: random sounds."
+        ),
     ]
     tokens: Annotated[
         int | None,

@@ -87,7 +87,7 @@ def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, s
     Ids that stand for an image have positions of their own, on which the weights don't depend. A model that doesn't run
     on ids alone (LXMERT) keeps all sites as they are.
     """
-    if not texts.towers(loaded.model).before:
+    if not texts.media_of(loaded.model, loaded.folder).before:
         return list(reached)
     try:
         bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs

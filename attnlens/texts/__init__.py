@@ -1,13 +1,13 @@
-"""What a model is fed with: windows or lines of texts, or noise for one that reads pixels or sound."""
+"""What a model is fed with: windows or lines of texts, and images and sounds, from files or random."""
 
 from attnlens.texts.batches import Batch, Batches, Cut, first, passages, sequences_in
 from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
 from attnlens.texts.foreign import foreign_notes
 from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
+from attnlens.texts.media import media_of, plain_ids, standing_ids
 from attnlens.texts.overlap import MOST_SHARED, RUN, repeated_share, shared_share
 from attnlens.texts.sequences import window_length
 from attnlens.texts.sources import Content, read, read_each, sample
-from attnlens.texts.towers import plain_ids, standing_ids, towers
 
 __all__ = [
     "CHARACTERS",
@@ -21,6 +21,7 @@ __all__ = [
     "decodes_text",
     "first",
     "foreign_notes",
+    "media_of",
     "passages",
     "placeholder",
     "plain_ids",
@@ -33,7 +34,6 @@ __all__ = [
     "sequences_in",
     "shared_share",
     "standing_ids",
-    "towers",
     "vocabulary",
     "wanted",
     "window_length",

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-PACKED = ("grid_thw", "image_grid_thw", "target_sizes")
+PACKED = frozenset({"grid_thw", "image_grid_thw", "target_sizes"})
 """Inputs beside which the patches of all images stand in one row, so that a forward pass gets one sequence."""
 
 
 def sequences_in(inputs: Mapping[str, Tensor]) -> int:
     """How many sequences a forward pass gets."""
-    return 1 if any(name in inputs for name in PACKED) else len(next(iter(inputs.values())))
+    return 1 if not PACKED.isdisjoint(inputs) else len(next(iter(inputs.values())))
 
 
 def first(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

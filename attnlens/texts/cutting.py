@@ -11,7 +11,6 @@ from random import Random
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnlens.errors import TextError, UsageError
-from attnlens.models.processors import Modality
 from attnlens.records import Text
 from attnlens.texts.batches import Batch, Batches, Cut
 from attnlens.texts.foreign import refuse_foreign, unknown_shares
@@ -25,12 +24,20 @@ from attnlens.texts.inputs import (
     vocabulary,
     wanted,
 )
-from attnlens.texts.media import prepared
-from attnlens.texts.noise import makable
+from attnlens.texts.media import (
+    Feed,
+    Modality,
+    ids_of,
+    media_of,
+    placed,
+    read_files,
+    standing_ids,
+    types_of,
+    without_placeholders,
+)
 from attnlens.texts.sampling import chosen, shares
 from attnlens.texts.sequences import WindowedText, lines, pairs, window_length, windows
 from attnlens.texts.sources import Content, thinned
-from attnlens.texts.towers import Beside, Standing, ids_of, placed, standing_ids, towers, types_of, without_standing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +81,7 @@ def batches(
     usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
     _check(loaded, cut.sequences, cut.batch_size)
-    files, media = _files(loaded, cut)
+    files, records = _files(loaded, cut)
     each = _each(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
@@ -82,21 +89,22 @@ def batches(
     if not cut.allow_foreign:
         refuse_foreign(unknown)
     count = len(cuts.ids) or each or cut.sequences
-    beside = Beside(loaded.model, towers(loaded.model), cut.seed, skip_noise, files)
+    media = media_of(loaded.model, loaded.folder)
+    feed = Feed(loaded.model, media, cut.seed, skip_noise, files)
     return Batches(
-        batches=_in_batches(loaded, beside, cuts, count, cut.batch_size),
+        batches=_in_batches(loaded, feed, cuts, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, cuts.ids), default=0),
-        texts=(*texts, *(one for named in media for one in named[:count]), *beside.described),
+        texts=(*texts, *(one for named in records for one in named[:count]), *feed.texts),
         unknown=unknown,
         pack=cut.pack,
-        notes=(*(() if files else towers(loaded.model).notes), *_short(count, each, cut, texts)),
+        notes=(*(() if files else media.notes), *_short(count, each, cut, texts)),
         made_up=reads_noise(loaded) and not files,
         left_out=tuple(content.name for content in contents if cuts.ids and content.name not in cuts.names),
     )
 
 
-def _each(files: Mapping[str, Sequence[object]], most: int) -> int | None:
+def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
     """How many sequences have a file of their own: one that stood beside two would count as two; None without files.
 
     Raises UsageError where there are not as many files of each modality, or more than sequences.
@@ -139,7 +147,7 @@ def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
 
 def _check_kind(loaded: Loaded) -> None:
     """Raise TextError for a model whose inputs can't be made up."""
-    made = (*makable(loaded.model), *IDS * reads_text(loaded))
+    made = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
     missing = [name for name in wanted(loaded.model) if name not in made]
     if missing:
         raise TextError(*not_made(loaded.model, missing))
@@ -169,11 +177,11 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
         known = vocabulary(loaded.model) or CHARACTERS
         standing = standing_ids(loaded.model)
         rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
-    given = towers(loaded.model)
-    beside = Beside(loaded.model, without_standing(given) if bare else given, seed)
+    media = media_of(loaded.model, loaded.folder)
+    feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    made = _in_batches(loaded, beside, TokenRows(rows), sequences, sequences)
-    return Batches(made, sequences, tokens * bool(rows), (*named, *beside.described), {})
+    made = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
+    return Batches(made, sequences, tokens * bool(rows), (*named, *feed.texts), {})
 
 
 def _drawn(draws: Random, known: int, standing: AbstractSet[int]) -> int:
@@ -244,44 +252,36 @@ def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _files(loaded: Loaded, cut: Cut) -> tuple[dict[str, list[dict[str, Tensor]]], list[list[Text]]]:
+def _files(loaded: Loaded, cut: Cut) -> tuple[dict[Modality, list[dict[str, Tensor]]], list[list[Text]]]:
     """The inputs that are made of the files of each modality, and what these files are."""
-    found, said = dict[str, list[dict[str, "Tensor"]]](), list[list[Text]]()
+    found, said = dict[Modality, list[dict[str, "Tensor"]]](), list[list[Text]]()
     asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
     for modality, paths in asked.items():
         if paths:
-            found[modality], named = prepared(loaded, modality, paths)
+            found[modality], named = read_files(loaded, modality, paths)
             said.append(named)
     return found, said
 
 
-def _in_batches(
-    loaded: Loaded,
-    beside: Beside,
-    rows: TokenRows,
-    count: int,
-    size: int,
-) -> tuple[Batch, ...]:
+def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
     """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
-    size = 1 if beside.given.alone or beside.files else size
-    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    return tuple(
-        _batch(loaded, beside, rows.of(part), beside.before(part.start), part.stop - part.start) for part in parts
-    )
+    size = 1 if feed.media.alone or feed.files else size
+    return tuple(_batch(loaded, feed, rows, range(start, min(start + size, count))) for start in range(0, count, size))
 
 
-def _batch(loaded: Loaded, beside: Beside, rows: TokenRows, standing: Standing, count: int) -> Batch:
+def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch:
     """Sequences that stand behind equally many ids for an image or a sound."""
-    model = loaded.model
-    before = ids_of(standing) if rows.ids else []
-    whole = [[*before, *row] for row in rows.ids]
-    inputs = beside.take(count, max(map(len, whole), default=0))
-    if rows.ids:
+    model, part = loaded.model, rows.of(slice(numbers.start, numbers.stop))
+    standing = feed.placeholders(numbers.start)
+    before = ids_of(standing) if part.ids else []
+    whole = [[*before, *row] for row in part.ids]
+    inputs = feed.take(numbers)
+    if part.ids:
         ids, mask = token_tensors(whole, _padding(loaded))
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
-    if rows.types and "token_type_ids" in signature(model.forward).parameters:
-        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in rows.types], 0)[0]
-    return Batch(placed(model, inputs), tuple(map(len, whole)), rows.names, len(before))
+    if part.types and "token_type_ids" in signature(model.forward).parameters:
+        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in part.types], 0)[0]
+    return Batch(placed(model, inputs), tuple(map(len, whole)), part.names, len(before))
 
 
 def _padding(loaded: Loaded) -> int:

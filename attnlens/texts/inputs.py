@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 NO_START = ("The model's config names no start token that its decoder knows.", "Set decoder_start_token_id in it.")
 CHARACTERS = 128
 """From how many ids is drawn for a model that takes any (CANINE hashes characters)."""
-NO_NOISE = "Choose a model of text, images or sound."
 
 
 def token_tensors(
@@ -89,7 +88,10 @@ def wanted(model: PreTrainedModel) -> list[str]:
 
 def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     """What is wrong where these inputs can't be made up, and what to do."""
-    return f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.", NO_NOISE
+    return (
+        f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.",
+        "Put the checkpoint's preprocessor_config.json beside its weights, or give the inputs to attnlens.capture.",
+    )
 
 
 def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:

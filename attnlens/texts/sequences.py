@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
 from attnlens.models.classes import text_config
-from attnlens.models.processors import foreign
+from attnlens.models.tokenizers import foreign
 from attnlens.texts.sources import Content
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ MEANINGS: dict[Task, str] = {
     "or the embeddings of image and text (CLIP)",
 }
 ON_NOISE = (
-    "images, sounds and series are noise that attnlens made up: the answers of both models to it are compared, and "
+    "images and sounds are random noise that attnlens made up: the answers of both models to it are compared, and "
     "there is no loss"
 )
 """The meaning where a loss would have none."""

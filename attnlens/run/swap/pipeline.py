@@ -129,7 +129,7 @@ def _prepared(
     if options.calibrates and (cut.image or cut.audio):
         raise UsageError(
             "Fits, ranks and healing would read the images or sounds that are evaluated.",
-            "Leave out --image and --audio, then noise is fed; or --fit, --heal and ranks.",
+            "Leave out --image and --audio, then random ones are fed; or --fit, --heal and ranks.",
         )
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))

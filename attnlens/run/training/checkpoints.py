@@ -13,7 +13,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.models.configs import sizes
 from attnlens.models.folders import read_json
 from attnlens.models.locate import DEMO, Location, find
-from attnlens.models.processors import has_tokenizer
+from attnlens.models.tokenizers import has_tokenizer
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
 """`step1000-tokens2B`, `checkpoint-500`: the number after «step», else the one at the end."""
