@@ -101,18 +101,13 @@ def condition(text: object) -> RuleCondition:
     if found is None:
         raise _unread(text, "an aggregate comes first, and what it must be behind it.")
     aggregate, inner, rest = found.groups()
-    if not _is_aggregate(aggregate):
+    quantile = aggregate[1:2].isdecimal()
+    if not (aggregate[0] == "q" and float(aggregate[1:]) <= 100 if quantile else aggregate in (*WHOLE, "share")):
         raise _unread(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
         raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
     return RuleCondition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
-
-
-def _is_aggregate(word: str) -> bool:
-    if word[1:2].isdecimal():
-        return word[0] == "q" and float(word[1:]) <= 100
-    return word in (*WHOLE, "share")
 
 
 def _comparison(text: object, words: str) -> Criterion:

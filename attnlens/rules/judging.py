@@ -248,18 +248,15 @@ class Move:
 
 def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
     gone = Measure(value=None, reason="it was not measured")
-    return [
-        _move(head, head.measures.get(name, gone), then, error)
-        for head, then, error in zip(report.heads, column.values, column.errors, strict=True)
-    ]
-
-
-def _move(head: Head, now: Measure, then: float | None, error: float | None) -> Move:
-    if now.value is None or then is None or now.se is None or error is None:
-        return Move(head, now.value, then, None)
-    spread, change = math.hypot(now.se, error), abs(now.value - then)
-    known = spread > 0 and math.isfinite(change / spread)  # which it is not of numbers near the largest
-    return Move(head, now.value, then, math.erfc(change / spread / 2**0.5) if known else None)
+    moves = []
+    for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
+        now, p = head.measures.get(name, gone), None
+        if now.value is not None and then is not None and now.se is not None and error is not None:
+            spread, change = math.hypot(now.se, error), abs(now.value - then)
+            if spread > 0 and math.isfinite(change / spread):  # which it is not of numbers near the largest
+                p = math.erfc(change / spread / 2**0.5)
+        moves.append(Move(head, now.value, then, p))
+    return moves
 
 
 def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:

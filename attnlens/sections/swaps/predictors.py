@@ -98,14 +98,11 @@ def prediction_section(swaps: Sequence[Swap]) -> Section:
     """What predicts the harm of each kernel; the strongest measures in a table."""
     lines = [found_sentence(swap) for swap in swaps]
     lines += [sentence for swap in swaps for sentence in order_sentences(swap)]
-    rows = [(swap, one) for swap in swaps for one in _strongest(swap, MOST if len(swaps) == 1 else FEW)]
+    ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
+    rows = [(swap, one) for swap, found in ranked for one in found[: MOST if len(swaps) == 1 else FEW]]
     notes = (prediction_help(swaps), left_out_sentence(swaps))
     table = _table(rows, named=len(swaps) > 1) if rows else None
     return Section("What predicts harm", lines=tuple(lines), table=table, notes=tuple(filter(None, notes)))
-
-
-def _strongest(swap: Swap, most: int) -> list[Predictor]:
-    return sorted(swap.predictors, key=lambda one: -abs(one.rho))[:most]
 
 
 def _table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
