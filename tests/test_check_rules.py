@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reports import planted, synthetic_report
@@ -19,10 +18,8 @@ from reports import planted, synthetic_report
 import attnlens
 from attnlens.errors import UsageError
 from attnlens.rules.grammar import condition
-from attnlens.rules.judging import rejected
 from attnlens.rules.rule import read_rules, spelled, tabled
 from attnlens.rules.toml_lines import lines_of
-from attnlens.statistics import false_discovery
 
 GRID = np.array([[0.1, 0.2, 0.3], [0.4, np.nan, 0.9]])
 """What the heads of two layers read; one has no value."""
@@ -225,14 +222,6 @@ def test_no_rule_is_ever_run():
     for name in ("model.__class__.__init__", "model.to_json", "summary.model_fields", "swap.__dict__"):
         with pytest.raises(UsageError, match="matches nothing"):
             outcome(f"{name}: value == 0")
-
-
-def test_rejections_are_those_of_the_torch_version():
-    random = np.random.default_rng(0)
-    for size in (1, 7, 200):
-        p = random.random(size) ** 4
-        assert rejected(p.tolist(), 0.1) == false_discovery(torch.from_numpy(p), 0.1).tolist()
-    assert rejected([], 0.1) == []
 
 
 TOML = """\
