@@ -80,10 +80,8 @@ def other_base(report: Report) -> list[str]:
     found = report.model.adapter
     if found is None or found.base is None or _last(found.base) == _last(report.model.id):
         return []
-    said = (
-        f"The adapter says that its base is {found.base}; it was merged into {report.model.id}, whose shapes it fits."
-    )
-    return [clean(said)]
+    own = report.model.id
+    return [clean(f"The adapter says that its base is {found.base}; it was merged into {own}, whose shapes it fits.")]
 
 
 def _last(name: str) -> str:
@@ -130,14 +128,9 @@ def without_value(shapes: Shapes) -> list[str]:
         f"{listed(names, 5)}: {counted(count, 'head')}, because {clean(reason)}"
         for (reason, count), names in groups.items()
     ]
-    return lines + _nowhere(shapes)
-
-
-def _nowhere(shapes: Shapes) -> list[str]:
-    """Measures that no head has."""
-    names = [name for name in shapes.report.measure_names() if name not in shapes.readings]
     reasons: dict[str, list[str]] = {}
-    for name in names:
+    for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # no head has it
         first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
         reasons.setdefault(first.reason or "", []).append(name)
-    return [f"{listed(found, 5)}: all heads, because {clean(reason)}" for reason, found in reasons.items()]
+    nowhere = (f"{listed(found, 5)}: all heads, because {clean(reason)}" for reason, found in reasons.items())
+    return [*lines, *nowhere]

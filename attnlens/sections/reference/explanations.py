@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
@@ -75,23 +75,19 @@ def _measured(info: MeasureInfo, found: Analyzer | Gathering) -> Section:
         error = CURVE
     else:
         error = ONCE if isinstance(found, Gathering) else SAMPLED
+    wholes = [[one.name for one in found.measures if whole in one.wholes and one is not info] for whole in info.wholes]
+    needs_base = isinstance(found, Analyzer) and found.needs_base
+    runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {found.name}"
     facts = {
         **_facts(info, found.source),
         "error": error,
         "null": _null(info, found.source),
-        "sums to 1": "; ".join(_partners(info, found)),
+        "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
         "analyzer": f"{found.name}: {found.question}",
-        "runs": _occasion(found),
+        "runs": "in a plain inspect" if found.by_default else runs,
         "definitions": found.definitions,
     }
     return _page(info.name, info.meaning, facts | _ends(info))
-
-
-def _occasion(found: Analyzer | Gathering) -> str:
-    if found.by_default:
-        return "in a plain inspect"
-    needs_base = isinstance(found, Analyzer) and found.needs_base
-    return f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {found.name}"
 
 
 def _distance(info: MeasureInfo, source: str) -> Section:
@@ -125,13 +121,6 @@ def _null(info: MeasureInfo, source: str) -> str:
     return WORDS[info.null]
 
 
-def _partners(info: MeasureInfo, found: Analyzer | Gathering) -> Iterator[str]:
-    """Of each whole that it is a part of, the other parts."""
-    for whole in info.wholes:
-        parts = [other.name for other in found.measures if whole in other.wholes and other is not info]
-        yield f"with {', '.join(parts)}"
-
-
 def _kernel(info: KernelInfo) -> Section:
     kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
     needed = ",".join(f"{each.name}={_example(each)}" for each in info.parameters if each.default is None)
@@ -157,24 +146,20 @@ def _example(parameter: KernelParameter) -> str:
 
 
 def _modifier(kind: str, modifier: Modifier) -> Section:
-    facts = {
-        {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
-        "parameters": "; ".join(told_parameters(modifier.parameters)),
-        "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
-        **(_of_hybrid(modifier) if kind == "hybrid" else {}),
-        "caution": modifier.caution,
-        "source": modifier.source,
-    }
-    return _page(modifier.name, modifier.meaning, facts)
-
-
-def _of_hybrid(modifier: Modifier) -> dict[str, str]:
-    """With which kernels it goes, what a fit chooses, and an example."""
-    return {
+    hybrid = {
         "kernels": ", ".join(far_kernels()),
         "fit": "--fit: γ of each head, at which near keys have as large a share of the weights as in the model itself",
         "command": f"swap-kernel --kernel elu+{example(modifier.name, modifier.parameters)} --fit",
     }
+    facts = {
+        {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
+        "parameters": "; ".join(told_parameters(modifier.parameters)),
+        "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
+        **(hybrid if kind == "hybrid" else {}),
+        "caution": modifier.caution,
+        "source": modifier.source,
+    }
+    return _page(modifier.name, modifier.meaning, facts)
 
 
 def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:

@@ -96,14 +96,11 @@ def _lines(first: str, *others: str) -> str:
 
 
 def _asked(found: Analyzer | Gathering) -> str:
-    own = (f"{found.source}.", f"{found.name}.")
+    own = f"{found.source}.", f"{found.name}."
+    names = [info.name for info in found.measures]
+    names = [next((name.removeprefix(start) for start in own if name.startswith(start)), name) for name in names]
     only = "" if found.by_default else f"Runs only where it is named: --analyzer {found.name}"
-    return _lines(found.question, only, ", ".join(_without(info.name, own) for info in found.measures))
-
-
-def _without(name: str, prefixes: Sequence[str]) -> str:
-    """The measure's name as the table's row leaves it to be said."""
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+    return _lines(found.question, only, ", ".join(names))
 
 
 def _kernel_facts(info: KernelInfo) -> list[str]:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from attnlens.records import Predictor, Swap
 from attnlens.sections.section import Column, Section, Table
 from attnlens.sentences.swaps.effects import interval
 from attnlens.wording import NO_VALUE, clean, counted, listed, written
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attnlens.records import Prediction, Predictor, Swap
 
 NAMED = 8
 """Heads, or measures, that a sentence names."""
@@ -46,17 +40,18 @@ def prediction_help(swaps: Sequence[Swap]) -> str:
         "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
         "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is no cause"
     )
-    ceilings = [written(one.ceiling, 2) for one in map(_of, swaps) if one is not None and one.ceiling is not None]
+    found = [swap.prediction for swap in swaps if swap.prediction is not None]
+    ceilings = [written(one.ceiling, 2) for one in found if one.ceiling is not None]
     if ceilings:
         least = " and ".join(dict.fromkeys(ceilings))
         said += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
-    lost = sum(one.diverged for one in map(_of, swaps) if one is not None)
+    lost = sum(one.diverged for one in found)
     return said + (f"; {counted(lost, 'diverged head')} left out." if lost else ".")
 
 
 def left_out_sentence(swaps: Sequence[Swap]) -> str:
     """Measures that were not compared, by their reasons."""
-    first = _of(swaps[0])
+    first = swaps[0].prediction
     why: dict[str, list[str]] = {}
     for name, reason in (first.left_out if first is not None else {}).items():
         why.setdefault(reason, []).append(name)
@@ -69,10 +64,6 @@ def p_value(number: float | None) -> str:
     return NO_VALUE if number is None else f"{number:.2g}"
 
 
-def _of(swap: Swap) -> Prediction | None:
-    return swap.prediction
-
-
 MOST, FEW = 8, 3
 """Measures shown of one kernel, and of each of several."""
 
@@ -80,14 +71,11 @@ MOST, FEW = 8, 3
 def prediction_section(swaps: Sequence[Swap]) -> Section:
     """What predicts the harm of each kernel; the strongest measures in a table."""
     lines = [found_sentence(swap) for swap in swaps]
-    rows = [(swap, one) for swap in swaps for one in _strongest(swap, MOST if len(swaps) == 1 else FEW)]
+    ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
+    rows = [(swap, one) for swap, found in ranked for one in found[: MOST if len(swaps) == 1 else FEW]]
     notes = (prediction_help(swaps), left_out_sentence(swaps))
     table = _table(rows, named=len(swaps) > 1) if rows else None
     return Section("What predicts harm", lines=tuple(lines), table=table, notes=tuple(filter(None, notes)))
-
-
-def _strongest(swap: Swap, most: int) -> list[Predictor]:
-    return sorted(swap.predictors, key=lambda one: -abs(one.rho))[:most]
 
 
 def _table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
@@ -98,16 +86,12 @@ def _table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
         names.insert(0, Column("", "kernel", tuple(clean(swap.kernel) for swap, _ in rows), words=True))
     columns = [
         Column("", "ρ", tuple(written(one.rho, 2) for one in found)),
-        Column("", "over heads", tuple(_ends(one.heads_ci95) for one in found)),
-        Column("", "over layers", tuple(_ends(one.layers_ci95) for one in found)),
-        Column("", "over windows", tuple(_ends(one.sequences_ci95) for one in found)),
+        Column("", "over heads", tuple(interval(one.heads_ci95, 2) for one in found)),
+        Column("", "over layers", tuple(interval(one.layers_ci95, 2) for one in found)),
+        Column("", "over windows", tuple(interval(one.sequences_ci95, 2) for one in found)),
         Column("", "p", tuple(p_value(one.p_corrected) for one in found)),
         Column("", "holds", tuple("*" if one.holds else "" for one in found), words=True),
     ]
     if len({one.heads for one in found}) > 1:
         columns.append(Column("", "heads", tuple(str(one.heads) for one in found)))
     return Table(tuple(names), tuple(columns))
-
-
-def _ends(bounds: tuple[float, float] | None) -> str:
-    return NO_VALUE if bounds is None else interval(bounds, 2)

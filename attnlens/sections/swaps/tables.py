@@ -166,7 +166,11 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
 
 def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: Outcome) -> dict[str, Cell]:
     """A stage of a kernel, or one of its controls, which has neither speed nor memory of its own."""
-    costs = dict.fromkeys(COSTS) if control else _costs(swap)
+    costs: dict[str, Cell] = dict.fromkeys(COSTS)
+    if not control:
+        speed, memory = swap.tokens_per_second, swap.peak_memory_bytes
+        values = (swap.off_simplex, speed.before, speed.after, memory.before, memory.after)
+        costs = dict(zip(COSTS, values, strict=True))
     beyond, agreement = found.beyond_window, found.agreement
     return {
         "kernel": swap.kernel,
@@ -187,13 +191,6 @@ def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: O
         "greedy.tokens": agreement.tokens if agreement else None,
         **costs,
     }
-
-
-def _costs(swap: Swap) -> dict[str, Cell]:
-    """What the kernel costs beside the loss."""
-    speed, memory = swap.tokens_per_second, swap.peak_memory_bytes
-    values = (swap.off_simplex, speed.before, speed.after, memory.before, memory.after)
-    return dict(zip(COSTS, values, strict=True))
 
 
 def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from attnlens.kernels import HYBRIDS
-from attnlens.records import Agreement, Change, Control, Outcome, Swap
+from attnlens.records import Agreement, Change, Outcome, Swap
 from attnlens.wording import clean, counted, decimals_for, listed, written
-
-if TYPE_CHECKING:
-    from attnlens.records import Outcome, Swap
 
 LEGEND = {
     "same size": "a sink-window that keeps as much as the kernel (64 tokens and the first 4 where it keeps all)",
@@ -62,12 +58,18 @@ def beside(swap: Swap) -> str:
     """What the sink-window and the kernel's branches cost beside it, and the floor; empty without controls."""
     if swap.loss is None or swap.diverged:
         return ""
-    there = [one for one in swap.controls if one.loss is not None and one.perplexity is not None]
-    told = [(one, _named(one, hybrid=is_hybrid(swap))) for one in there]
-    costs = ", ".join(f"{name} {rise_words(one.loss)}" for one, name in told if one.loss is not None)
+    hybrid = is_hybrid(swap)
+    what = {
+        "floor": " (the floor)",
+        "filter alone": " (the window alone)" if hybrid else " (the filter alone)",
+        "without filter": " (the far part alone)" if hybrid else " (without the filter)",
+        "far part, healed": " (the far part alone, healed)",
+    }
+    every = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
+    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in every)
     if not costs:
         return ""
-    better = [clean(one.kernel or "") for one, _ in told if _less(one.loss, swap.loss)]
+    better = [clean(one.kernel or "") for one, loss in every if _less(loss, swap.loss)]
     verb = "costs" if len(better) == 1 else "cost"
     judged = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
     return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
@@ -86,20 +88,9 @@ def beside_size(swap: Swap) -> str:
     )
 
 
-def _less(one: Change | None, other: Change) -> bool:
+def _less(one: Change, other: Change) -> bool:
     """Whether its interval ends below the other's."""
-    return one is not None and one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
-
-
-def _named(control: Control, *, hybrid: bool) -> str:
-    """The control's spelling, and what it is there for."""
-    what = {
-        "floor": " (the floor)",
-        "filter alone": " (the window alone)" if hybrid else " (the filter alone)",
-        "without filter": " (the far part alone)" if hybrid else " (without the filter)",
-        "far part, healed": " (the far part alone, healed)",
-    }
-    return f"{clean(control.kernel or '')}{what.get(control.role, '')}"
+    return one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
 
 
 def is_hybrid(swap: Swap) -> bool:
@@ -162,9 +153,8 @@ def _bounded(change: Change) -> str:
     decimals = min(4, max(2, decimals_for([size or 0.02], 2)))
     if change.ci95 is None:
         return written(change.delta, decimals)
-    return f"{written(change.delta, decimals)} ({written(change.ci95[0], decimals)} to " + (
-        f"{written(change.ci95[1], decimals)})"
-    )
+    delta, low, high = (written(number, decimals) for number in (change.delta, *change.ci95))
+    return f"{delta} ({low} to {high})"
 
 
 def beyond_legend(rows: Sequence[Outcome]) -> str:

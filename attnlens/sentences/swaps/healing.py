@@ -14,7 +14,13 @@ STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
 
 def healing(found: Healing, unit: str) -> list[str]:
     """Amount, best step, trained numbers; each stage; the distance kept back; the evaluation text on the way."""
-    return [*_amounts(found), *map(_stage, found.stages), *_distances(found), *_losses(found, unit), *_control(found)]
+    distances = {step.step: step.validation for step in found.curve if step.validation is not None}
+    near = []
+    if distances and found.best in distances:
+        first, best = distances[min(distances)], distances[found.best]
+        name = "Loss on text kept back" if found.goal == "text" else "Validation distance to the original"
+        near.append(f"{name}: {figures(first)} at first, {figures(best)} at its best")
+    return [*_amounts(found), *map(_stage, found.stages), *near, *_losses(found, unit), *_control(found)]
 
 
 def _amounts(found: Healing) -> Iterator[str]:
@@ -61,14 +67,6 @@ def _stage(stage: HealingTraining) -> str:
         lowered = ", lowered later"
     chosen = f"learning rate {rate(stage.learning_rate)}{lowered}{tried if rates else ''}"
     return f"{name}: {_many(stage.steps, 'step')}, {_many(stage.tokens, 'token')}{speed}, {chosen}{ended}"
-
-
-def _distances(found: Healing) -> Iterator[str]:
-    distances = {step.step: step.validation for step in found.curve if step.validation is not None}
-    if distances and found.best in distances:
-        first, best = distances[min(distances)], distances[found.best]
-        name = "Loss on text kept back" if found.goal == "text" else "Validation distance to the original"
-        yield f"{name}: {figures(first)} at first, {figures(best)} at its best"
 
 
 def _losses(found: Healing, unit: str) -> Iterator[str]:

@@ -49,7 +49,10 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
     if plan.promised is not None:
         told = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
-        lines += [told, *_by_text(plan.promised), *_further(plan, plan.promised)]
+        lines += [told, *_by_text(plan.promised)]
+        if (further := plan.promised.further) is not None:
+            kept = "within the budget" if further <= plan.budget else "beyond the budget"
+            lines.append(f"One more text like these: at most {share(further)} with a chance of 95 %, {kept}")
     if plan.measured is not None:
         lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
     if plan.healed is not None:
@@ -114,13 +117,6 @@ def _by_text(found: Rise) -> Iterator[str]:
         each = sorted(found.by_text.items(), key=lambda item: item[1])
         told = (f"{share(alone)}{_ends(found.ci95_by_text.get(name))} ({clean(name)})" for name, alone in each)
         yield f"Text by text: {', '.join(told)}"
-
-
-def _further(plan: Plan, promised: Rise) -> Iterator[str]:
-    """What is promised of one more text, which an interval of the mean does not say."""
-    if promised.further is not None:
-        kept = "within the budget" if promised.further <= plan.budget else "beyond the budget"
-        yield f"One more text like these: at most {share(promised.further)} with a chance of 95 %, {kept}"
 
 
 def _ends(interval: tuple[float, float] | None) -> str:
