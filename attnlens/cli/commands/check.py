@@ -32,8 +32,7 @@ RECOMPUTED = {*requests.options(requests.Loading), "text", "pairs", "image", "au
 
 
 Subject = Annotated[
-    str,
-    typer.Argument(metavar="REPORT|MODEL", help="A report of --json, or a model, which is inspected first."),
+    str, typer.Argument(metavar="REPORT|MODEL", help="A report of --json, or a model, which is inspected first.")
 ]
 Again = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="With --recompute: the model that the report should be of.")
@@ -58,8 +57,7 @@ Rules = Annotated[
     ),
 ]
 BaselineFile = Annotated[
-    str | None,
-    opt.option("--baseline", panel=PANEL, help="What heads should read.", metavar="FILE", call_only="read"),
+    str | None, opt.option("--baseline", panel=PANEL, help="What heads should read.", metavar="FILE", call_only="read")
 ]
 Update = Annotated[
     bool,

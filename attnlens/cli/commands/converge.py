@@ -34,11 +34,7 @@ KINDS: dict[str, set[str]] = {
     "checkpoints": SERIES | WORK | TEXT | LOADING,
 }
 """Which options each kind of run takes, beside those that all take."""
-JOBS = {
-    "the synthetic experiments": "converge_synthetic",
-    "a head": "converge_head",
-    "checkpoints": "followed",
-}
+JOBS = {"the synthetic experiments": "converge_synthetic", "a head": "converge_head", "checkpoints": "followed"}
 """The function of `attnlens.run` that each is."""
 
 Models = Annotated[
@@ -127,11 +123,7 @@ def converge(
 
 @guarded
 @opt.also({"seed": FOLLOWED["seed"]}, opt.SHOWN)
-def verify(
-    context: typer.Context,
-    quick: Quick = False,
-    **_shared: Any,
-) -> None:
+def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None:
     """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
     outputs, seed = Outputs.of(context.params), context.params["seed"]
     outputs.check(Inputs())

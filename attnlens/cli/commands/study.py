@@ -14,10 +14,7 @@ from attnlens.cli.show import guarded, interruptible_at_once, say
 from attnlens.cli.work import begin_workers, working
 from attnlens.requests.study import StudyRequest, table
 
-Table = Annotated[
-    str,
-    typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`."),
-]
+Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`.")]
 
 
 @guarded
