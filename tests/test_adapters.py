@@ -253,16 +253,17 @@ def test_an_adapter_beside_weights_is_merged_once_and_its_base_is_not_followed(t
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
 
 
-def test_a_merge_is_rounded_once_and_draws_no_random_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_merge_is_rounded_once_and_draws_no_random_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
     base, path = llama(tmp_path / "base"), Q.format(1)
     tensors = write(tmp_path / "adapter", base, [path], layers_to_transform=1)
-    before = models.load(base, dtype="bfloat16").model.get_parameter(f"{path}.weight").double()
+    before = models.load(base, dtype=str(dtype).removeprefix("torch.")).model.get_parameter(f"{path}.weight").double()
     state = torch.random.get_rng_state()
-    loaded = models.load(base, dtype="bfloat16", adapter=tmp_path / "adapter")
+    loaded = models.load(base, dtype=str(dtype).removeprefix("torch."), adapter=tmp_path / "adapter")
     assert torch.equal(torch.random.get_rng_state(), state)
     change = ALPHA / RANK * (tensors[f"{path}.lora_B.weight"].double() @ tensors[f"{path}.lora_A.weight"].double())
     weight = loaded.model.get_parameter(f"{path}.weight")
-    assert torch.equal(weight, (before + change).bfloat16())
+    assert torch.equal(weight, (before + change).to(dtype))
     assert loaded.adapter is not None
     merged = weight.detach().clone()
     loaded.model.get_submodule(path).register_forward_hook(Event().set)  # which can't be copied

@@ -122,13 +122,15 @@ class Adapted:
 
         peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.
         """
+        import torch
         from torch import nn
 
         start = f"{path}."
         bases = {name: tensor.double() for name, tensor in self.originals.items() if name.startswith(start)}
         for module in (module for module in self.layers if module.startswith(start)):
             layer = deepcopy(self.layers[module])
-            layer.base_layer.weight = nn.Parameter(model.get_parameter(f"{module}.weight").detach().cpu().double())
+            merged_weight = model.get_parameter(f"{module}.weight").detach()
+            layer.base_layer.weight = nn.Parameter(merged_weight.to("cpu", torch.float64, copy=True))
             layer.unmerge()
             bases[f"{module}.weight"] = layer.base_layer.weight.data
         parameters = {name: model.get_parameter(name) for name in bases}
