@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ from attnlens.records import Call, QueryKey, Site
 from attnlens.registry import Analyzer
 from attnlens.registry.measure_info import OWN_ROWS, ROWS
 from attnlens.run import feeding
-from attnlens.run.compare.passes import Recorded, beside, record
+from attnlens.run.compare.passes import beside, record
 from attnlens.run.compare.sides import Block, ComparedModel, distances
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.sink import finite_heads
@@ -30,6 +29,16 @@ from attnlens.weights import Factors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+DRAWS = 5
+"""Times that the weights of each model are nudged."""
+UNDRAWN = "what rounding does to it is not drawn"
+"""Why a measure that an analyzer gathers from many windows has no p."""
+FEW = 2
+"""Windows on which it is seen what that does to tokens.*."""
+BLOCKS = "compare.block_change"
+"""‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
+DrawnChanges = dict[str, list[Tensor]]
+"""Each draw's change at each head, by measure."""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 """From the widest spacing to the finest."""
 BITS = {
@@ -115,20 +124,6 @@ def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Ten
     return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
-DRAWS = 5
-"""Times that the weights of each model are nudged."""
-UNDRAWN = "what rounding does to it is not drawn"
-"""Why a measure that an analyzer gathers from many windows has no p."""
-FEW = 2
-"""Windows on which it is seen what that does to tokens.*."""
-BLOCKS = "compare.block_change"
-"""‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
-Reader = Callable[[Sequence[Mapping[Site, Call]], Mapping[str, Sequence[Mapping[Site, Tensor]]]], dict[str, Tensor]]
-"""Reads every measure of what each batch's sites were asked for, and of the distances beside it."""
-DrawnChanges = dict[str, list[Tensor]]
-"""Each draw's change at each head, by measure."""
-
-
 def of_weights(side: ComparedModel, generator: torch.Generator) -> DrawnChanges:
     """What rounding does to the measures of the forms; of those that have none a NaN."""
     places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
@@ -188,44 +183,30 @@ def of_tokens(
     """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
     few = texts.batches(side.loaded, contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
-    reader = partial(_read, side, design, few)
     own = [record(side, batch.inputs, blocks) for batch in few]
-    before = reader([one.calls for one in own], {})
-    found: DrawnChanges = defaultdict(list)
-    types = stored_types(side.loaded.model)
+    before = _read(side, design, few, [one.calls for one in own], {})
+    same = {site: site for site in side.sites}
+    order = {one.site: range(one.call.query.shape[1]) for one in side.inspection.reached}
+    types, found = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):
         with rounded(types, generator):
-            after = _nudged(side, reader, few, own, blocks)
+            run = [beside(one, side, same, batch.inputs, order) for batch, one in zip(few, own, strict=True)]
+            # each block on the states that it took before rounding
+            fed = [
+                beside(one, side, same, batch.inputs, order, blocks)
+                for batch, one in zip(few, own, strict=True)
+                if blocks
+            ]
+        apart = {ROWS: [one.rows for one in run]} | ({OWN_ROWS: [one.rows for one in fed]} if fed else {})
+        after = _read(side, design, few, [one.calls for one in run], apart)
+        if fed:
+            moved = [of_blocks(one.blocks, blocks, batch) for batch, one in zip(few, fed, strict=True)]
+            after[BLOCKS] = torch.cat(moved)
         for name, values in after.items():
             change = values - before[name] if name in before else values
             found[name].append(change.nanmean(0))
         tell(1)
     return found
-
-
-def _nudged(
-    side: ComparedModel,
-    reader: Callable[..., dict[str, Tensor]],
-    few: texts.Batches,
-    own: Sequence[Recorded],
-    blocks: Sequence[Block],
-) -> dict[str, Tensor]:
-    """Every measure of every window and head of the model as it is now, and KL from what it was."""
-    same = {site: site for site in side.sites}
-    order = {found.site: range(found.call.query.shape[1]) for found in side.inspection.reached}
-    calls: list[dict[Site, Call]] = []
-    apart: dict[str, list[Mapping[Site, Tensor]]] = {ROWS: [], OWN_ROWS: []}
-    moved: list[Tensor] = []
-    for batch, recorded in zip(few, own, strict=True):
-        passed = beside(recorded, side, same, batch.inputs, order)
-        calls.append(passed.calls)
-        apart[ROWS].append(passed.rows)
-        if blocks:
-            fed = beside(recorded, side, same, batch.inputs, order, blocks)
-            apart[OWN_ROWS].append(fed.rows)
-            moved.append(of_blocks(fed.blocks, blocks, batch))
-    found = reader(calls, {name: found for name, found in apart.items() if found})
-    return found | ({BLOCKS: torch.cat(moved)} if moved else {})
 
 
 def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
