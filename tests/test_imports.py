@@ -68,6 +68,6 @@ def test_third_party_imports_are_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
-    declared |= {"PIL"}  # what pillow is imported as
+    declared |= {"PIL", "upath"}  # what pillow and universal-pathlib are imported as
     found = set().union(*(imported_libraries(path.read_text()) for path in FILES))
     assert found - set(sys.stdlib_module_names) - {"attnlens"} <= declared
