@@ -33,8 +33,8 @@ gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecti
 
 LONGEST = (
     *("readme", "benchmarks", "swap", "swap_families", "heal", "budget", "smollm2"),
-    *("units", "from_files", "sweep_types", "cli", "cli_outputs", "sweep", "inspect", "page", "compare"),
-    *("device_map", "series_units", "ray", "engines", "failed_units"),
+    *("work_commands", "from_files", "sweep_types", "cli", "cli_outputs", "sweep", "inspect", "page", "compare"),
+    *("device_map", "ray", "work"),
 )
 """Test files that begin, so that with several processes none is left alone with one of them at the end."""
 

@@ -155,12 +155,12 @@ INTERRUPTING = f"""
 import os, sys
 sys.argv[0] = "attnlens"
 from attnlens.run.training import series
-read = series.Series._read
-def interrupted(self, checkpoint, tokenizer):
-    if checkpoint.step == 100:
+read = series.Series.read_unit
+def interrupted(self, name):
+    if "step-00100" in name:
         os.kill(os.getpid(), {int(signal.SIGINT)})
-    return read(self, checkpoint, tokenizer)
-series.Series._read = interrupted
+    return read(self, name)
+series.Series.read_unit = interrupted
 from attnlens.cli import main
 main()
 """

@@ -18,8 +18,9 @@ from attnlens import plots
 from attnlens.cli import outputs, show
 from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
-from attnlens.records import read_report
+from attnlens.records import Site, read_report
 from attnlens.render.pictures import is_file
+from attnlens.run.inspect.assembly import WorkUnit
 from attnlens.run.inspect.survey import stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
@@ -245,7 +246,9 @@ def test_plain_lines_tell_of_all_units_and_of_the_time_left(monkeypatch, capsys)
     clock = [0.0]
     monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
     with show.progress(shown=True) as tell:
-        units = [WorkUnit("weights", ()), *(WorkUnit("tokens", (), batch) for batch in range(9))]
+        sites = (Site("a", 0, 0, "decoder"),)
+        parts = [WorkUnit("weights", sites), *(WorkUnit("tokens", sites, batch) for batch in range(9))]
+        units = {unit.name: unit for unit in parts}
         more = stages(tell, units, [2] * 9)
         for unit in units:
             clock[0] += 4.0

@@ -11,6 +11,7 @@ import attnlens as library
 from attnlens import texts
 from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, TextError, UsageError
+from attnlens.runs.work import ShardFinished
 from attnlens.texts import corpora, sources
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]
@@ -130,14 +131,15 @@ def test_an_output_replaces_no_file_of_a_dataset(folder, tmp_path):
     refused(result, "--json would replace books/test.jsonl", "dataset which --text reads")
 
 
-def test_several_models_are_read_again_where_the_rows_have_changed(folder, tmp_path):
+def test_no_unit_is_used_again_if_the_rows_have_changed(folder, tmp_path):
     asked = {"text": f"datasets:{folder}", "work": tmp_path / "work", **FEW}
     digests = []
     for line in ("", "And it was so."):
         if line:
             shard(folder / "test.jsonl", [{"text": one} for one in (line, *BOOK[:200])])
-        (outcome,) = library.inspect_each(["demo"], tmp_path / "reports", **asked)
-        digests.append(library.read_report(outcome.report).settings.text.sha256)
+        with pytest.raises(ShardFinished):
+            library.inspect("demo", **asked, shard="1/1")
+        digests.append(library.inspect("demo", **asked).settings.text.sha256)
     assert digests[0] != digests[1]
 
 

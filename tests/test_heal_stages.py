@@ -2,10 +2,7 @@
 
 import copy
 import itertools
-import json
 import math
-import os
-import shutil
 import signal
 import subprocess
 import time
@@ -16,11 +13,9 @@ import pytest
 import torch
 from loaded import BARE, family, sites_of
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from attnlens import hooks, texts
 from attnlens.attention import attend
-from attnlens.cli.commands import app
 from attnlens.errors import UsageError
 from attnlens.hooks import OWN
 from attnlens.kernels import parsed
@@ -93,7 +88,6 @@ def test_an_amount_that_makes_no_sense_is_refused_in_a_line(given):
         ({"heal_rank": 2}, "--heal-rank is given and nothing is healed"),
         ({"heal_on": "text"}, "--heal-on is given and nothing is healed"),
         ({"heal_control": True}, "--heal-control is given and nothing is healed"),
-        ({"heal_checkpoint": "x"}, "--heal-checkpoint is given and nothing is healed"),
         ({"heal": 2, "heal_control": True}, "the original model has nothing to learn"),
         ({"heal": 2, "heal_on": "txt"}, "no --heal-on 'txt'"),
         ({"heal": 2, "heal_rank": 0}, "heal_rank=0 makes no sense"),
@@ -382,57 +376,13 @@ def test_a_healing_on_the_text_has_a_control_that_is_trained_as_long(demo):
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
-WORDS = ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "24", "--sequences", "4", "--tokens", "16")
-MORE = ("--batch-size", "4", "--no-progress", "--quiet")
+WORDS = ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "4000", "--sequences", "4", "--tokens", "16")
 
 
-def command(folder, report):
-    return [*WORDS, *MORE, "--heal-checkpoint", str(folder), "--json", str(report)]
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """A healing that nobody stopped: its folder and its report."""
-    place = tmp_path_factory.mktemp("unbroken")
-    done = CliRunner().invoke(app, command(place / "state", place / "r.json"))
-    assert done.exit_code == 0, done.output
-    return place / "state", read_report(place / "r.json").swap
-
-
-def numbers(folder):
-    facts = json.loads((folder / "healing.json").read_text())
-    return facts, load_file(folder / facts["tensors"])
-
-
-def test_a_run_killed_in_the_middle_and_resumed_is_the_unbroken_one_bit_for_bit(unbroken, tmp_path):
-    folder, report = tmp_path / "state", tmp_path / "r.json"
-    assert torch.get_num_threads() == 1, "as in the forked command"
-    run = subprocess.Popen([forkserver.commands() / "attnlens", *command(folder, report)], stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while run.poll() is None and not (folder / "healing.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    run.send_signal(signal.SIGKILL)
-    run.communicate()  # until nobody can write any more
-    assert not report.exists()
-    killed, _ = numbers(folder)
-    assert 0 < killed["step"] < 24, "the control: it was in the middle"
-    done = CliRunner().invoke(app, command(folder, report))
-    assert done.exit_code == 0, done.output
-    (mine, resumed), (its, whole) = numbers(folder), numbers(unbroken[0])
-    assert resumed.keys() == whole.keys()
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    assert mine["curve"] == its["curve"]
-    assert mine["order"] == its["order"]
-    found = read_report(report).swap
-    assert found.healing.curve == unbroken[1].healing.curve
-    assert found.loss == unbroken[1].loss
-
-
-def test_an_interrupted_healing_says_where_its_state_is(tmp_path):
-    """Far from its end; the control: a run that ended by itself says nothing of a state."""
-    folder, report = tmp_path / "state", tmp_path / "r.json"
-    words = command(folder, report)
-    words[words.index("--heal") + 1] = "4000"
+def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):
+    """Far from its end; the control: a run that ended by itself is not interrupted."""
+    work, report = tmp_path / "work", tmp_path / "r.json"
+    words = [*WORDS, "--batch-size", "4", "--no-progress", "--quiet", "--work", str(work), "--json", str(report)]
     run = subprocess.Popen(
         [forkserver.commands() / "attnlens", *words],
         stderr=subprocess.PIPE,
@@ -441,19 +391,15 @@ def test_an_interrupted_healing_says_where_its_state_is(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 120
-    while run.poll() is None and not (folder / "healing.json").exists() and time.monotonic() < deadline:
+    while run.poll() is None and not list(work.glob("*/*/heal-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=120)
     assert run.returncode == 130, said
-    assert f"The state of the healing is in {folder}: the same command goes on from its last check." in said
+    assert list(work.glob("*/*/heal-*.safetensors")), "its state stays"
     swap = read_report(report).swap
     assert swap.healing.interrupted
     assert any("done, interrupted, step" in line for line in healing_sentences(swap.healing, "nats"))
-
-
-def test_a_healing_that_ended_by_itself_is_not_interrupted(unbroken):
-    assert not unbroken[1].healing.interrupted
 
 
 def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
@@ -463,107 +409,6 @@ def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
     found = swap_kernel(demo, "rbf", heal=12, **READ).swap.healing.stages[0]
     assert found.lowered_from == 3.0
     assert found.learning_rate in (pytest.approx(3.0 * 0.1**times) for times in range(1, 8))
-
-
-def test_the_folder_holds_numbers_and_facts_and_no_pickle(unbroken):
-    names = sorted(path.name for path in unbroken[0].iterdir())
-    assert names == ["healing-24.safetensors", "healing.json"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        (("--kernel", "cosine"), "its kernel is"),
-        (("--seed", "3"), "its seed is"),
-        (("--heal", "25"), "its --heal is"),
-        (("--heal-rank", "2"), "its --heal-rank is"),
-        (("--tokens", "17"), "text is"),
-        (("--layers", "0-2"), "its choice of sites and heads is"),
-    ],
-)
-def test_the_state_of_another_healing_is_refused_by_what_differs(unbroken, tmp_path, changed, named):
-    words = [*command(unbroken[0], tmp_path / "r.json"), *changed]
-    if changed[0] == "--kernel":
-        words[words.index("rbf")] = changed[1]
-        words = words[: -len(changed)]
-    done = CliRunner().invoke(app, words, terminal_width=1000)
-    said = " ".join(done.output.split())
-    assert done.exit_code == 2
-    assert "is of another healing" in said
-    assert "Add --no-resume to begin anew, or give --heal-checkpoint another folder." in said
-    assert named in said
-
-
-def test_the_state_of_another_version_is_refused(unbroken, tmp_path):
-    """Versions may compute other numbers; a state of before they were kept is of another one too."""
-    for version, said in (("0.0.1", "its attnlens is 0.0.1, not"), (None, "its attnlens is nothing, not")):
-        folder = tmp_path / f"state {version}"
-        shutil.copytree(unbroken[0], folder)
-        facts = json.loads((folder / "healing.json").read_text())
-        facts["identity"]["attnlens"] = version
-        facts["identity"] = {name: value for name, value in facts["identity"].items() if value}
-        (folder / "healing.json").write_text(json.dumps(facts))
-        done = CliRunner().invoke(app, command(folder, tmp_path / "r.json"), terminal_width=1000)
-        assert done.exit_code == 2
-        assert said in " ".join(done.output.split()).replace("'", "")
-
-
-def test_the_state_of_another_model_is_refused(unbroken, demo, tmp_path):
-    other = replace(demo, info=demo.info.model_copy(update={"files": []}))
-    given = {"heal": 24, "sequences": 4, "tokens": 16, "batch_size": 4, "heal_checkpoint": unbroken[0]}
-    with pytest.raises(UsageError, match="its model is"):
-        swap_kernel(other, "rbf", **given)
-
-
-@pytest.mark.parametrize(
-    "harm", ["cut", "swapped bytes", "json", "list", "elsewhere", "order", "missing", "generator", "pipe"]
-)
-def test_a_damaged_state_is_refused_in_a_line(unbroken, tmp_path, harm):
-    folder = tmp_path / "state"
-    shutil.copytree(unbroken[0], folder)
-    facts, path = json.loads((folder / "healing.json").read_text()), folder / "healing-24.safetensors"
-    damage(harm, facts, path)
-    text = {"json": "{", "list": "[]"}.get(harm, json.dumps(facts))
-    (folder / "healing.json").write_text(text)
-    done = CliRunner().invoke(app, command(folder, tmp_path / "r.json"))
-    said = " ".join(done.output.split())
-    assert done.exit_code == 2, said
-    assert "begin anew" in said
-    assert "Traceback" not in said
-
-
-def damage(harm, facts, path):
-    """Harm the numbers, or what is said of them."""
-    from safetensors.torch import save_file
-
-    from attnlens.files import sha256
-
-    if harm == "cut":
-        path.write_bytes(path.read_bytes()[:100])
-        facts["sha256"] = sha256(path)
-    elif harm == "swapped bytes":
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    elif harm == "elsewhere":
-        facts["tensors"] = "../healing-24.safetensors"
-    elif harm == "order":
-        facts["order"] = [10**6]
-    elif harm == "missing":
-        path.unlink()
-    elif harm == "generator":
-        tensors = load_file(path) | {"generator": torch.zeros(7, dtype=torch.uint8)}
-        save_file(tensors, path)
-        facts["sha256"] = sha256(path)
-    elif harm == "pipe":
-        path.unlink()
-        os.mkfifo(path)
-
-
-def test_a_state_cannot_be_kept_in_a_file(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Exception, match="is not a folder"):
-        swap_kernel("no/such/model", "rbf", heal=2, heal_checkpoint=tmp_path / "file")
 
 
 def test_heal_and_split_keep_training_text_apart(demo):

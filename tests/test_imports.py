@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnlens"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LIGHT = ("analyzers", "atlas", "cli", "engines", "errors", "files", "kernels", "pytest_plugin", "records", "registry")
+LIGHT = ("analyzers", "atlas", "cli", "errors", "files", "kernels", "pytest_plugin", "records", "registry")
 LIGHT += ("requests", "rules")
 """Packages that the commands import before they answer `--help`, `list` or a usage error."""
 KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}

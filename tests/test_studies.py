@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,16 +14,16 @@ import pytest
 import torch
 from program import environment_with, python
 
-from attnlens.errors import OutputError
 from attnlens.kernel_transformers import AttentionForm
 from attnlens.records import read_report
-from attnlens.studies.cells import CellResult, Speed
+from attnlens.runs.work import NOTHING_KEPT, Store, WorkPlan, run_units
+from attnlens.studies.cells import CellResult, Speed, opened, trainer
 from attnlens.studies.findings import table_of
 from attnlens.studies.scales import SCALES
 from attnlens.studies.tables import TABLES, PaperCell, PaperTable
 from attnlens.studies.tasks import Reversal, score, translation
 from attnlens.studies.training import Run, train
-from attnlens.studies.units import RunOutcome, TrainingUnit, computed, digest_of, model_of
+from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of, model_of
 
 SMALL = replace(SCALES["tiny"], layers=1, d_model=32, d_forward=64, heads=2, batch=64, looks=2)
 PLACED = AttentionForm(positions="sum", in_value=True)
@@ -84,10 +83,12 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
     task, scale = planted.majority(), replace(SMALL, dropout=0.2, looks=3)
     unit = TrainingUnit(task.name, AttentionForm(), scale, Run(1e-2, 12, 3), tested=True)
 
-    def weights(state=None, kill=None):
+    def weights(state=None, kill=None, looked=None):
         model = model_of(unit, task)
 
         def watch(step):
+            if looked is not None:
+                looked.append(step)
             if step == kill:
                 raise KilledError
             return {}
@@ -97,8 +98,10 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
 
     whole, again = weights(), weights()
     with pytest.raises(KilledError):
-        weights(tmp_path / "state.safetensors", kill=8)
-    resumed = weights(tmp_path / "state.safetensors")
+        weights(Store(tmp_path, {}), kill=8)
+    looked: list[int] = []
+    resumed = weights(Store(tmp_path, {}), looked=looked)
+    assert looked == [8, 12], "from its last look"
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     other = model_of(replace(unit, run=replace(unit.run, seed=4)), task)
@@ -106,34 +109,44 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
 
 
 def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
-    task = planted.majority()
+    task, store = planted.majority(), Store(tmp_path, {"command": "study"})
     unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=True, watched=True)
-    first = computed(unit, task, tmp_path)
-    assert computed(unit, task, tmp_path) == first
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
-    assert first.watched[0].keys() >= {"weights.symmetry", "tokens.share_skew", "selection.decided"}
+    name = unit.name(digest_of(task))
+    first = run_units([name], trainer({name: unit}, [task], store), NOTHING_KEPT, store)
+    again = run_units([name], lambda _: pytest.fail("It was trained."), NOTHING_KEPT, store)
+    found, loaded = (RunOutcome(**outcome.values[name]) for outcome in (first, again))
+    assert list(map(list, loaded.curve)) == list(map(list, found.curve))
+    assert replace(loaded, curve=found.curve) == found
+    assert found.watched[0].keys() >= {"weights.symmetry", "tokens.share_skew", "selection.decided"}
+    assert not store.inside(name).folder.exists(), "the state of a finished run is not needed"
     for other in (
         replace(unit, form=PLACED),
         replace(unit, run=Run(1e-2, 4, 1)),
         replace(unit, scale=replace(SMALL, batch=8)),
     ):
-        assert other.key(digest_of(task)) != unit.key(digest_of(task))
-    assert replace(unit, scale=replace(SMALL, rates=(1.0,))).key(digest_of(task)) == unit.key(digest_of(task))
+        assert other.name(digest_of(task)) != name
+    assert replace(unit, scale=replace(SMALL, rates=(1.0,))).name(digest_of(task)) == name
 
 
-def test_a_damaged_file_of_work_is_named(tmp_path):
-    """Also where the fault is in another process: an error travels with both of its lines."""
+def test_other_processes_train_what_this_one_trains(tmp_path):
     task = planted.majority()
-    unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 2, 0), tested=False)
-    for suffix, content in ((".json", b"{}"), (".json", b"no JSON"), (".safetensors", b"\0" * 64)):
-        path = tmp_path / (unit.key(digest_of(task)) + suffix)
-        path.write_bytes(content)
-        with pytest.raises(OutputError) as caught:
-            computed(unit, task, tmp_path)
-        sent = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # as a process hands it over
-        assert path.name in sent.problem
-        assert sent.remedy
-        path.unlink()
+    units = {f"seed {seed}": TrainingUnit(task.name, PLACED, SMALL, Run(1e-2, 4, seed), tested=True) for seed in (0, 1)}
+    found = []
+    for jobs in (1, 2):
+        store = Store(tmp_path / str(jobs), {"command": "study"})
+        compute = trainer(units, [task], store)
+        elsewhere = opened, (made, units, store)
+        with forkserver.workers():
+            found.append(run_units(list(units), compute, WorkPlan(jobs=jobs), store, elsewhere=elsewhere).values)
+    for name in units:
+        first, second = (values[name] | {"seconds": 0.0} for values in found)
+        assert list(map(list, first.pop("curve"))) == list(map(list, second.pop("curve")))
+        assert first == second
+
+
+def made():
+    """The tasks, in another process."""
+    return [planted.majority()]
 
 
 FAST = Speed(1000.0, 0.5)
@@ -244,7 +257,7 @@ def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk
     words = ["run.py", *WORDS, "--work", "killed", "--json", "killed.json", "--save", "again"]
     command = [forkserver.commands() / "python", *words]
     with subprocess.Popen(command, env=environment_with(), cwd=shrunk, stdout=subprocess.PIPE) as process:
-        while process.poll() is None and len(list((shrunk / "killed").glob("*.json"))) < 4:
+        while process.poll() is None and len(list((shrunk / "killed").glob("study/*.safetensors"))) < 4:
             threading.Event().wait(0.02)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()  # until nobody can write any more
@@ -300,14 +313,14 @@ def test_an_interrupted_study_ends_with_130_and_keeps_what_is_finished(shrunk):
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
-        while process.poll() is None and len(list((shrunk / "stopped").glob("*.json"))) < 2:
+        while process.poll() is None and len(list((shrunk / "stopped").glob("study/*.safetensors"))) < 2:
             threading.Event().wait(0.02)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert b"the same command goes on from there.\nInterrupted." in said
     assert b"Traceback" not in said
-    assert len(list((shrunk / "stopped").glob("*.json"))) >= 2
+    assert len(list((shrunk / "stopped").glob("study/*.safetensors"))) >= 2
 
 
 def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_path):

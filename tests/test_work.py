@@ -617,7 +617,7 @@ def test_a_shard_of_which_a_unit_failed_says_so_and_what_remains(plan, store, co
     with pytest.raises(ShardFinished) as caught:
         run_units(NAMES, compute, WorkPlan(plan.work, shard=(4, 4)), store)
     assert caught.value.finished == 2, "a shard without a unit computes none"
-    with pytest.raises(ShardFinished, match="All 3 units are finished: run it without --shard for the report."):
+    with pytest.raises(ShardFinished, match=r"All 3 units are finished: run it without --shard for the report."):
         run_units(NAMES, compute, WorkPlan(plan.work, shard=(1, 1)), store)
 
 

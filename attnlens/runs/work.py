@@ -619,26 +619,28 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
         for process in list((pool._processes or {}).values()):
             process.terminate()  # what it had finished is in its files
 
-    with ThreadPoolExecutor(plan.jobs) as threads:
-        futures = {threads.submit(call, name): name for name in names}
-        lost = 0
-        try:
-            for future in as_completed(futures):
-                result = future.result()
-                lost = lost + 1 if result == Failure(LOST) else -len(names)
-                if lost > plan.jobs:
-                    raise AttnlensError(  # noqa: TRY301  # it ends the workers, as any other error here
-                        f"All workers were lost: {LOST}.", "Run it again with fewer --jobs."
-                    )
-                yield futures[future], result
-        except BaseException:
-            ended.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-            for pool in pools:
-                end(pool)
-            raise
-    for pool in pools:
-        pool.shutdown()
+    try:
+        with ThreadPoolExecutor(plan.jobs) as threads:
+            futures = {threads.submit(call, name): name for name in names}
+            lost = 0
+            try:
+                for future in as_completed(futures):
+                    result = future.result()
+                    lost = lost + 1 if result == Failure(LOST) else -len(names)
+                    if lost > plan.jobs:
+                        raise AttnlensError(  # noqa: TRY301  # it ends the workers, as any other error here
+                            f"All workers were lost: {LOST}.", "Run it again with fewer --jobs."
+                        )
+                    yield futures[future], result
+            except BaseException:
+                ended.set()
+                threads.shutdown(wait=False, cancel_futures=True)
+                for pool in pools:
+                    end(pool)
+                raise
+    finally:  # also what has failed: the program may end without clearing up, and semaphores would be left
+        for pool in pools:
+            pool.shutdown()
 
 
 @contextmanager
@@ -734,6 +736,6 @@ def _call_in(folder: str, function: Callable[[str], Any], name: str) -> Any:
 def _no_cluster(address: str, error: Exception) -> UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
     return UsageError(
-        f"No Ray cluster {where}: {reason_of(error)}.",
+        f"No Ray cluster {where}: {reason_of(error).rstrip('.')}.",
         "Start one with `ray start --head` and give its HOST:PORT, or leave --address out to run Ray on this machine.",
     )
