@@ -55,6 +55,8 @@ def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "som
     return root
 
 
+# Sums over positions are quadratic in the rotation R. A pair of coordinates meets no other in R, so they follow from
+# products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
 def averaged(
     rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
 ) -> Float[Tensor, "*batch head_dim head_dim"]:
