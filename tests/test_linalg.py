@@ -35,7 +35,7 @@ def test_the_pool_returns_what_one_call_returns(workers):
 
 
 def test_the_pool_runs_more_pieces_than_workers_in_order(monkeypatch):
-    monkeypatch.setattr(linalg.parallel, "PIECE", 20)
+    monkeypatch.setattr(linalg.spectra, "PIECE", 20)
     stack, sizes = random(9, 4, 4), []
 
     def trace(piece):

@@ -27,9 +27,8 @@ constraint's slack.
 """
 
 from attnlens.attsvm.builders import causal, finite_part, next_token, prompt, selection, selection_sets
-from attnlens.attsvm.certificates import certified
 from attnlens.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
-from attnlens.attsvm.problem import Problem, Solution, Status
+from attnlens.attsvm.problem import Problem, Solution, Status, certified
 from attnlens.attsvm.solvers.frobenius import Separability, separable, solve
 from attnlens.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
 from attnlens.attsvm.solvers.soft import SoftMargin, soft_margin

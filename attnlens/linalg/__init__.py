@@ -13,8 +13,7 @@ from attnlens.linalg.attention import (
     first_weight,
     max_weight,
 )
-from attnlens.linalg.changes import change, largest_angle
-from attnlens.linalg.forms import Form, averaged, traces
+from attnlens.linalg.forms import Form, averaged, change, largest_angle, traces
 from attnlens.linalg.spectra import (
     cumulative,
     decay_rate,

@@ -12,8 +12,7 @@ from scipy.linalg.lapack import dposv, dpotrf, dpotrs, dpstrf, dtrtrs
 from scipy.optimize import nnls
 from scipy.sparse import csr_array
 
-from attnlens.attsvm.certificates import PROOF, certified
-from attnlens.attsvm.problem import bounded, ordinary
+from attnlens.attsvm.problem import PROOF, bounded, certified, ordinary
 from attnlens.errors import UnposedError
 
 if TYPE_CHECKING:

@@ -1,4 +1,9 @@
-"""The nuclear-norm SVM: an interior point, refined on the face that it ends at."""
+"""The nuclear-norm SVM: an interior point on the Gram matrices, refined on the face that it ends at.
+
+min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is min ½ tr X with W in the corner of X = [[P, W], [Wᵀ, Q]] ⪰ 0; its dual is
+max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. As the constraints are rank-one in u and z, the Newton
+system is a sum of elementwise products of four Gram matrices, and never has the size of X squared.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from attnlens.studies.tasks.scores import (
     cross_entropy,
     mean_loss,
     score,
-    translations,
 )
 from attnlens.studies.tasks.task import NOTHING, Examples, Split, TaskForm
 from attnlens.studies.tasks.translation import Reversal, SentencePairs, bag_bound, translation
@@ -37,6 +36,5 @@ __all__ = [
     "score",
     "series",
     "translation",
-    "translations",
     "wikitext",
 ]

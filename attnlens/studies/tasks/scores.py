@@ -73,12 +73,6 @@ def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> flo
     return total / targets
 
 
-def translations(task: TranslationTask, model: nn.Module, split: Split, size: int) -> list[tuple[str, str]]:
-    """Of each sentence of that part what `model` writes for it and what stands in the data, as text."""
-    with _judged(model) as device:
-        return _written(task, model, [batch.to(device) for batch in task.held_out(split, size)])
-
-
 def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
     """BLEU and chrF2 of translations against one reference each (Post 2018), as sacrebleu computes them by default.
 
