@@ -158,7 +158,7 @@ def test_a_dry_run_tells_what_the_files_hold_of_queries_and_keys(models):
 
 
 def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(models, monkeypatch, tmp_path):
-    from attnlens.models.deferred import memory
+    from attnlens.models import memory
 
     refused(ModelError, lambda: attnlens.load(models[0], from_files=True, adapter=tmp_path), "not loaded")
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
@@ -171,7 +171,7 @@ def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(mod
 
 LITTLE = """
 import sys
-from attnlens.models.deferred import memory
+from attnlens.models import memory
 memory.free_memory = lambda: 1
 sys.argv[0] = "attnlens"
 from attnlens.cli import main

@@ -166,7 +166,7 @@ def _loaded(
     import torch
 
     from attnlens.models.adapters.merging import merge  # late: it loads torch
-    from attnlens.models.deferred.memory import refuse_too_large
+    from attnlens.models.memory import refuse_too_large
 
     stored = checked_files(place, trust_remote_code, adapter)
     with quiet(), no_kernels(), no_peft(), read_once() if place.gguf else nullcontext():
@@ -230,8 +230,7 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         raise ModelError("An adapter can't be merged into a model that is not loaded.", "Merge it first, and save it.")
     import torch
 
-    from attnlens.models.deferred import DeferredWeights, announced, one_thread, widen
-    from attnlens.models.deferred.forms import files_of
+    from attnlens.models.deferred import DeferredWeights, announced, files_of, one_thread, widen
 
     stored = checked_files(place, trust_remote_code, None)
     with quiet(), no_kernels(), no_peft(), read_once() if place.gguf else nullcontext():
