@@ -9,7 +9,6 @@ from pathlib import Path
 import forkserver
 import pytest
 import typer
-from attnlens.run.inspect.units import WorkUnit
 from program import attnlens, environment_with, in_shell, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report

@@ -23,8 +23,7 @@ import attnlens
 from attnlens import hooks, models
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.hooks import identity
-from attnlens.models import placement
-from attnlens.models.deferred import memory
+from attnlens.models import memory, placement
 from attnlens.tracer import mode
 
 ON_DISK: Mapping[str, Any] = {"device_map": "auto", "max_cpu_memory": "1KB"}
@@ -165,5 +164,5 @@ def test_what_a_control_group_or_one_above_it_leaves_is_free(told, group, limit,
 
 
 def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):
-    monkeypatch.setattr("attnlens.models.deferred.memory.free_memory", lambda: 1000)
+    monkeypatch.setattr("attnlens.models.memory.free_memory", lambda: 1000)
     assert placement.spread_over_devices(None)["max_memory"]["cpu"] == 750

@@ -7,9 +7,12 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -23,13 +26,14 @@ from hypothesis import strategies as st
 from loaded import package, smollm2
 from program import attnlens as program
 from program import refused as ended
+from safetensors import safe_open
 from test_quantised import quantised
 
 import attnlens
 from attnlens import hooks, models
 from attnlens.errors import ModelError, TextError
-from attnlens.models.deferred import is_announced, reading
-from attnlens.models.deferred.reading import LENGTH, LocalFile, local
+from attnlens.models import deferred
+from attnlens.models.deferred import LENGTH, RemoteFile, is_announced
 from attnlens.records import Head, Report
 from attnlens.weights import query_key_maps, rope, rows
 from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
@@ -207,30 +211,18 @@ def resident() -> int:
 
 
 @pytest.fixture
-def ranges(monkeypatch):
-    """Name of a file → the ranges (start, end) of it that were read behind its header, samples of a byte apart."""
-    honest, found = LocalFile.read, {}
-    monkeypatch.setattr(reading, "SAMPLE", 1)
+def tensors_read(monkeypatch):
+    """The names of the tensors that were read whole, in order; samples are slices."""
+    found = []
 
-    def read(self, start, count):
-        if start > LENGTH and count > 1:
-            found.setdefault(self.name, []).append((start, start + count))
-        return honest(self, start, count)
+    @contextmanager
+    def recording(path, **options):
+        with safe_open(path, **options) as content:
+            whole = lambda name: [found.append(name), content.get_tensor(name)][1]  # noqa: E731
+            yield SimpleNamespace(get_tensor=whole, get_slice=content.get_slice)
 
-    monkeypatch.setattr(LocalFile, "read", read)
+    monkeypatch.setattr(deferred, "safe_open", recording)
     return found
-
-
-def places(file: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor of a safetensors file lies."""
-    content = file.read_bytes()
-    begin = LENGTH + int.from_bytes(content[:LENGTH], "little")
-    header = json.loads(content[LENGTH:begin])
-    return {
-        name: tuple(begin + edge for edge in entry["data_offsets"])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
 
 
 OF_QUERIES_AND_KEYS = {
@@ -247,14 +239,16 @@ OF_QUERIES_AND_KEYS = {
 
 
 @pytest.mark.parametrize("name", OF_QUERIES_AND_KEYS)
-def test_the_bytes_of_queries_and_keys_are_read_and_no_others(name, ranges, tmp_path):
+def test_queries_and_keys_are_read_and_no_other_tensors(name, tensors_read, tmp_path):
     place = saved(tmp_path, name)
-    lying = places(place / "model.safetensors")
-    wanted = {lies for tensor, lies in lying.items() if tensor.endswith(OF_QUERIES_AND_KEYS[name])}
-    attnlens.inspect(place, source="weights", from_files=True)
-    assert set(ranges["model.safetensors"]) == wanted
-    assert len(ranges["model.safetensors"]) == len(wanted), "none is read twice"
+    lying = weights(place)
+    wanted = {tensor for tensor in lying if tensor.endswith(OF_QUERIES_AND_KEYS[name])}
+    given = models.load(place, from_files=True)
+    attnlens.inspect(given, source="weights")
+    assert set(tensors_read) == wanted
+    assert len(tensors_read) == len(wanted), "none is read twice"
     assert len(wanted) < len(lying)
+    assert given.deferred.bytes_read == sum(lying[tensor].nbytes for tensor in wanted)
 
 
 def test_what_was_read_is_counted(tmp_path):
@@ -345,8 +339,8 @@ def test_what_can_not_be_read_is_refused_in_two_lines(fault, folder):
     refused(ModelError, lambda: attnlens.inspect(folder, source="weights", from_files=True, **options), *words)
 
 
-def test_a_header_that_lies_is_refused_by_who_reads_it_alone(folder):
-    """The safetensors library reads the header first; what reads ranges has to hold by itself."""
+def test_a_header_of_a_hub_that_lies_is_refused(folder):
+    """The safetensors library reads the headers of files on this machine; what reads ranges has to hold by itself."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
     begin = LENGTH + int.from_bytes(content[:LENGTH], "little")
@@ -364,14 +358,19 @@ def test_a_header_that_lies_is_refused_by_who_reads_it_alone(folder):
         {"shape": 3},
         {"shape": ["a"]},
     ]
-    assert name in local([file]).names
+
+    def entries(written: bytes) -> Mapping[str, object]:
+        remote = object.__new__(RemoteFile)
+        remote.name, remote.header = "model.safetensors", written
+        remote.size = LENGTH + len(written) + len(content) - begin
+        return remote.entries()
+
+    assert name in entries(content[LENGTH:begin])
     for lie in lies:
         written = json.dumps(header | {name: header[name] | lie}).encode()
-        file.write_bytes(len(written).to_bytes(LENGTH, "little") + written + content[begin:])
-        refused(ModelError, lambda: local([file]), "model.safetensors", "Download it again.")
+        refused(ModelError, partial(entries, written), "model.safetensors", "Download it again.")
     for written in (b"[]", b"3", b"{", b'{"a": 3}', b"\xff"):
-        file.write_bytes(len(written).to_bytes(LENGTH, "little") + written + content[begin:])
-        refused(ModelError, lambda: local([file]), "no header of a safetensors file")
+        refused(ModelError, partial(entries, written), "no header of a safetensors file")
 
 
 @pytest.mark.parametrize("name", ["bloom", "gptj"])

@@ -28,9 +28,9 @@ def checkpoint(tmp_path_factory):
 def hub(checkpoint, monkeypatch, tmp_path):
     from huggingface_hub import constants
 
-    from attnlens.models.deferred import remote
+    from attnlens.models import deferred
 
-    monkeypatch.setattr(remote, "WAIT", 0.0)
+    monkeypatch.setattr(deferred, "WAIT", 0.0)
     with fake_hub.hub(checkpoint) as (address, answers):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"

@@ -162,7 +162,7 @@ def _loaded(
     """The model at that place, its codes decoded and the adapter merged, on that device."""
     import torch
 
-    from attnlens.models.deferred.memory import refuse_too_large
+    from attnlens.models.memory import refuse_too_large
 
     beside = adapter is not None and adapter.folder.samefile(place.folder)
     stored = checked_files(place, trust_remote_code, adapter_too=beside)
@@ -227,8 +227,7 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         raise ModelError("An adapter can't be merged into a model that is not loaded.", "Merge it first, and save it.")
     import torch
 
-    from attnlens.models.deferred import DeferredWeights, announced, one_thread, widen
-    from attnlens.models.deferred.forms import files_of
+    from attnlens.models.deferred import DeferredWeights, announced, files_of, one_thread, widen
 
     stored = checked_files(place, trust_remote_code)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():

@@ -11,6 +11,7 @@ from typing import Any
 
 from attnlens.errors import ModelError
 from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, written
+from attnlens.records import FileInParts
 
 TOKENIZERS = (
     *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
@@ -37,6 +38,33 @@ ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 DISTRIBUTED = "shard-[0-9]*-model-*"
 """Names by which transformers recognises a distributed checkpoint, which it reads in the place of any other file."""
 SAY_AGAIN = "Download the model again."
+SAY_UNCHANGED = "Run it again when nothing writes to the file any more."
+
+
+class WatchedFile:
+    """A weight file of which parts are read, and which must stay as it was when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen = self._stamp()
+
+    def in_report(self, digest: str) -> FileInParts:
+        """Return what stands for the file in a report, with the hash of its header."""
+        changed, size, _ = self._seen
+        return FileInParts(name=self.path.name, bytes=size, header_sha256=digest, stamp=str(changed))
+
+    def check(self) -> None:
+        """Raise ModelError if the file is gone or has changed since it was opened."""
+        if self._stamp() != self._seen:
+            raise ModelError(f"{self.path} changed while it was read.", SAY_UNCHANGED)
+
+    def _stamp(self) -> tuple[int, int, int]:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            problem = f"{self.path} can't be read: {error.strerror or error}."
+            raise ModelError(problem, "Make the file readable.") from None
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def names_in(folder: Path) -> set[str]:

@@ -24,12 +24,12 @@ import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
+from attnlens.models.folders import WatchedFile
+from attnlens.records import FileInParts
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
-
-    from attnlens.records import FileInParts
 
 VERSIONS = (2, 3)
 MOST_ITEMS = 2**21
@@ -40,6 +40,8 @@ MOST_DIMENSIONS = 8
 FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
 """How the value of a field is packed, by the number of its type; texts and lists have none."""
 TEXT, LIST = 8, 9
+SAMPLE = 4096
+"""Bytes at the beginning, in the middle and at the end of a tensor that stand for it."""
 FLOAT32 = 0
 """ggml's number of plain numbers of 32 bits."""
 SAY_AGAIN = "Download it again."
@@ -471,9 +473,7 @@ class GgufFiles:
     def __init__(self, path: Path, header: Header, config: PreTrainedConfig, named: Any) -> None:
         import torch
 
-        from attnlens.models.deferred.reading import LocalFile
-
-        self._file, self._header = LocalFile(path), header
+        self._file, self._header = WatchedFile(path), header
         self._module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
         with torch.device("meta"):  # an Auto class makes a model of a config by another method
             model = getattr(named, "from_config", named)(config)
@@ -494,11 +494,7 @@ class GgufFiles:
     @property
     def headers(self) -> list[FileInParts]:
         """What stands for the file in a report."""
-        from attnlens.records import FileInParts
-
-        digest = sha256(repr(self._header).encode()).hexdigest()
-        file = self._file
-        return [FileInParts(name=file.name, bytes=file.size, header_sha256=digest, stamp=file.stamp)]
+        return [self._file.in_report(sha256(repr(self._header).encode()).hexdigest())]
 
     @property
     def names(self) -> Collection[str]:
@@ -520,10 +516,18 @@ class GgufFiles:
 
     def sample(self, names: Iterable[str]) -> bytes:
         """A few bytes of each of these tensors as they lie."""
-        from attnlens.models.deferred.reading import sampled
+        found = []
+        for entry in (entry for name in names for entry in self._sources[name]):
+            last = max(0, _bytes(entry) - SAMPLE)
+            found += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
+        return b"".join(found)
 
-        entries = [entry for name in names for entry in self._sources[name]]
-        return b"".join(sampled(self._file, self._header.data + one.offset, _bytes(one)) for one in entries)
+    def _data(self, entry: Entry, start: int, count: int) -> numpy.ndarray[Any, Any]:
+        """Read bytes of a tensor. Raises ModelError if the file has changed since it was opened."""
+        self._file.check()
+        found = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
+        self._file.check()
+        return found
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if the file has changed since it was opened."""
@@ -533,7 +537,7 @@ class GgufFiles:
         found: dict[str, Tensor] = {}
         for entry in (entry for name in names for entry in self._sources[name]):
             kind = library.GGMLQuantizationType(entry.type)
-            data = numpy.frombuffer(self._file.read(self._header.data + entry.offset, _bytes(entry)), numpy.uint8)
+            data = self._data(entry, 0, _bytes(entry))
             plain = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}.get(kind.name)
             shape = entry.shape if plain else library.quant_shape_to_byte_shape(entry.shape, kind)
             values = data.view(plain).reshape(shape) if plain else data.reshape(shape)
@@ -543,7 +547,6 @@ class GgufFiles:
             )
             if result.name in self._map:
                 found[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
-        self._file.read(0, 0)  # which looks whether it has changed
         return found
 
 

@@ -84,7 +84,7 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
 
     Raises UsageError where accelerate is missing.
     """
-    from attnlens.models.deferred.memory import free_memory  # late: it loads torch
+    from attnlens.models.memory import free_memory  # late: it loads torch
 
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -28,6 +29,12 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     type: str
     """In safetensors' spelling, or DECODED."""
+
+    @property
+    def bytes(self) -> int:
+        """How many it has, by the number in the name of its type (BF16, F8_E4M3; BOOL takes a byte)."""
+        bits = re.search(r"\d+", self.type)
+        return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
     @property
     def encoded(self) -> bool:
