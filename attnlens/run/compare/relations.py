@@ -71,22 +71,18 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
         return "identical"
     if p < SURE:
         return "changed"
-    if first.scale == second.scale and not pairing.placed[first.site].moved and _same_modules(pairing, first.site):
-        return "identical"
+    if first.scale == second.scale and not pairing.placed[first.site].moved:
+        # what is read of equal weights may differ by rounding
+        modules = [side.loaded.model.get_submodule(first.site.path) for side in (pairing.first, pairing.second)]
+        own, others = (dict(module.named_parameters()) for module in modules)
+        if own and own.keys() == others.keys() and all(_equal(own[name], others[name]) for name in own):
+            return "identical"
     if p != p:
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(site_type(side.loaded.model, site)).eps for side, site in sites)
     close = all(_apart(*side) <= ROUNDED * spacing for side in sides)
     return "rounding" if close and first.scale == second.scale else "same form"
-
-
-def _same_modules(pairing: Pairing, site: Site) -> bool:
-    """Whether the modules that hold a site have the same weights: what is read of them may differ by rounding."""
-    first, second = (
-        dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
-    )
-    return bool(first) and first.keys() == second.keys() and all(_equal(first[name], second[name]) for name in first)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

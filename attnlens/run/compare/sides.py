@@ -89,19 +89,16 @@ def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " he
     first, second = first.select(fine), second.select(fine)
     moved = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
     change, _ = linalg.change(moved, first)
-    angles = linalg.largest_angle(first.query, second.query), _key_angles(first, second)
+    if first.key_of == second.key_of:  # once for each key head
+        read = sorted(set(first.key_of))
+        each = linalg.largest_angle(first.key[read], second.key[read])
+        keys = each[[read.index(number) for number in first.key_of]]
+    else:
+        keys = linalg.largest_angle(first.paired_key, second.paired_key)
+    angles = linalg.largest_angle(first.query, second.query), keys
     for name, values in zip(FORM_DISTANCES, (change.masked_fill(change.isinf(), 1.0), *angles), strict=True):
         found[name][fine] = values.double().cpu()
     return found
-
-
-def _key_angles(first: QueryKey, second: QueryKey) -> Float[Tensor, " heads"]:
-    """Between the keys of corresponding query heads; once for each key head where both models pair them alike."""
-    if first.key_of != second.key_of:
-        return linalg.largest_angle(first.paired_key, second.paired_key)
-    read = sorted(set(first.key_of))
-    angles = linalg.largest_angle(first.key[read], second.key[read])
-    return angles[[read.index(number) for number in first.key_of]]
 
 
 def in_order(second: QueryKey, placed: Placed) -> QueryKey:

@@ -11,7 +11,6 @@ from attnlens.registry import (
     Analyzer,
     Gathering,
     KernelInfo,
-    KernelParameter,
     MeasureInfo,
     checked_name,
     every_analyzer,
@@ -123,7 +122,10 @@ def _null(info: MeasureInfo, source: str) -> str:
 
 def _kernel(info: KernelInfo) -> Section:
     kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
-    needed = ",".join(f"{each.name}={_example(each)}" for each in info.parameters if each.default is None)
+    typed = [
+        (each.name, next((word for word, _ in each.words), "…")) for each in info.parameters if each.default is None
+    ]
+    needed = ",".join(f"{name}={word}" for name, word in typed)
     facts = {
         "log k(q, k)": info.formula,
         "parameters": "; ".join(told_parameters(info.parameters)),
@@ -138,11 +140,6 @@ def _kernel(info: KernelInfo) -> Section:
         "source": info.source,
     }
     return _page(info.name, info.meaning, facts)
-
-
-def _example(parameter: KernelParameter) -> str:
-    """Its first word; … where it is a number."""
-    return next((word for word, _ in parameter.words), "…")
 
 
 def _modifier(kind: str, modifier: Modifier) -> Section:

@@ -45,7 +45,7 @@ def kernel_list(
     every = list(infos)
     kernels = _folded(
         ("kernel", [_typed(info.name, info.parameters) for info in every]),
-        ("log k(q, k)", [_lines(info.formula, *_kernel_facts(info)) for info in every]),
+        ("log k(q, k)", [_kernel(info) for info in every]),
         ("≥ 0", ["yes" if info.positive else "no" for info in every]),
         ("sym.", ["yes" if info.symmetric else "no" for info in every]),
         ("features", [info.features for info in every]),
@@ -103,9 +103,9 @@ def _asked(found: Analyzer | Gathering) -> str:
     return _lines(found.question, only, ", ".join(names))
 
 
-def _kernel_facts(info: KernelInfo) -> list[str]:
+def _kernel(info: KernelInfo) -> str:
     told = (info.meaning, *told_parameters(info.parameters), fitted(info))
-    return [*told, f"computed by {info.fused}", info.source]
+    return _lines(info.formula, *told, f"computed by {info.fused}", info.source)
 
 
 def fitted(info: KernelInfo) -> str:
@@ -138,15 +138,11 @@ def _allowed(parameter: KernelParameter) -> str:
     named = [word for word, _ in parameter.words]
     if named and parameter.high is None:
         return f" ({' or '.join(named)})"
-    low = [] if parameter.low is None else [f"≥ {parameter.low:g}"]
-    above = [] if parameter.above is None else [f"> {parameter.above:g}"]
-    whole = ["whole"] if parameter.kind is int else []
-    words = [
-        *(["even"] if parameter.even or parameter.multiple_of == 2 else whole),
-        *low,
-        *above,
-        *(f"or {word}" for word in named),
-    ]
+    even = parameter.even or parameter.multiple_of == 2
+    words = ["even"] if even else ["whole"] if parameter.kind is int else []
+    words += [] if parameter.low is None else [f"≥ {parameter.low:g}"]
+    words += [] if parameter.above is None else [f"> {parameter.above:g}"]
+    words += [f"or {word}" for word in named]
     return f" ({', '.join(words)})" if words else ""
 
 
@@ -154,9 +150,7 @@ def range_of(info: MeasureInfo) -> str:
     """Between which numbers it lies, what its categories are, or over what it is a curve."""
     if info.curve:
         return f"curve over {info.steps}"
-    if info.labels:
-        return " | ".join(info.labels)
-    return bounds(info)
+    return " | ".join(info.labels) or bounds(info)
 
 
 def bounds(info: MeasureInfo) -> str:

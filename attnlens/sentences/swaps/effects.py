@@ -46,9 +46,10 @@ def verdict(swap: Swap) -> str:
     if swap.loss is not None:
         return " ".join(filter(None, (_loss_sentence(swap.loss, UNITS[swap.task]), perplexity(swap))))
     if swap.kl is not None and swap.top1_agreement is not None:
+        decimals = decimals_for([swap.kl], 3)
+        bounds = "" if swap.kl_ci95 is None else f", 95 % interval {interval(swap.kl_ci95, decimals)}"
         return (
-            f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL{_bounded(swap.kl_ci95, swap.kl)}) from the "
-            "original's, and "
+            f"The predictions are {figures(swap.kl)} {UNITS[swap.task]} (KL{bounds}) from the original's, and "
             f"{percent(swap.top1_agreement, 1)} of the first choices are the same."
         )
     if swap.hidden_cosine is None:
@@ -56,10 +57,6 @@ def verdict(swap: Swap) -> str:
     cka = "" if swap.hidden_cka is None else f", their linear CKA is {swap.hidden_cka:.3f}"
     bounds = "" if swap.hidden_cosine_ci95 is None else f" (95 % interval {interval(swap.hidden_cosine_ci95, 3)})"
     return f"The last hidden states keep a mean cosine of {swap.hidden_cosine:.3f}{bounds} to the original's{cka}."
-
-
-def _bounded(ci95: tuple[float, float] | None, number: float) -> str:
-    return "" if ci95 is None else f", 95 % interval {interval(ci95, decimals_for([number], 3))}"
 
 
 def cautions(swaps: Sequence[Swap]) -> list[str]:
@@ -206,7 +203,11 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
             label = " ".join([swap.kernel] * (len(swaps) > 1) + [place] * bool(place))
             for reason, names in by_reason.items():
                 groups.setdefault((listed(names, 8), reason), []).append(label)
-    return [_reason_line(names, reason, places) for (names, reason), places in groups.items()]
+    lines = []
+    for (fields, reason), labels in groups.items():
+        where = listed([one for one in dict.fromkeys(labels) if one], 8)
+        lines.append(f"{fields}{f' ({where})' if where else ''}: {clean(reason)}")
+    return lines
 
 
 def figures(number: float, count: int = 3) -> str:
@@ -265,8 +266,3 @@ def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:
         yield stage.name if several else "", stage.reasons
         of_stages |= set(Stage.model_fields)
     yield "", {name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages}
-
-
-def _reason_line(names: str, reason: str, places: Sequence[str]) -> str:
-    where = listed([place for place in dict.fromkeys(places) if place], 8)
-    return f"{names}{f' ({where})' if where else ''}: {clean(reason)}"
