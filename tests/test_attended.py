@@ -9,7 +9,7 @@ import attnlens as library
 from attnlens import models
 from attnlens.errors import UsageError
 from attnlens.records import AttentionRows, Report, read_report
-from attnlens.run.inspect.reading import reader as attended
+from attnlens.run.inspect import reader as attended
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from safetensors.torch import load, save
 import attnlens
 from attnlens import run
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.run import fingerprint
+from attnlens.run import provenance
 from attnlens.run.inspect import survey
 from attnlens.run.inspect.survey import Inspection
 from attnlens.run.swap import work as swap_work
@@ -390,12 +390,12 @@ def test_a_run_of_other_settings_models_and_code_does_not_resume_from_it(read, t
     monkeypatch.setattr(attnlens, "__version__", "99.0")
     computes(4)
     (tmp_path / "attnlens" / "linalg").mkdir(parents=True)
-    monkeypatch.setattr(fingerprint, "PACKAGE", tmp_path / "attnlens")
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path / "attnlens")
     for content, count in (("first", 4), ("first", 0), ("other", 4)):
         (tmp_path / "attnlens" / "linalg" / "spectra.py").write_text(content)
-        fingerprint.own_code.cache_clear()
+        provenance.own_code.cache_clear()
         computes(count)
-    fingerprint.own_code.cache_clear()
+    provenance.own_code.cache_clear()
 
 
 def other_weights(place: Path) -> None:

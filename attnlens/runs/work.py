@@ -180,13 +180,10 @@ class WorkPlan:
     def _unwritable(self) -> str:
         root = self.root
         try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return error.strerror or str(error)
-        except Exception as error:  # what a store raises is its library's own
-            if isinstance(root, Path):
-                raise
-            return reason_of(error)
+            with _output_errors(root, "made"):
+                root.mkdir(parents=True, exist_ok=True)
+        except (OSError, OutputError) as error:
+            return getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
     def store(self, facts: Mapping[str, Any]) -> Store | None:
@@ -239,14 +236,13 @@ class Store:
         try:
             if isinstance(path, Path) and path.exists() and not path.is_file():
                 raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, of which reading may never end
-            return _parsed(path.read_bytes(), self._stamp(name))
+            with _output_errors(path, "read"):
+                return _parsed(path.read_bytes(), self._stamp(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
             self._set_aside(name)
             return None
-        except OSError as error:
-            raise OutputError(f"{path} cannot be read: {error.strerror or error}.", OTHER_WORK) from None
 
     def _set_aside(self, name: str) -> None:
         """Rename what is under a unit's name and not its file, and log that."""
@@ -264,30 +260,33 @@ class Store:
 
     def save(self, name: str, value: Any) -> None:
         """Write what a unit found, whole or not at all. Raises OutputError if it cannot be written."""
-        content = _serialised(value, self._stamp(name))
-        self._write(self.path(name), content)
-        if not (self.folder / RUN).exists():
+        self._write(self.path(name), _serialised(value, self._stamp(name)))
+        self.begin()
+
+    def begin(self) -> None:
+        """Write what the run is, unless it is written. Raises OutputError if nothing can be written here."""
+        with _output_errors(self.folder / RUN, "read"):
+            known = (self.folder / RUN).exists()
+        if not known:
             self._write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
 
-    def _write(self, path: Any, content: bytes) -> None:
-        if not isinstance(path, Path):  # an object store puts an object whole
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            except OSError as error:
-                raise OutputError(f"{path} cannot be written: {error.strerror or error}.", OTHER_WORK) from None
-            return None
+    @staticmethod
+    def _write(path: Any, content: bytes) -> None:
         for attempt in range(8):  # another run that has written its report may remove the folder in between
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                return write_atomically(path, content)
-            except OSError as error:
-                if not isinstance(error, FileNotFoundError) or attempt == 7:
-                    raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
-            except OutputError:
-                if path.parent.exists() or attempt == 7:
+                with _output_errors(path, "written"):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if isinstance(path, Path):
+                        write_atomically(path, content)
+                    else:  # an object store puts an object whole
+                        path.write_bytes(content)
+                return
+            except (OutputError, FileNotFoundError) as error:
+                if attempt < 7 and isinstance(path, Path) and not path.parent.exists():
+                    continue
+                if isinstance(error, OutputError):
                     raise
-        return None
+                raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
 
     def compute(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what a unit found before, or what `make` finds now, which is then kept."""
@@ -332,6 +331,20 @@ class Store:
 
     def _stamp(self, name: str) -> str:
         return f"{key_of(self.facts)} {name}"
+
+
+@contextmanager
+def _output_errors(path: Any, what: str) -> Iterator[None]:
+    """Turn what the system refuses into an OutputError; of a remote store also what its library raises."""
+    try:
+        yield
+    except (AttnlensError, FileNotFoundError, NotADirectoryError, ValueError):
+        raise
+    except Exception as error:
+        if isinstance(path, Path) and not isinstance(error, OSError):
+            raise
+        message = getattr(error, "strerror", None) or reason_of(error)
+        raise OutputError(f"{path} cannot be {what}: {message}.", OTHER_WORK) from None
 
 
 def slug(name: str) -> str:
@@ -433,6 +446,7 @@ def run_units(
     """
     mine = names if plan.shard is None else names[plan.shard[0] - 1 :: plan.shard[1]]
     if store is not None and plan.work is not None:
+        store.begin()
         store.report_others()
     values: dict[str, Any] = {}
     failures: dict[str, Failure] = {}
