@@ -134,16 +134,18 @@ def selection_share(select: object) -> float | None:
     return found
 
 
-def listed_numbers(words: str) -> set[int]:
-    """Return the numbers that `0-3,7` lists. Raises ValueError, with the reason, for any other words."""
+def listed_numbers(name: str, words: str) -> set[int]:
+    """Return the numbers that `0-3,7` lists. Raises UsageError, which says `name`, for any other words."""
     found: set[int] = set()
     for word in words.split(","):
         ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", word.strip())
         if ends is None:
-            raise ValueError(f"{shown(words)} is no list of numbers up to 9999, such as 0-3,7")
+            raise UsageError(f"{name} {words!r} is no list of numbers up to 9999.", "Write it like 0-3,7.")
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if last < first:
-            raise ValueError(f"{shown(word.strip())} runs backwards")
+            raise UsageError(
+                f"{name} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
+            )
         found.update(range(first, last + 1))
     return found
 

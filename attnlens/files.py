@@ -125,8 +125,9 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
         found = _found(path)
     if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
-    place = real = Path(os.path.realpath(path))
+    place = path  # of a stream, whose resolved path may be none: /dev/stdout leads to `pipe:[…]`
     if found is None or not _is_stream(found):
+        real = Path(os.path.realpath(path))
         place = real if real.is_dir() else real.parent
         if not place.is_dir():
             remedy = f"Run: mkdir -p {shlex.quote(str(place))}"

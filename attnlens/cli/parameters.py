@@ -166,10 +166,7 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
 
 def numbers(name: str, words: str | None) -> list[int] | None:
     """Return `0-3,7` as [0, 1, 2, 3, 7]; None stays None. Raises UsageError for words that list no numbers."""
-    try:
-        return None if words is None else sorted(listed_numbers(words))
-    except ValueError as error:
-        raise UsageError(f"--{name}: {error}.", "Write it like 0-3,7.") from None
+    return None if words is None else sorted(listed_numbers(f"--{name}", words))
 
 
 def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,9 +143,9 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
             raise _unread(text, f"@{name} stands in it twice.")
         if name in ("layers", "heads"):
             try:
-                numbers[name] = frozenset(listed_numbers(what))
-            except ValueError as error:
-                raise _unread(text, f"{error}.") from None
+                numbers[name] = frozenset(listed_numbers(f"@{name}", what))
+            except UsageError as error:
+                raise _unread(text, error.problem) from None
         elif name == "part" and what.strip() in get_args(Part):
             part = what.strip()
         else:
