@@ -12,7 +12,7 @@ from attnlens.addresses import PROBE, StoreAddress, is_refusal, place_of
 from attnlens.cli.delivery import deliver
 from attnlens.cli.input_files import Inputs
 from attnlens.cli.outputs import Outputs
-from attnlens.errors import OutputError, UsageError
+from attnlens.errors import OutputError
 from attnlens.records import read_report
 
 ONE = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--layers", "0", "--heads", "0")
@@ -120,8 +120,6 @@ def test_an_address_of_this_machine_is_its_path(tmp_path):
         (("--markdown", "shelf://a/"), ("--markdown names no file",)),
         (("--json", "shelf://a", "--csv", "shelf://a"), ("--json and --csv name the same file",)),
         (("--png", "shelf://a.tiff"), ("shelf://a.tiff can't be drawn", ".svg")),
-        (("--work", "closed://work"), ("closed://work", "Unable to locate credentials.", "--work")),
-        (("--work", "nonsense://work"), ("nonsense", "--work")),
     ],
 )
 def test_what_can_not_be_put_is_refused_in_two_lines(tmp_path, words, said):
@@ -162,7 +160,6 @@ def test_a_mistake_in_a_program_is_no_refusal(tmp_path):
         (("swap-kernel", "demo", "--save", "s3://a/b"), "--save"),
         (("study", "kernels", "--work", "s3://a/b"), "--work"),
         (("study", "kernels", "--save", "s3://a/b"), "--save"),
-        (("inspect", "--models", "list.txt", "--reports", "s3://a/b"), "--reports"),
         (("check", "demo", "--baseline", "s3://a/b", "--update-baseline"), "--baseline"),
     ],
 )
@@ -191,8 +188,6 @@ def test_the_library_writes_to_addresses(memory):
     assert memory.cat_file("/outputs/r.csv").startswith(b"site,")
     with pytest.raises(OutputError, match="its ending says no kind of file"):
         report.save("memory://outputs/r.doc")
-    with pytest.raises(UsageError, match="this machine"):
-        library.inspect_each(["demo"], "memory://outputs/reports")
 
 
 def test_a_check_leaves_nothing_and_keeps_what_is_there(memory):
