@@ -109,7 +109,11 @@ def main() -> None:
 def differences(before: Path, after: Path) -> Iterator[str]:
     """A line for each value that is not the same."""
     kept, made = (
-        {os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file() and "work" not in path.parts}
+        {
+            os.path.relpath(path, folder)
+            for path in folder.rglob("*")
+            if path.is_file() and "work" not in path.relative_to(folder).parts
+        }
         for folder in (before, after)
     )
     yield from (f"{after.name}/{name}: missing" for name in sorted(kept - made))
