@@ -25,13 +25,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import package, smollm2
 from program import attnlens as program
+from program import python
 from program import refused as ended
 from safetensors import safe_open
 from test_quantised import quantised
 
 import attnlens
 from attnlens import hooks, models
-from attnlens.errors import ModelError, TextError
+from attnlens.errors import ModelError, TextError, TooLargeError
 from attnlens.models import deferred
 from attnlens.models.deferred import LENGTH, RemoteFile, is_announced
 from attnlens.records import Head, Report
@@ -613,3 +614,45 @@ def test_a_layer_that_is_not_turned_is_not_read_as_its_leader_is(tmp_path, monke
     monkeypatch.setattr(rope, "_holds", lambda *_: True)
     with pytest.raises(ModelError, match="No head could be analysed"):
         attnlens.inspect(place, **asked)
+
+
+FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
+LITTLE = """
+import sys
+from attnlens.models.deferred import memory
+memory.free_memory = lambda: 1
+sys.argv[0] = "attnlens"
+from attnlens.cli import main
+main()
+"""
+"""The program where no memory is free; what its workers find free is as it is."""
+
+
+@pytest.mark.parametrize("more", [(), ("--jobs", "2"), ("--shard", "1/1")], ids=["here", "elsewhere", "shard"])
+def test_the_program_leaves_a_model_in_its_files_that_does_not_fit(more: tuple[str, ...], folder: Path) -> None:
+    words = ("inspect", folder, "--source", "weights", "--analyzer", "symmetry", "--no-progress")
+    kept = "--work", folder.parent / "work", "--json", folder.parent / "r.json"
+    done = python("-c", LITTLE, *words, *kept, *more)
+    assert done.returncode == 0, done.stderr
+    if "--shard" in more:  # the same command without it reads what the shard has kept
+        assert not (folder.parent / "r.json").exists()
+        done = python("-c", LITTLE, *words, *kept)
+    assert "does not fit into memory" in done.stdout
+    report = json.loads((folder.parent / "r.json").read_text())
+    assert report["model"]["files_in_parts"]
+    assert report["heads"] == json.loads(attnlens.inspect(folder, **FEW, from_files=True).to_json())["heads"]
+    ended(python("-c", LITTLE, "inspect", folder), "takes 0.0 GiB of memory", "--source weights --from-files")
+
+
+def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from attnlens.models.deferred import memory
+
+    refused(ModelError, lambda: models.load(folder, from_files=True, adapter=tmp_path), "not loaded")
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    report = attnlens.inspect(folder, **FEW)
+    assert "does not fit into memory" in report.settings.notes[0]
+    assert report.model.files == []
+    assert report.model.files_in_parts != []
+    refused(TooLargeError, lambda: attnlens.inspect(folder), "takes 0.0 GiB")

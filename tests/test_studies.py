@@ -278,7 +278,7 @@ BAD = {
     "a file that is not there": (["kernels", "--pairs", "nowhere.tsv"], "nowhere.tsv"),
     "a text shorter than a window": (["kernels", "--text", "short.txt"], "too short"),
     "a table without its task": (["primal", "--cells", "classification/*"], "No cell is called"),
-    "work in a file": (["kernels", "--work", "text.txt"], "no folder"),
+    "work in a file": (["kernels", "--work", "text.txt"], "Finished units cannot be kept in text.txt"),
     "cells in a folder that is not empty": (["kernels", "--save", "."], "not an empty folder"),
     "a scale that is none": (["kernels", "--scale", "huge"], "huge"),
     "a report over its own data": (["kernels", "--pairs", "text.txt", "--json", "text.txt"], "which --pairs reads"),
