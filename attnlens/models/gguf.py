@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
 from hashlib import sha256
@@ -497,11 +497,6 @@ class GgufFiles:
         return [self._file.in_report(sha256(repr(self._header).encode()).hexdigest())]
 
     @property
-    def names(self) -> Collection[str]:
-        """Of all tensors, as the model calls them."""
-        return self._sources.keys()
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, as the model has them."""
         return {name: self._shapes[name] for name in self._sources}
@@ -560,21 +555,6 @@ def _two_levels(model: Any) -> Any:
         return SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=lambda: children)
 
     return stand_in(model, [(name, stand_in(child, [])) for name, child in model.named_children()])
-
-
-def refuse_ignored(path: Path, names: Iterable[str]) -> None:
-    """Raise ModelError for tensors without a place that change attention."""
-    if found := [name for name in names if OF_ATTENTION.search(name)]:
-        raise ModelError(
-            f"{path} holds {shortened(found[0])}, which changes attention and has no place in the model.",
-            SAY_SAFETENSORS,
-        )
-
-
-def read_by_transformers(architecture: str) -> bool:
-    """Return whether transformers loads this architecture in another way, in which no single tensors are read."""
-    supported: Any = import_module("transformers.integrations.gguf.utils").is_gguf_arch_supported
-    return bool(supported(architecture))
 
 
 @contextmanager
