@@ -73,7 +73,7 @@ def test_the_library_writes_to_no_address(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--work", "closed://work"), ("closed://work", "Unable to locate credentials", "--work")),
+        (("--work", "closed://work"), ("closed://", "Unable to locate credentials", "--work")),
         (("--work", "nonsense://work"), ("nonsense", "--work")),
     ],
 )

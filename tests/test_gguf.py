@@ -134,13 +134,18 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0} | more}
 
 
+YARN: Fields = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 64,
+}
 SCALING: dict[str, tuple[Fields, dict[str, Any]]] = {
     "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, scaled("linear")),
     "without a type": ({"rope.scaling.factor": 4.0}, scaled("linear")),
     "of old": ({"rope.scale_linear": 4.0}, scaled("linear")),
     "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
     "yarn": (
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+        YARN,
         scaled("yarn", original_max_position_embeddings=64),
     ),
     "another base": ({"rope.freq_base": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -177,7 +182,17 @@ def test_a_rotation_of_a_file_is_saved_with_the_model(tmp_path: Path) -> None:
 CONTRADICTIONS: dict[str, tuple[Fields, Mapping[str, Any], tuple[str, ...]]] = {
     "an unknown scaling": ({"rope.scaling.type": "spiral", "rope.scaling.factor": 2.0}, {}, ("rope.scaling.type",)),
     "an infinite scale": ({"rope.scaling.type": "linear", "rope.scaling.factor": math.nan}, {}, ("factor",)),
-    "fewer rotated dimensions": ({"attention.key_length": 8}, {}, ("attention.key_length = 8",)),
+    "endless rotated dimensions": (
+        {"rope.dimension_count_swa": 8, "rope.dimension_sections": 3},
+        {},
+        ("sections = 3",),
+    ),
+    "no base": ({"rope.freq_base": 0.0}, {}, ("rope.freq_base = 0",)),
+    "stretched rotation": ({"rope.scaling.attn_factor": 2.0}, {}, ("rope.scaling.attn_factor = 2",)),
+    "no ramp": (YARN | {"rope.scaling.yarn_beta_slow": 0.0}, {}, ("rope.scaling.yarn_beta_slow = 0",)),
+    "a window of words": ({"attention.sliding_window": "wide"}, {}, ("attention.sliding_window = 'wide'",)),
+    "a scale of words": ({"attention.scale": "large"}, {}, ("attention.scale = 'large'",)),
+    "other heads": ({"attention.key_length": 8}, {}, ("attention.key_length = 8",)),
     "two widths": ({"attention.value_length": 8}, {}, ("attention.value_length = 8",)),
     "another scale": ({"attention.scale": 0.5}, {}, ("attention.scale = 0.5",)),
     "a window": ({"attention.sliding_window": 4}, {}, ("attention.sliding_window = 4",)),

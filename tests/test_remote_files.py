@@ -48,7 +48,7 @@ def test_no_more_is_fetched_than_is_needed_and_the_numbers_are_those_of_the_load
     local = attnlens.inspect(checkpoint, source="weights")
     assert [head.measures for head in report.heads] == [head.measures for head in local.heads]
     deferred = models.load(checkpoint, from_files=True).deferred
-    needed = deferred.files.size(name for name in deferred.files.names if "q_proj" in name or "k_proj" in name)
+    needed = deferred.files.size(name for name in deferred.files.shapes if "q_proj" in name or "k_proj" in name)
     headers = sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in checkpoint.glob("*.safetensors"))
     ranges = [size for size in hub.sent if size]
     small = sum(file.stat().st_size for file in checkpoint.iterdir() if file.suffix != ".safetensors")

@@ -179,7 +179,7 @@ def _loaded(
             files = gguf_files(place, config) if place.gguf else None
             if files is not None:
                 kind = torch.float32 if isinstance(kind, str) else kind
-                weights = {name: files.read([name])[name].to(kind) for name in files.names}
+                weights = {name: files.read([name])[name].to(kind) for name in files.shapes}
             model, found = built(place, config, kind, trust_remote_code, weights)
         if files is not None:
             found = {**found, "unexpected_keys": {*found["unexpected_keys"], *files.ignored}}

@@ -14,7 +14,7 @@ from attnlens.files import sha256, shortened, written
 from attnlens.models.classes import model_class, own_models, refuse_own_code
 from attnlens.models.configs import check_config, check_counts, fields, take_choices
 from attnlens.models.folders import check_small, names_in, refuse_other_forms
-from attnlens.models.gguf import GgufFiles, Settings, read_by_transformers, read_header
+from attnlens.models.gguf import GgufFiles, Settings, read_header
 from attnlens.models.hub import first_line
 from attnlens.models.locate import CONFIG, Location
 from attnlens.models.stored import Stored, numbers_in, tensors_in
@@ -128,9 +128,11 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
 def gguf_files(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
     """Open the tensors of a GGUF file; None if transformers loads its architecture in another way."""
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
     path = place.folder / place.file
     header = read_header(path)
-    if read_by_transformers(header.architecture):
+    if is_gguf_arch_supported(header.architecture):
         return None
     with foreign(f"{path} can't be read", "Is it a model that transformers knows?"):
         return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))

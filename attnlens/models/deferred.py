@@ -19,7 +19,7 @@ from hashlib import sha256
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,7 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened
 from attnlens.models.building import gguf_files
 from attnlens.models.folders import WatchedFile
-from attnlens.models.gguf import SAY_LOAD
+from attnlens.models.gguf import SAY_LOAD, GgufFiles
 from attnlens.models.hub import first_line
 from attnlens.models.locate import Location
 from attnlens.models.memory import give_back
@@ -45,41 +45,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class TensorFiles(Protocol):
-    """Tensors that lie in weight files under the names that transformers looks for."""
-
-    @property
-    def headers(self) -> list[FileInParts]:
-        """What stands for the files in a report."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """Of all of them."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, as the model has them."""
-
-    def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """How the tensors lie, or would lie decoded; `stored` is how the headers of files on this machine list them."""
-
-    def size(self, names: Iterable[str]) -> int:
-        """How many bytes are read for these."""
-
-    def sample(self, names: Iterable[str]) -> bytes:
-        """Some bytes of each of these, which are others where its numbers are, unless the file's stamp says that."""
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Some of them. Raises ModelError where a file is gone, cut off or not the one that was opened."""
-
-
 @dataclass
 class DeferredWeights:
     """The weights of a model that has shapes alone: each module's are read while somebody looks at it."""
 
     model: PreTrainedModel
     """The model of shapes."""
-    files: TensorFiles
+    files: SafetensorsFiles | CodedFiles | GgufFiles
     """What its weights are read from."""
     rounded_to: torch.dtype | None
     """The type to which they are rounded when they are read; None: as they lie."""
@@ -174,7 +146,7 @@ class DeferredWeights:
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         state, prefix, found = self.model.state_dict(), self.model.base_model_prefix, {}
-        for name in self.files.names:
+        for name in self.files.shapes:
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if target not in state and name in state:  # as transformers does: it should not have been renamed
                 target, pattern = rename_source_key(name, [], [], prefix, state)
@@ -301,7 +273,7 @@ PATIENCE = 30.0
 SAY_LATER = "Run it again: what is finished is kept."
 
 
-def files_of(place: Location, config: PreTrainedConfig) -> TensorFiles:
+def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | CodedFiles | GgufFiles:
     """Open the weight files of that place. Raises ModelError for a form that is not read in parts."""
     path = place.folder / place.file
     if place.form == "pickle":
@@ -327,11 +299,6 @@ class SafetensorsFiles:
             with file.path.open("rb") as content:  # which the library has found to be whole
                 header = content.read(int.from_bytes(content.read(LENGTH), "little"))
             self.headers.append(file.in_report(sha256(header).hexdigest()))
-
-    @property
-    def names(self) -> Collection[str]:
-        """Of all tensors."""
-        return self._entries.keys()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -510,11 +477,6 @@ class CodedFiles:
     def headers(self) -> list[FileInParts]:
         """What stands for the files in a report."""
         return self.files.headers
-
-    @property
-    def names(self) -> Collection[str]:
-        """Of all tensors."""
-        return self.shapes.keys()
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
 from hashlib import sha256
@@ -239,10 +239,7 @@ ATTRIBUTES = {
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
 """Fields whose value a config takes under one of these names."""
-BY_SHAPE = (
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
-    *("attention.key_length_swa", "attention.value_length_swa"),
-)
+BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
 """Fields that the shapes of the tensors repeat, so that transformers refuses a wrong one."""
 ROTATION = (
     *("dimension_count", "dimension_count_swa", "freq_base", "freq_base_swa", "scale_linear", "scaling.type"),
@@ -254,6 +251,10 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 """Tensors by which the frequencies of a rotation are divided."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
 """Fields that change what attention reads, and that some architectures of llama.cpp have."""
+BETAS = (("fast", 32.0), ("slow", 1.0))
+"""The ends of the ramp of yarn, and where they are if a file does not say it."""
+LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the size of Gemma whose scale is of the width of the model, and not of a head."""
 OF_ATTENTION = re.compile(r"attn|rope_f")
 """What marks a tensor that changes attention."""
 ALIKE = 1e-5
@@ -291,7 +292,11 @@ class Settings:
 
     def apply(self, config: PreTrainedConfig) -> None:
         """Set in the config what transformers' reader drops. Raises ModelError for a field that it can't express."""
-        self._apply_scale(config)
+        architecture = self.header.architecture
+        if architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
+            large = config.num_hidden_layers == LARGE_GEMMA[architecture]
+            width = config.hidden_size // config.num_attention_heads if large else config.head_dim
+            config.query_pre_attn_scalar = width
         for name, value in self.fields.items():
             if name in ATTRIBUTES:
                 self._set(config, name)
@@ -302,39 +307,26 @@ class Settings:
                 self._check_pattern(config)
             elif name.startswith("attention.") and name not in BY_SHAPE:
                 usual = {
-                    "attention.causal": self.header.architecture != "t5encoder",
-                    "attention.max_alibi_bias": 8.0 if self.header.architecture == "bloom" else 0.0,
-                    "attention.scale": self._scale(config),
-                }.get(name, 0)
+                    "attention.causal": float(architecture != "t5encoder"),
+                    "attention.max_alibi_bias": 8.0 * (architecture == "bloom"),
+                    "attention.scale": _scale(config),
+                    "attention.key_length": _head_dim(config),
+                    "attention.value_length": _head_dim(config),
+                }.get(name, 0.0)
                 unset = value == 0 and name != "attention.causal"
-                if not unset and not math.isclose(float(value or 0), float(usual), rel_tol=1e-6):
+                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):
                     raise self.refusal(name)
-        for name in ("attention.key_length", "attention.value_length"):
-            if self.fields.get(name, _head_dim(config)) != _head_dim(config):
-                raise self.refusal(name)
         self._apply_rotation(config)
 
     def _set(self, config: PreTrainedConfig, name: str) -> None:
-        value = self.fields[name]
+        value = self.number(name, 0.0) and self.fields[name]
         names = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
         slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
         if value and (not names or (name == "attention.sliding_window" and not slides)):
             raise self.refusal(name)
         for attribute in names:
-            if isinstance(getattr(config, attribute), float | int) or value:
+            if value or getattr(config, attribute):
                 setattr(config, attribute, value if value or name.endswith(("epsilon", "layers")) else None)
-
-    def _apply_scale(self, config: PreTrainedConfig) -> None:
-        """Set the scale of Gemma's scores, which llama.cpp knows by the number of layers."""
-        large = {"gemma2": 46, "gemma3": 62}.get(self.header.architecture)
-        if large is not None and hasattr(config, "query_pre_attn_scalar"):
-            by_width = config.num_hidden_layers == large
-            width = config.hidden_size // config.num_attention_heads if by_width else config.head_dim
-            config.query_pre_attn_scalar = width
-
-    def _scale(self, config: PreTrainedConfig) -> float:
-        own = getattr(config, "attention_multiplier", None)
-        return float(own or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
 
     def _check_pattern(self, config: PreTrainedConfig) -> None:
         """Raise ModelError if other layers have a window than the config says."""
@@ -380,20 +372,21 @@ class Settings:
             lengths = dict(zip(("long_factor", "short_factor"), both, strict=True))
             own = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
             return {"rope_type": "longrope"} | lengths | own
-        if stretch != 1 and kind != "none":
+        if stretch != 1:
             raise self.refusal("rope.scaling.attn_factor")
+        own = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            betas = {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual)
-                     for end, usual in (("fast", 32.0), ("slow", 1.0))}  # fmt: skip
-            own = {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
-            return {"rope_type": "yarn", "factor": factor} | betas | own
-        return {} if kind == "none" else {"rope_type": kind, "factor": factor}
+            own |= {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
+            own |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
+        return {} if kind == "none" else own
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
-        unknown = next((name for name, value in self.fields.items() if name.startswith("rope.") and value
-                        and name.removeprefix("rope.") not in ROTATION and not self._reads(name)), None)  # fmt: skip
-        if unknown is not None:
-            raise self.refusal(unknown)
+        sections = (
+            "dimension_sections" if self.header.architecture.startswith("qwen35") else ""
+        )  # which transformers takes
+        for name, value in self.fields.items():
+            if name.startswith("rope.") and value and name.removeprefix("rope.") not in (*ROTATION, sections):
+                raise self.refusal(name)
         every = getattr(config, "rope_parameters", None)
         if not every:
             if self.factors or self._scaling[0] != "none":
@@ -411,10 +404,6 @@ class Settings:
         if "original_max_position_embeddings" in rotation and hasattr(config, "original_max_position_embeddings"):
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
-    def _reads(self, name: str) -> bool:
-        """Whether transformers' own reader takes the field: the sections of Qwen 3.5's rotation."""
-        return name == "rope.dimension_sections" and self.header.architecture.startswith("qwen35")
-
     def check_rotation(self, model: PreTrainedModel) -> None:
         """Raise ModelError if a table of the model's frequencies is not what llama.cpp computes from the file."""
         for name, table in model.named_buffers():
@@ -431,34 +420,45 @@ class Settings:
                 )
 
     def _frequencies(self, count: int, *, local: bool) -> numpy.ndarray[Any, Any]:
-        """Compute the frequencies of a rotation as llama.cpp does, of layers with a window if `local`."""
-        count = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
+        """Compute the frequencies of a rotation as llama.cpp does, of layers with a window if `local`.
+
+        None are returned if the file has another count of them.
+        """
         base, kind, factor = self.number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self.number("rope.freq_base_swa", 10000.0 if self.header.architecture == "gemma3" else base)
-        plain = base ** (-numpy.arange(count) / count)
+        divisors = self.factors.get(FACTORS[0]) or self.factors.get(FACTORS[2]) or [1.0] * count
+        said = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
+        if base <= 1 or not said == len(divisors) == count:
+            return numpy.empty(0)
+        steps = numpy.arange(count)
+        plain: numpy.ndarray[Any, Any] = base ** (-steps / count)
         if local and self.header.architecture in ("gemma3", "gemma4"):
             return plain
         if kind == "yarn":
-            first = self.number("rope.scaling.original_context_length", self.number("context_length", 0))
-            low, high = (
-                count
-                * math.log(first / (self.number(f"rope.scaling.yarn_beta_{end}", usual) * 2 * math.pi))
-                / math.log(base)
-                for end, usual in (("fast", 32.0), ("slow", 1.0))
-            )
+            first = self.number("rope.scaling.original_context_length", 0) or self.number("context_length", 1)
+            turns = [2 * math.pi * self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS]
+            if not all(turns) or not first:
+                return numpy.empty(0)
+            low, high = (count * math.log(first / each) / math.log(base) for each in turns)
             low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * count - 1)
-            ramp = numpy.clip((numpy.arange(count) - low) / max(high - low, 1e-3), 0, 1)
-            return plain * (1 - ramp + ramp / factor)
-        divisors = numpy.array(self.factors.get(FACTORS[0]) or self.factors.get(FACTORS[2]) or [1.0] * count)
-        return plain / divisors / factor if divisors.shape == plain.shape else divisors[:0]
+            ramp = numpy.clip((steps - low) / max(high - low, 1e-3), 0, 1)
+            plain *= 1 - ramp + ramp / factor
+            return plain
+        return numpy.asarray(plain / divisors / factor)
+
+
+def _scale(config: PreTrainedConfig) -> float:
+    """Return the scale of scores by the config."""
+    own = getattr(config, "attention_multiplier", None)
+    return float(own or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    own = next(
-        (size for name in ("global_head_dim", "head_dim", "d_kv") if (size := getattr(config, name, None))), None
-    )
-    return int(own or config.hidden_size // config.num_attention_heads)
+    """Return the width of a head by the config."""
+    sizes = [getattr(config, name, None) for name in ("global_head_dim", "head_dim", "d_kv")]
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return int(next(filter(None, sizes), None) or config.hidden_size // heads)
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -495,11 +495,6 @@ class GgufFiles:
     def headers(self) -> list[FileInParts]:
         """What stands for the file in a report."""
         return [self._file.in_report(sha256(repr(self._header).encode()).hexdigest())]
-
-    @property
-    def names(self) -> Collection[str]:
-        """Of all tensors, as the model calls them."""
-        return self._sources.keys()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -560,21 +555,6 @@ def _two_levels(model: Any) -> Any:
         return SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=lambda: children)
 
     return stand_in(model, [(name, stand_in(child, [])) for name, child in model.named_children()])
-
-
-def refuse_ignored(path: Path, names: Iterable[str]) -> None:
-    """Raise ModelError for tensors without a place that change attention."""
-    if found := [name for name in names if OF_ATTENTION.search(name)]:
-        raise ModelError(
-            f"{path} holds {shortened(found[0])}, which changes attention and has no place in the model.",
-            SAY_SAFETENSORS,
-        )
-
-
-def read_by_transformers(architecture: str) -> bool:
-    """Return whether transformers loads this architecture in another way, in which no single tensors are read."""
-    supported: Any = import_module("transformers.integrations.gguf.utils").is_gguf_arch_supported
-    return bool(supported(architecture))
 
 
 @contextmanager

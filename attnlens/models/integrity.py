@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
 from attnlens.models.configs import refuse_mismatch
-from attnlens.models.gguf import Settings, read_header, refuse_ignored
+from attnlens.models.gguf import OF_ATTENTION, SAY_SAFETENSORS, Settings, read_header
 from attnlens.models.locate import Location
 from attnlens.models.stored import SAY_ONCE, Stored, named
 
@@ -50,7 +50,9 @@ def check_loaded(
         )
     refuse_mismatch(place, found["mismatched_keys"])
     if place.gguf:
-        refuse_ignored(where, found["unexpected_keys"])
+        if ignored := [name for name in sorted(found["unexpected_keys"]) if OF_ATTENTION.search(name)]:
+            problem = f"{where} holds {named(ignored)}, which changes attention and has no place in the model."
+            raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where, read_header(where)).check_rotation(model)
     if twice := _twice(model, stored, set(found["unexpected_keys"])):
         raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)

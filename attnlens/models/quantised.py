@@ -125,7 +125,7 @@ class CodedWeight:
 
     def decoded(self, parts: Parts) -> Tensor:
         """Compute the weight in float32, from the tensors by the ends of their names. Raises ModelError on failure."""
-        return self._tried(self.scheme.decode, parts)
+        return self._tried(self.scheme.decode, parts, self.settings)
 
     def shape(self, shapes: PartShapes, read: Callable[[str], Tensor]) -> tuple[int, ...]:
         """Return its shape, by those of its parts; `read` gives one of the tensors, by the end of its name.
@@ -136,7 +136,7 @@ class CodedWeight:
 
     def _tried(self, function: Callable[..., Returned], *arguments: object) -> Returned:
         try:
-            return function(*arguments, self.settings)
+            return function(*arguments)
         except CodesError as error:
             problem = f"{self.where} stores {shortened(self.name)} as codes: {error}."
             raise ModelError(problem, SAY_UNQUANTISED) from None
@@ -446,42 +446,32 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
 
 # --- shapes, and the table of methods --------------------------------------------------------------------------------
 
-
-def as_codes(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
-    """Return the shape of the codes: one for each number."""
-    return shapes[""]
+PartReader = Callable[[str], "Tensor"]
+"""Reads one of the tensors that a weight is made of, by the end of its name."""
 
 
-def along_inputs(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+def along_inputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
     """Return the shape of a weight of GPTQ, in whose words the codes of neighbouring inputs lie."""
     words, zero_words, scale = _matrices(shapes)
     return scale[1], words[0] * 32 // _bits(zero_words[1], scale[1])
 
 
-def along_outputs(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+def along_outputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
     """Return the shape of a weight of AWQ, in whose words the codes of neighbouring outputs lie."""
     words, _, scale = _matrices(shapes)
     return scale[1], words[0]
 
 
-def in_pairs(shapes: PartShapes, _read: object, _settings: object) -> tuple[int, ...]:
+def in_pairs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
     """Return the shape of experts of mxfp4: (experts, rows, blocks, bytes) → (experts, numbers, rows)."""
     experts, rows, blocks, pairs = _blocks(shapes)
     return experts, 2 * blocks * pairs, rows
 
 
-def written_apart(_shapes: object, read: Callable[[str], Tensor], _settings: object) -> tuple[int, ...]:
-    """Return the shape that compressed-tensors writes beside its words."""
-    return _sizes(read("_shape").tolist())
-
-
-def in_state(shapes: PartShapes, read: Callable[[str], Tensor], _settings: object) -> tuple[int, ...]:
-    """Return the shape that bitsandbytes says of its four-bit codes."""
-    return _sizes(_state({part: read(part) for part in shapes if part.startswith(QUANT_STATE)}).get("shape"))
-
-
-def _sizes(found: object) -> tuple[int, ...]:
-    """Return a shape that a file says; raises CodesError for anything else."""
+def stated(shapes: PartShapes, read: PartReader) -> tuple[int, ...]:
+    """Return the shape that compressed-tensors writes beside its words, and bitsandbytes into its state."""
+    state = {part: read(part) for part in shapes if part.startswith(QUANT_STATE)}
+    found = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
     if not (isinstance(found, list) and found and all(isinstance(size, int) and size > 0 for size in found)):
         raise CodesError("nothing says which shape it has")
     return tuple(found)
@@ -499,8 +489,8 @@ class Scheme:
     """The ends of the names of what else it is made of; one of them must be there."""
     decode: Callable[[Parts, Settings], Tensor]
     """(parts by those ends, the codes by "", settings) → the weight in float32; raises CodesError."""
-    shape: Callable[[PartShapes, Callable[[str], Tensor], Settings], tuple[int, ...]] = as_codes
-    """(shapes of the parts, what reads one of them, settings) → the weight's shape; raises CodesError."""
+    shape: Callable[[PartShapes, PartReader], tuple[int, ...]] = lambda shapes, _read: shapes[""]
+    """(shapes of the parts, what reads one of them) → the weight's shape, by default that of the codes."""
 
 
 _FLOAT8 = (Scheme("", "", SCALES[:2], float8), Scheme(".weight", ".weight", SCALES[2:], float8))
@@ -512,11 +502,11 @@ SCHEMES: dict[str, tuple[Scheme, ...]] = {
     "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, along_inputs),),
     "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, along_outputs),),
     "compressed-tensors": (
-        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), packed, written_apart),
+        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), packed, stated),
         Scheme("", "", ("_scale", "_zero_point", "_g_idx"), compressed),
     ),
     "bitsandbytes": (
-        Scheme("", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, in_state),
+        Scheme("", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, stated),
         Scheme(".weight", ".weight", (".SCB", ".weight_format"), eight_bits),
     ),
 }

@@ -280,13 +280,14 @@ class Store:
                         write_atomically(path, content)
                     else:  # an object store puts an object whole
                         path.write_bytes(content)
-                return
             except (OutputError, FileNotFoundError) as error:
                 if attempt < 7 and isinstance(path, Path) and not path.parent.exists():
                     continue
                 if isinstance(error, OutputError):
                     raise
                 raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
+            else:
+                return
 
     def compute(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what a unit found before, or what `make` finds now, which is then kept."""
