@@ -378,7 +378,7 @@ def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, 
                 result = dict(reader(images=raw, return_tensors="pt"))
             else:
                 options = {"sampling_rate": _rate(reader), "return_tensors": "pt"}
-                if "attention_mask" in names and "return_attention_mask" in signature(reader).parameters:
+                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(reader).parameters:
                     options["return_attention_mask"] = True
                 result = dict(reader(raw, **options))
     except UNPREPARED as error:
