@@ -29,7 +29,7 @@ from attnlens.models.placement import (
     removed_with,
     spread_over_devices,
 )
-from attnlens.models.quantised import decoded, method_of, table
+from attnlens.models.quantised import method_of
 from attnlens.models.quiet import no_kernels, quiet
 from attnlens.models.tokenizers import load_tokenizer
 from attnlens.records import ModelInfo
@@ -162,6 +162,7 @@ def _loaded(
     """The model at that place, its codes decoded and the adapter merged, on that device."""
     import torch
 
+    from attnlens.models.deferred import files_of, read_all
     from attnlens.models.memory import refuse_too_large
 
     beside = adapter is not None and adapter.folder.samefile(place.folder)
@@ -171,18 +172,16 @@ def _loaded(
         kind, method = dtype_of(dtype, config, device), method_of(place)
         if device.type == "cpu":
             refuse_too_large(place, stored, torch.float32 if isinstance(kind, str) else kind)
-        weights = None if method is None else decoded(place, method, config.dtype if isinstance(kind, str) else kind)
-        if weights is not None:
-            drop_settings(config)
-            stored = table(weights, stored)
-        with bounded(place, stored):
-            files = gguf_files(place, config) if place.gguf else None
-            if files is not None:
-                kind = torch.float32 if isinstance(kind, str) else kind
-                weights = {name: files.read([name])[name].to(kind) for name in files.shapes}
-            model, found = built(place, config, kind, trust_remote_code, weights)
+        files = None if method is None else files_of(place, config)
         if files is not None:
-            found = {**found, "unexpected_keys": {*found["unexpected_keys"], *files.ignored}}
+            drop_settings(config)
+            stored = dict(files.table(stored))
+        with bounded(place, stored):
+            files = gguf_files(place, config) if place.gguf else files
+            own: Any = (config.dtype if method else None) or torch.float32
+            weights = None if files is None else read_all(files, own if isinstance(kind, str) else kind)
+            model, found = built(place, config, kind, trust_remote_code, weights)
+        found = {**found, "unexpected_keys": {*found["unexpected_keys"], *getattr(files, "ignored", ())}}
         check_loaded(place, model, stored, found)
         adapted = None if adapter is None else merge(adapter, model)
         tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)

@@ -260,6 +260,8 @@ LENGTH = 8
 """Bytes in front of a safetensors header, which say how long it is."""
 LONGEST = 100 * 2**20
 """Bytes of a header beyond which it is refused, as the safetensors library does."""
+BATCH = 64
+"""Tensors that are read in one go where all of a model are."""
 SAMPLE = 4096
 """Numbers at the beginning, in the middle and at the end of a tensor that stand for it, up to a row."""
 ATTEMPTS = 5
@@ -286,6 +288,16 @@ def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | Co
     files = RemoteFiles([RemoteFile(*both) for both in place.urls]) if place.urls else SafetensorsFiles(place.weights)
     method = method_of(place)
     return files if method is None else CodedFiles(files, coded_weights(place, method, files.table({})))
+
+
+def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read all tensors, a few at a time; those that were codes become that type, others stay as they lie."""
+    names, found = list(files.shapes), dict[str, Tensor]()
+    coded = files.coded if isinstance(files, CodedFiles) else files.shapes
+    for start in range(0, len(names), BATCH):
+        for name, tensor in files.read(names[start : start + BATCH]).items():
+            found[name] = tensor.to(dtype) if name in coded else tensor
+    return found
 
 
 class SafetensorsFiles:
@@ -328,9 +340,9 @@ class SafetensorsFiles:
         try:
             with safe_open(file.path, framework="pt") as content:
                 found = take(content, name)
-        except (SafetensorError, OSError):
+        except (SafetensorError, OSError) as error:
             file.check()
-            raise
+            raise ModelError(f"{file.path} can't be read: {first_line(error)}", "Download it again.") from None
         file.check()
         return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +17,6 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened, written
 from attnlens.models.configs import DECODED, settings_of
 from attnlens.models.locate import CONFIG, Location
-from attnlens.models.stored import FLOATS, Stored, type_of
 
 if TYPE_CHECKING:
     import torch
@@ -79,36 +77,6 @@ def _refusal(method: str, settings: Settings) -> str | None:
     if method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
         return f"are in the version {written(version)} or not of four bits, which attnlens does not decode"
     return None
-
-
-def decoded(place: Location, method: str, dtype: torch.dtype | str | None) -> dict[str, Tensor]:
-    """Load all tensors of the weight files, with codes and scales replaced by the weights that they stand for.
-
-    Those are computed in float32 and have that `dtype`, if it is one; codes without scales, and scales without codes,
-    stay as they are. Raises ModelError if a weight can't be decoded, or none is stored so.
-    """
-    import torch
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(file, framework="pt")) for file in place.weights]
-        homes = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # it is no dict
-        tensors: dict[str, Tensor] = {}
-        used = set()
-        for name, coded in coded_weights(place, method, homes).items():
-            parts = {part: homes[stored].get_tensor(stored) for part, stored in coded.parts.items()}
-            tensors[name] = coded.decoded(parts).to(dtype if isinstance(dtype, torch.dtype) else torch.float32)
-            used |= set(coded.parts.values())
-        return tensors | {name: file.get_tensor(name) for name, file in homes.items() if name not in used}
-
-
-def table(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Describe how the decoded tensors would lie in a file, and the others do."""
-    types = {name: type_of(tensor.dtype) for name, tensor in tensors.items()}
-    return {
-        name: Stored(tuple(tensors[name].shape), kind) if kind in FLOATS else stored[name]
-        for name, kind in types.items()
-    }
 
 
 @dataclass(frozen=True)
