@@ -31,8 +31,15 @@ NAMES = {
 CLASSES = {"wav2vec2-bert": "SeamlessM4TFeatureExtractor", "glm_ocr": "Glm46VImageProcessorPil"}
 """What checkpoints of a type say where it is not what transformers' table says."""
 
-ALSO: dict[str, dict[str, Any]] = {"clap": {"truncation": "rand_trunc"}}
+ALSO: dict[str, dict[str, Any]] = {
+    "clap": {"truncation": "rand_trunc"},
+    "gemma4": {"max_soft_tokens": 70},
+    "gemma4_vision": {"max_soft_tokens": 70},
+}
 """Settings that checkpoints of a type have and its config does not say."""
+
+SMALL, LARGEST = 64, 224
+"""Sides of images: that are cut into patches of any number, and of a model whose config names none."""
 
 
 def save(model: Any, folder: Path) -> None:
@@ -71,7 +78,9 @@ def processor_of(made: Any, model: Any) -> Any:
     own = made().to_dict()
     changed = {name: media.setting(model, *NAMES.get(name, (name,))) for name in own if not name.endswith("_type")}
     side = media.setting(model, "image_size", "crop_size", "input_size", "img_size")
-    side = max(side) if isinstance(side, list | tuple) else side
+    side = max(side) if isinstance(side, list | tuple) else side or LARGEST
+    if "temporal_patch_size" in own:  # its sizes are numbers of pixels
+        changed["size"] = {"shortest_edge": SMALL**2, "longest_edge": SMALL**2}
     for name in ("size", "crop_size", "max_image_size"):
         if isinstance(own.get(name), dict) and isinstance(side, int) and "temporal_patch_size" not in own:
             changed[name] = dict.fromkeys(own[name], side)
