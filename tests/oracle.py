@@ -78,7 +78,7 @@ COMMANDS = {
 }
 DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "stamp", "beside_sdpa"}
 """Fields of a report, and beginnings of columns, that are not the same in two runs."""
-PLACE = re.compile(r"[^\s\"'(]*/attnlens/demo")
+PLACE = re.compile(r"[^\s\"'(]{0,200}/attnlens/demo")
 """Where the tree lies that runs."""
 COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[.,;)<])|(?<=, )[0-9.]+$")
 
