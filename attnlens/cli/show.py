@@ -120,12 +120,12 @@ def told(error: BaseException) -> int:
 
 
 @contextmanager
-def progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+def progress(*, shown: bool, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar with ETA on a terminal, else one plain line now and then; yields (stage, done, total) → None.
 
-    What fails meanwhile without ending the run is said as it does.
+    Warnings of the library are lines on stderr, unless `quiet`.
     """
-    with _warnings(shown=shown):
+    with _warnings(shown=not quiet):
         if not shown:
             yield lambda _stage, _done, _total: None
             return

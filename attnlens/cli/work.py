@@ -54,7 +54,7 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     with interruptible_at_once():
         from attnlens.models.quiet import unlogged
 
-    with unlogged(), progress(shown=outputs.moving) as tell:
+    with unlogged(), progress(shown=outputs.moving, quiet=outputs.quiet) as tell:
         yield tell
 
 
