@@ -1,4 +1,4 @@
-"""Measure what work adds to each unit: computing, writing, and loading 200 small units, against writing their bytes alone.
+"""Measure what work adds to each unit: computing, writing and loading small units, against writing their bytes alone.
 
 python benchmarks/work.py [--quick]
 """
