@@ -1,95 +1,96 @@
-"""Kills commands at random moments: each leaves the old output or the new one, and the next run no litter.
+"""Kill commands at random moments: outputs are the old ones or the new ones, and resumed runs report the same numbers.
 
-python benchmarks/kills.py [--quick] [--moments N] [--seed N]
+python benchmarks/kills.py [--quick] [--only COMMAND ...] [--moments N] [--seed N]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from attnlens.errors import AttnlensError
-from attnlens.records import read_report
-
-SMALL = ("--sequences", "2", "--tokens", "16", "--no-progress", "-q")
-ONE = ("--layers", "0")
+SMALL = (
+    *("--sequences", "8", "--tokens", "32", "--batch-size", "2", "--no-progress", "-q"),
+    *("--json", "r.json", "--work", "work"),
+)
 COMMANDS = {
-    "inspect": ("inspect", "demo", *SMALL, *ONE, "--json", "r.json", "--csv", "r.csv"),
-    "swap-kernel --save": ("swap-kernel", "demo", *SMALL, *ONE, "--json", "r.json", "--save", "saved"),
-    "converge": ("converge", "--experiment", "feasibility", "--trials", "2", "-q", "--json", "r.json"),
+    "inspect": ("inspect", "demo", *SMALL),
+    "inspect --jobs": ("inspect", "demo", *SMALL, "--jobs", "2"),
+    "converge": ("converge", "--checkpoints", "--layers", "0", *SMALL),
+    "swap-kernel --sweep": ("swap-kernel", "demo", "--kernel", "rbf", "--sweep", "heads", *SMALL),
+    "swap-kernel --heal": ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "12", *SMALL),
+    "swap-kernel --budget": ("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", *SMALL),
+    "study": (
+        *("study", "order", "--seeds", "1", "--cells", "language/nowhere", "--jobs", "1"),
+        *("--no-progress", "-q", "--json", "r.json", "--work", "work"),
+    ),
 }
+VARYING = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "speed", "beside_sdpa"}
+"""Fields of a report that two whole runs do not share."""
 OLD = b"what stood here before"
 
 
 def main() -> None:
-    """Print a row a command; end with 1 where something else than the old or the new output was left."""
+    """Print one row per command; exit with 1 if an output was a part, or a resumed run had other numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one moment a command: does it still run?")
+    parser.add_argument("--quick", action="store_true", help="one moment of the first command: does it still run?")
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, help="kill these commands alone")
     parser.add_argument("--moments", type=int, default=30, help="how often each command is killed")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     wanted = parser.parse_args()
-    moments = 1 if wanted.quick else wanted.moments
-    broken = False
-    print(f"{'command':20} moments  old  new  ratio of whole outputs")
-    for name, words in COMMANDS.items():
-        found = list(killed(words, moments, wanted.seed))
-        wrong = [state for state in found if state not in ("old", "new")]
-        broken |= bool(wrong)
-        row = f"{name:20} {moments:7} {found.count('old'):4} {found.count('new'):4}  {1 - len(wrong) / moments:.3f}"
-        print(row, *wrong, flush=True)
-    sys.exit(int(broken))
-
-
-def killed(words: tuple[str, ...], moments: int, seed: int) -> Iterator[str]:
-    """For each moment `old` or `new`, or in words what is neither; evenly drawn over what a whole run takes."""
-    draw = random.Random(seed)  # noqa: S311  # no secret
-    with tempfile.TemporaryDirectory() as folder:
-        length = _seconds(lambda: subprocess.run(_program(words), cwd=folder, check=True))  # noqa: S603  # ours
-    for _ in range(moments):
+    moments, names = (1, ["inspect"]) if wanted.quick else (wanted.moments, wanted.only or list(COMMANDS))
+    broken = 0
+    print(f"{'command':22} moments   old   new  resumed  equal")
+    for name in names:
+        draw = random.Random(wanted.seed)  # noqa: S311  # no secret
         with tempfile.TemporaryDirectory() as folder:
-            yield _kill(words, Path(folder), draw.uniform(0, length))
+            start = time.perf_counter()
+            whole = _finished(COMMANDS[name], Path(folder))
+            length = time.perf_counter() - start
+        rows = [_killed(COMMANDS[name], draw.uniform(0, length), whole) for _ in range(moments)]
+        counts = [sum(row[field] for row in rows) for field in ("old", "new", "resumed", "equal")]
+        broken += 2 * moments - counts[0] - counts[1] - counts[3]
+        print(f"{name:22} {moments:7} {counts[0]:5} {counts[1]:5} {counts[2]:8} {counts[3]:6}", flush=True)
+    sys.exit(bool(broken))
 
 
-def _kill(words: tuple[str, ...], folder: Path, wait: float) -> str:
-    outputs = [folder / word for word in words if word.startswith("r.")]
-    for output in outputs:
+def _killed(words: tuple[str, ...], wait: float, whole: Any) -> dict[str, bool]:
+    """Kill a command after so many seconds, run it again, and compare its report with that of a whole run."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        output = folder / "r.json"
         output.write_bytes(OLD)
-    process = subprocess.Popen(_program(words), cwd=folder)  # noqa: S603  # ours
-    time.sleep(wait)
-    process.kill()
-    process.wait()
-    states = {"old" if output.read_bytes() == OLD else _whole(output) for output in outputs}
-    if not (folder / "saved").exists():  # a folder that is there is whole, and would be refused
-        subprocess.run(_program(words), cwd=folder, check=True)  # noqa: S603  # ours
-    litter = {path.name for path in folder.iterdir()} - {*(output.name for output in outputs), "saved"}
-    return f"litter {sorted(litter)}" if litter else next((state for state in states if state != "old"), "old")
+        process = subprocess.Popen(_program(words), cwd=folder, stderr=subprocess.DEVNULL)  # noqa: S603  # ours
+        time.sleep(wait)
+        process.kill()
+        process.wait()
+        content = output.read_bytes()
+        old = content == OLD
+        new = not old and _timeless(json.loads(content)) == whole
+        resumed = old and any((folder / "work").rglob("*.safetensors"))
+        return {"old": old, "new": new, "resumed": resumed, "equal": _finished(words, folder) == whole}
 
 
-def _whole(output: Path) -> str:
-    """`new` where the file is whole, else what is wrong with it."""
-    content = output.read_bytes()
-    if output.suffix == ".json":
-        try:
-            read_report(output)
-        except AttnlensError as error:
-            return error.problem
-    return "new" if content.endswith(b"\n") else f"a part of {output.name}"
+def _finished(words: tuple[str, ...], folder: Path) -> Any:
+    """Run a command to its end; returns its report without what varies."""
+    subprocess.run(_program(words), cwd=folder, check=True)  # noqa: S603  # ours
+    return _timeless(json.loads((folder / "r.json").read_text()))
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _timeless(part) for name, part in value.items() if name not in VARYING}
+    return [_timeless(part) for part in value] if isinstance(value, list) else value
 
 
 def _program(words: tuple[str, ...]) -> list[str]:
     return [sys.executable, "-m", "attnlens", *words]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
