@@ -36,6 +36,7 @@ from attnlens.errors import ModelError, TextError, TooLargeError
 from attnlens.models import deferred
 from attnlens.models.deferred import LENGTH, RemoteFile, is_announced
 from attnlens.records import Head, Report
+from attnlens.runs.work import ShardFinished
 from attnlens.weights import query_key_maps, rope, rows
 from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 
@@ -129,7 +130,9 @@ def test_bfloat16_is_read_as_it_is_stored(tmp_path):
 def test_a_file_in_which_one_layers_queries_were_changed_gives_other_numbers_there_and_only_there(tmp_path):
     place = saved(tmp_path / "model", "llama")
     kept = {"source": "weights", "from_files": True, "work": tmp_path / "work"}
-    before = attnlens.inspect(place, **kept, shard="1/1")  # whose units are left where they are
+    before = attnlens.inspect(place, **kept | {"work": tmp_path / "other"})
+    with pytest.raises(ShardFinished):  # whose units are left where they are
+        attnlens.inspect(place, **kept, shard="1/1")
     changed = weights(place)
     changed["model.layers.1.self_attn.q_proj.weight"] *= torch.linspace(0.5, 2, 64)
     stored(place, changed)
@@ -423,7 +426,8 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(other, tmp_path):
 def test_no_unit_of_other_numbers_is_taken_up_whose_file_has_the_same_time_and_header(form, tmp_path):
     place, work = tmp_path / "model", tmp_path / "work"
     saved(place, "llama") if form == "plain" else quantised(place, "fp8 in blocks")
-    attnlens.inspect(place, source="weights", from_files=True, shard="1/1", work=work)
+    with pytest.raises(ShardFinished):
+        attnlens.inspect(place, source="weights", from_files=True, shard="1/1", work=work)
     file, tensors = place / "model.safetensors", weights(place)
     before = file.stat()
     changed = "model.layers.0.self_attn.q_proj." + ("weight" if form == "plain" else "weight_scale_inv")

@@ -34,7 +34,7 @@ READ = (
     *("detr", "conditional_detr", "deformable_detr", "deepseek_v4", "mpnet", "deberta-v2", "bloom"),
     *("falcon", "mpt", "gptj", "gpt_neo", "codegen", "blip", "sam", "canine", "table-transformer"),
     *("layoutlmv3", "hiera", "levit", "xlnet", "swinv2", "siglip", "whisper", "llama4"),
-    *("xglm", "squeezebert", "gemma4"),
+    *("xglm", "squeezebert", "gemma4", "lilt"),
 )
 """The types that are read here; what is expected of each stands in the table of architectures."""
 FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model")
@@ -50,7 +50,6 @@ REFUSED: dict[str, str] = {
     "patchtst": "can't make up past_values",
     "lxmert": "can't run on input_ids and attention_mask: ValueError: `visual_feats` cannot be `None`",
     "instructblip": "can't make up qformer_input_ids",
-    "lilt": "its scores are a sum of 2 products",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "gives every query a sink of its own",
 }
