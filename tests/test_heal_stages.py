@@ -22,10 +22,10 @@ from attnlens.kernels import parsed
 from attnlens.records import HealingRate, read_report
 from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing import Healer, course, descent, heal
-from attnlens.run.swap.healing.course import adamw, descend
-from attnlens.run.swap.healing.held_out import Distances, HeldOut, parts_of, split, transfer, transferred
-from attnlens.run.swap.healing.trained import LowRankChange, Trained
+from attnlens.run.swap.healing import course, descent
+from attnlens.run.swap.healing.course import Distances, HeldOut, adamw, descend, parts_of, split, transfer, transferred
+from attnlens.run.swap.healing.descent import heal
+from attnlens.run.swap.healing.healer import Healer, LowRankChange, Trained
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.sentences.swaps.healing import healing as healing_sentences
 from attnlens.texts.targets import Fed

@@ -16,7 +16,7 @@ from attnlens.kernels.primal import STRENGTHS, PrimalFit, _assembled, _moments, 
 from attnlens.records import Call
 from attnlens.registry import Fit, OutputFit
 from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing import Healer
+from attnlens.run.swap.healing.healer import Healer
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.saved import load_swapped
 

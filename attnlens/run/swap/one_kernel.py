@@ -2,36 +2,277 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from attnlens import texts
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from attnlens import hooks, models, texts
 from attnlens.arguments import Budget
+from attnlens.choices import Route
 from attnlens.errors import OutputError
 from attnlens.hooks import Swaps
-from attnlens.records import Pair, Plan, Swap
+from attnlens.kernels import Kernel
+from attnlens.kernels.spelling import HeadShape
+from attnlens.records import Control, Coverage, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.records.windows import Windows
 from attnlens.requests.healing import HealOptions
-from attnlens.run.outcomes.agreement import agreements
-from attnlens.run.outcomes.differences import compare, windows_of
-from attnlens.run.outcomes.outputs import tokens_in
+from attnlens.requests.swap import SwapOptions
+from attnlens.run import checks
+from attnlens.run.differences import (
+    Continued,
+    Differences,
+    Prompts,
+    agreements,
+    compare,
+    own_continuation,
+    placed_windows,
+    windows_of,
+)
+from attnlens.run.initialised import predictions, refuse_initialised
+from attnlens.run.outputs import TokenLosses, Variant, enough_memory, peak_of, run, tokens_in
+from attnlens.run.provenance import report_of
 from attnlens.run.swap import candidate as candidates
-from attnlens.run.swap.candidate import Candidate, guessed, swap_notes
+from attnlens.run.swap.candidate import Candidate, guessed, one_window, shapes_of, swap_notes
 from attnlens.run.swap.fit import MOST_FITTED, fit, passes
-from attnlens.run.swap.gates import leaks
-from attnlens.run.swap.healing import Procedure, changed_weights, control_of, digest_of
-from attnlens.run.swap.ranks.plans import given, planned
-from attnlens.run.swap.ranks.search import Budgeting, Choice, budget_work
-from attnlens.run.swap.readings import KernelFacts, KernelReading, losses_of
-from attnlens.run.swap.resources import enough_memory
+from attnlens.run.swap.healing.descent import Procedure, control_of, digest_of
+from attnlens.run.swap.healing.healer import changed_weights
+from attnlens.run.swap.ranks.plans import check_fits, given, planned
+from attnlens.run.swap.ranks.search import Budgeting, Choice, Sample, budget_work
 from attnlens.run.swap.saved import save_swapped
-from attnlens.run.swap.session import Swapping
-from attnlens.run.swap.sites import Local, locally
-from attnlens.runs.progress import Tell, telling_at_most, timed
+from attnlens.run.swap.sites import Local, chosen_sites, idle_sites, leaks, locally, refuse_crossing
+from attnlens.run.swap.sweep import Sweeping
+from attnlens.runs.progress import INTERRUPTED, Progress, Tell, telling, telling_at_most, timed
 from attnlens.runs.work import Keep, Store, keep_nothing, key_of
-from attnlens.texts.targets import meanings
+from attnlens.statistics import Design
+from attnlens.texts.targets import Fed, meanings
+
+
+@dataclass
+class Swapping:
+    """One run of `swap_kernel`, before its kernels."""
+
+    loaded: models.Loaded
+    options: SwapOptions
+    settings: Settings
+    task: Task
+    evaluated: texts.Batches
+    """What is evaluated on, as it was cut."""
+    fed: list[Fed]
+    """The same with what is to be predicted."""
+    design: Design
+    """How the evaluated sequences were sampled."""
+    calibrated: texts.Batches | None
+    """What kernels are fitted on, and weights healed."""
+    samples: tuple[Sample, ...]
+    """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
+    progress: Progress
+    prompts: Prompts | str = "nothing is generated"
+    """What is continued greedily, or why nothing is."""
+    shared: float = 0.0
+    """Share of the evaluated tokens that stand in the calibration text too."""
+    sites: tuple[Site, ...] = ()
+    heads_of: dict[Site, int] = field(default_factory=dict)
+    chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
+    """Where the kernel is swapped, and in which heads; None means all."""
+    shapes: dict[Site, HeadShape] = field(default_factory=dict)
+    """What the state of the chosen heads depends on."""
+    idle: list[Skipped] = field(default_factory=list)
+    """Attention that the evaluated input does not run."""
+    identity_error: float = 0.0
+    controls: dict[object, Differences] = field(default_factory=dict)
+    """What was measured of controls, by their keys: several kernels may have one in common."""
+    agreements: dict[object, dict[str, Any]] = field(default_factory=dict)
+    """For how long their greedy continuations are the original's."""
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def survey(self) -> None:
+        """Find the sites, prove that recomputing attention changes nothing, choose the sites.
+
+        Raises UsageError for a kernel that has no meaning in a chosen cross-attention.
+        """
+        with timed(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
+            self._survey()
+        for kernel in self.options.kernels:
+            refuse_crossing(kernel, list(self.chosen))
+
+    def _survey(self) -> None:
+        survey = checks.surveyed(self.loaded, self.probe)
+        reached = survey.reached
+        self.identity_error = checks.proven_whole(self.loaded, self.probe)
+        refuse_initialised(self.loaded, self.probe, predictions(self.task))
+        self.sites = tuple(found.site for found in reached)
+        self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
+        if self.options.ranks is not None:
+            check_fits(self.options.ranks, reached)
+        self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
+        self.shapes = shapes_of(reached, self.chosen)
+        self.idle = idle_sites(survey, self.settings.layers)
+
+    def swaps(self, kernel: Kernel) -> hooks.Swaps:
+        """That kernel at the chosen sites."""
+        return {site: hooks.Replacement(kernel, heads) for site, heads in self.chosen.items()}
+
+    def variant(
+        self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None, path: Route | None = None
+    ) -> Variant:
+        """The model with these kernels in place, and with these weights; by that path, or the one asked for."""
+
+        @contextmanager
+        def changed() -> Iterator[None]:
+            replaced = hooks.replace(self.loaded.model, self.sites, swaps, path or self.options.path)
+            with changed_weights(self.loaded.model, weights or {}), replaced:
+                yield
+
+        return changed
+
+    @property
+    def probe(self) -> dict[str, Tensor]:
+        """Two of the sequences, by which the model is proven."""
+        return texts.first(self.fed[0].inputs, 2)
+
+    @property
+    def peak(self) -> int | None:
+        """The largest memory of a pass over one batch, as the model is now."""
+        return peak_of(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
+
+    @cached_property
+    def own_peak(self) -> int | None:
+        """The same of the original model."""
+        return self.peak
+
+    @cached_property
+    def continuation(self) -> tuple[Continued | str, list[str]]:
+        """How the original model continues the prompts, and what a reader must know of it."""
+        return own_continuation(self.loaded.model, self.prompts, self.options.generate)
+
+    @cached_property
+    def sweeping(self) -> Sweeping:
+        """Sweeps the heads or layers of each kernel."""
+        over = self.evaluated, self.fed, self.design
+        return Sweeping(self.loaded, self.options, self.settings, self.task, *over, self.sites, self.heads_of)
+
+    def teller(self, stage: str, total: int, kernel: Kernel) -> Tell:
+        """Tells the progress of a stage of one kernel, which is named where there are several."""
+        named = f"{kernel.spelling}, {stage}" if len(self.options.kernels) > 1 else stage
+        return telling(self.progress, named, total)
+
+
+class KernelFacts(BaseModel):
+    """What is told of one kernel."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    swap: Swap
+    plan: Plan | None
+    window: int | str
+    """Beyond how many keys evidence may lie, or why there is no such number, of this kernel alone."""
+    notes: list[str]
+    """On the run."""
+
+
+@dataclass(frozen=True)
+class KernelReading:
+    """What was found of one kernel."""
+
+    facts: KernelFacts
+    losses: dict[str, TokenLosses]
+    """The losses of each predicted token, by stage, and by the number of a control."""
+    windows: dict[str, Tensor]
+    """What each window read, a column a stage."""
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The same as the value of a unit of work."""
+        losses = {owner: [losses.before[0], losses.after[0], losses.back[0]] for owner, losses in self.losses.items()}
+        return {"facts": self.facts.model_dump(), "losses": losses, "windows": self.windows}
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> KernelReading:
+        """Return the reading that is the value of a unit of work."""
+        losses = {owner: TokenLosses(*([part] for part in parts)) for owner, parts in value["losses"].items()}
+        return cls(KernelFacts.model_validate(value["facts"]), losses, value["windows"])
+
+
+def losses_of(candidate: Candidate) -> dict[str, TokenLosses]:
+    """The token losses of a candidate's stages and controls, of causal models."""
+    controls = {str(n): candidate.measured[one.key] for n, one in enumerate(candidate.controls) if one.swaps}
+    found = {**candidate.found, **controls}
+    return {name: one.by_token.joined() for name, one in found.items() if one.by_token.before}
+
+
+def swap_report(
+    session: Swapping, values: Mapping[str, Any], missing: Mapping[str, str], timings: Mapping[str, float]
+) -> Report:
+    """Return the report of a run whose kernels' units have these values; the others have a reason, or none yet."""
+    done = {name: KernelReading.of(value) for name, value in values.items()}
+    spellings = [kernel.spelling for kernel in session.options.kernels]
+    late = [
+        Skipped(site=f"kernel {name}", reason=missing.get(name, INTERRUPTED)) for name in spellings if name not in done
+    ]
+    parts = session.evaluated.parts or ("",) * session.evaluated.sequences
+    swaps = _of_one_window(list(done.values()), Design.of(parts, session.settings.intervals), session.settings.seed)
+    notes = dict.fromkeys(chain.from_iterable(reading.facts.notes for reading in done.values()))
+    settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *notes]})
+    heads = sum(session.heads_of[site] if chosen is None else len(chosen) for site, chosen in session.chosen.items())
+    return report_of(
+        "swap-kernel",
+        model=session.loaded.info,
+        settings=settings,
+        coverage=Coverage(sites=len(session.chosen), heads=heads, analysed=heads, skipped=[*session.idle, *late]),
+        summary=Summary(identity_error=session.identity_error),
+        swap=swaps[0],
+        more_swaps=swaps[1:],
+        plan=next(iter(done.values())).facts.plan,
+        timings=dict(timings),
+    ).with_windows(_windows(done, settings))
+
+
+def _windows(done: Mapping[str, KernelReading], settings: Settings) -> Windows:
+    """What each window read, by kernel and stage."""
+    units = [{"kernel": name, "stage": stage.name} for name, one in done.items() for stage in one.facts.swap.stages]
+    parts = [one.windows for one in done.values()]
+    columns = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    return placed_windows(columns, units, settings)
+
+
+def _of_one_window(readings: Sequence[KernelReading], design: Design, seed: int) -> list[Swap]:
+    """The records, whose losses beyond a window are all beyond the same, so that they are of the same tokens."""
+    first = next((losses for reading in readings for losses in reading.losses.values()), TokenLosses())
+    windows = one_window([reading.facts.window for reading in readings], first)
+    return [_with_window(*of, design, seed) for of in zip(readings, windows, strict=True)]
+
+
+def _with_window(reading: KernelReading, window: int | str, design: Design, seed: int) -> Swap:
+    """A record with its losses beyond that window, in the place of the kernel's own."""
+    swap = reading.facts.swap
+    if window == reading.facts.window or not isinstance(window, int):
+        return swap
+
+    def placed(outcome: Stage | Control, owner: str) -> Stage | Control:
+        if owner not in reading.losses or outcome.loss is None:
+            return outcome
+        found = reading.losses[owner].beyond(window, design, seed)
+        reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
+        if isinstance(found, str):
+            return outcome.model_copy(update={"beyond_window": None, "reasons": reasons | {"beyond_window": found}})
+        return outcome.model_copy(update={"beyond_window": found, "reasons": reasons})
+
+    stages = [placed(stage, stage.name) for stage in swap.stages]
+    controls = [placed(one, str(number)) for number, one in enumerate(swap.controls)]
+    last = stages[-1]
+    why = {name: reason for name, reason in last.reasons.items() if name == "beyond_window"}
+    reasons = {name: reason for name, reason in swap.reasons.items() if name != "beyond_window"} | why
+    update = {"stages": stages, "controls": controls, "beyond_window": last.beyond_window, "reasons": reasons}
+    return swap.model_copy(update=update)
+
 
 UNSWEPT = "The sweep was interrupted before it was finished."
 

@@ -2,26 +2,212 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlens import hooks
 from attnlens.choices import HealingStage
-from attnlens.errors import ModelError
-from attnlens.records import Healing, HealingStep, HealingTraining
+from attnlens.errors import ModelError, UsageError
+from attnlens.kernels import OWN
+from attnlens.models import Loaded
+from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining, Site, Task
 from attnlens.requests.healing import HealOptions
-from attnlens.run.swap.healing.course import SLOWER, STAGES, STEPS, Course, chosen_rate
-from attnlens.run.swap.healing.healer import Healer
-from attnlens.run.swap.healing.held_out import Best, Distances, HeldOut, parts_of, split
-from attnlens.run.swap.healing.state import HealingState, curve_of
-from attnlens.run.swap.healing.trained import changed_weights
+from attnlens.requests.swap import SwapOptions
+from attnlens.run.differences import Differences, mean_loss
+from attnlens.run.outputs import peak_of
+from attnlens.run.swap.healing.course import (
+    SLOWER,
+    STAGES,
+    STEPS,
+    Best,
+    Course,
+    Distances,
+    HeldOut,
+    adamw,
+    chosen_rate,
+    parts_of,
+    put_back,
+    split,
+)
+from attnlens.run.swap.healing.healer import Healer, changed_weights
 from attnlens.runs.progress import Tell
+from attnlens.runs.work import Store, key_of
+from attnlens.statistics import paired_difference
 from attnlens.texts import Batches, sequences_in
+from attnlens.texts.targets import Fed
+
+COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
+"""Fields of a course that are kept as they are."""
+
+
+@dataclass(frozen=True)
+class HealingState:
+    """The state of one healing among the kept parts of its kernel."""
+
+    store: Store
+    name: str
+    """What determines the healing's numbers, beside what names the store."""
+
+    def save(self, course: Course, best: Best, seen: Sequence[tuple[float, Distances]], **facts: Any) -> None:
+        """Write everything that the rest of the healing depends on, and these `facts`."""
+        assert course.optimiser is not None  # noqa: S101  # a state is kept after steps
+        leaves = course.healer.leaves
+        value = {
+            "course": {name: getattr(course, name) for name in COURSE},
+            "seconds": course.seconds,
+            "generator": course.generator.get_state(),
+            "now": leaves,
+            "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
+            "best": [best.step, best.distance, best.kept],
+            "seen": [[share, distances.each, distances.counts] for share, distances in seen],
+            "facts": facts,
+        }
+        self.store.keep(self.name, value)
+
+    def load(self) -> dict[str, Any] | None:
+        """Return what was saved; None if there is nothing, or it is not to be used."""
+        found: dict[str, Any] | None = self.store.load(self.name) if self.store.resume else None
+        return found
+
+    @staticmethod
+    def restore(value: dict[str, Any], course: Course, best: Best) -> list[tuple[float, Distances]]:
+        """Put course and best numbers where they were; returns the distances of this stage's checks."""
+        for name in COURSE:
+            setattr(course, name, value["course"][name])
+        course.spent = value["seconds"]
+        course.generator.set_state(value["generator"])
+        leaves = course.healer.leaves
+        put_back(leaves, value["now"])
+        best.step, best.distance, kept = value["best"]
+        best.kept = [part.to(leaf.device) for part, leaf in zip(kept, leaves, strict=True)]
+        course.optimiser = adamw(leaves, course.rate)
+        for leaf, moments in zip(leaves, value["moments"], strict=True):
+            if moments:
+                placed = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
+                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **placed}
+        return [(share, Distances(each, counts)) for share, each, counts in value["seen"]]
+
+
+def curve_of(value: dict[str, Any]) -> tuple[list[HealingStep], list[HealingTraining], bool]:
+    """Return the checks, the stages, and whether the last one is over, of what was saved."""
+    facts = value["facts"]
+    steps = [HealingStep.model_validate(one) for one in facts["curve"]]
+    return steps, [HealingTraining.model_validate(one) for one in facts["trainings"]], facts["ended"]
+
+
+NO_PEAK = "this platform does not tell it"
+DIVERGED = "it diverged"
+
+
+@dataclass(frozen=True)
+class Procedure:
+    """The healing of one swap, as a run asks for it."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]
+    swaps: hooks.Swaps
+    """What is healed."""
+    task: Task
+    options: SwapOptions
+    asked: HealOptions
+    calibrated: Batches
+    fed: Sequence[Fed]
+    """What is evaluated."""
+    seed: int
+    teller: Callable[[str, int], Tell]
+    parts: Store | None = None
+    """Where the state is kept."""
+
+    def run(self) -> tuple[Healing, Healer]:
+        """The swap healed."""
+        self._check_goal()
+        return self._heal(self.swaps, "heal")
+
+    def run_control(self) -> tuple[Healing, Healer] | None:
+        """The original model trained on the same batches, equally long, all of it on the text; None if not asked for.
+
+        Its attention has nothing to learn from itself: what the swap spends on attention transfer, the control spends
+        on the text.
+        """
+        if not self.asked.control:
+            return None
+        own = {site: hooks.Replacement(OWN, swap.heads) for site, swap in self.swaps.items()}
+        return self._heal(own, "control")
+
+    def _heal(self, swaps: hooks.Swaps, name: str) -> tuple[Healing, Healer]:
+        asked, options, control = self.asked, self.options, name == "control"
+        healer = Healer(
+            self.loaded,
+            self.sites,
+            swaps,
+            self.task,
+            options.path,
+            None if control else options.eta,
+            options.convention,
+            goal=asked.goal,
+            rank=asked.rank,
+            seed=self.seed,
+            recompute=asked.checkpointing,
+        )
+        state = None if self.parts is None else HealingState(self.parts, f"{name} {key_of(self._facts(swaps))}")
+        found: list[Healing] = []
+        tell = self.teller(name, int(asked.amount.number))
+        evaluate = lambda: mean_loss(self.loaded.model, self.fed, self.task)  # noqa: E731  # one expression
+        work = self.calibrated, asked, self.seed, evaluate, tell, state, STAGES[1:] if control else STAGES
+        peak = peak_of(self.loaded.model, lambda: found.append(heal(healer, *work)))
+        reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
+        return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
+
+    def _check_goal(self) -> None:
+        """Raise UsageError where there is no text to learn."""
+        if self.asked.goal == "text" and (self.task in ("hidden", "classification") or self.calibrated.made_up):
+            raise UsageError(
+                "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
+            )
+
+    @staticmethod
+    def _facts(swaps: hooks.Swaps) -> list[Any]:
+        """Return what determines the numbers of a healing beside the model, texts and options of the run."""
+        return [
+            [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
+            for site, swap in swaps.items()
+        ]
+
+
+def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
+    """The control's record; None where one of the two models has no finite loss."""
+    changed, own = control.outcome(seed, []), healed.outcome(seed, [])
+    if changed.get("perplexity") is None or own.get("perplexity") is None:
+        return None
+    first, second = (torch.cat(one.after) for one in (control, healed))
+    delta, low, high = paired_difference(first, second, healed.sampled, weights=torch.cat(healed.counts), seed=seed)
+    return HealingControl(
+        best=trained.best,
+        tokens=trained.tokens or 0,
+        learning_rate=trained.learning_rate,
+        loss=changed["loss"],
+        perplexity=changed["perplexity"],
+        ratio=math.exp(delta),
+        ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
+    )
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names and numbers."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
 
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100
 """How often the held-out distance is measured during a healing; of few steps, and of many at most."""

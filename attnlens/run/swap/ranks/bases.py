@@ -23,7 +23,7 @@ from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFi
 from attnlens.kernels.spec import pairs_weighted
 from attnlens.models import Loaded
 from attnlens.records import Call, Rotation, Site, Task
-from attnlens.run.outcomes.outputs import predictions
+from attnlens.run.outputs import predictions
 from attnlens.runs.progress import Tell
 from attnlens.texts.targets import Fed
 

@@ -15,11 +15,10 @@ from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Settings, Site
-from attnlens.run.outcomes.differences import DIVERGED, Differences
+from attnlens.run.differences import DIVERGED, Differences
 from attnlens.run.provenance import tool
 from attnlens.run.swap.ranks.bases import form_name
-from attnlens.run.swap.ranks.calibration import Sample, by_text, rise_in
-from attnlens.run.swap.ranks.search import Budgeting, Choice
+from attnlens.run.swap.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
 from attnlens.texts.targets import feed
 from attnlens.weights import Factors
 
