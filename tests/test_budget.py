@@ -29,7 +29,7 @@ from attnlens.run.swap.ranks import bases as bases_module
 from attnlens.run.swap.ranks import plans
 from attnlens.run.swap.ranks import search as room
 from attnlens.run.swap.ranks.bases import _between, bases, gathered, levels, output_metrics, sensitivities
-from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, break_even, costs, saving, sizes
+from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
 from attnlens.run.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
 from attnlens.sections.swaps.tables import numbers_kept, plan_rows
 from attnlens.sentences.swaps.plans import plan_lines
@@ -594,7 +594,7 @@ def test_operations_break_even_at_the_length_told():
     choice, found = cut_by_hand()
     ranks = {site: [rank or 10 for rank in some] for site, some in choice.ranks.items()}  # nothing saved by a head of 0
     choice = replace(choice, ranks=ranks)
-    length = break_even(choice, found)
+    length, _ = keys_to_gain(choice, found)
 
     def operations(keys):
         pair = saving(choice, {site: replace(size, keys_seen=keys) for site, size in found.items()})["flops_per_token"]
@@ -627,7 +627,7 @@ def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, for
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "_latents", lambda _choice, _site: [latent])
-        reason, length = plans.no_break_even(None, found), break_even(None, found)
+        length, reason = keys_to_gain(None, found)
     assert length is None
     assert (reason is None) == (says is None)
     assert falls(1e9) == (says is None and not latent.before) or latent.before

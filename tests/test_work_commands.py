@@ -332,7 +332,7 @@ def test_a_healing_resumes_from_its_last_check_and_with_no_resume_begins_anew(re
 
 
 def test_a_damaged_state_of_a_healing_is_named_and_the_healing_begins_anew(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr("attnlens.run.swap.one_kernel.candidates.keep_healed", lambda *_: 1 / 0)
+    monkeypatch.setattr(KernelRun, "_record", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path)
     monkeypatch.undo()

@@ -419,23 +419,18 @@ class Differences:
         """Loss and perplexity, as far as they mean something, the loss of each text, and why not."""
         if self.noise:
             return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
-        found: dict[str, Any] = {"loss": self.loss(seed), "loss_by_text": self.by_text(seed, texts)}
+        found: dict[str, Any] = {
+            "loss": self._change(seed, lambda mean: mean),
+            "loss_by_text": self.by_text(seed, texts),
+        }
         reasons: dict[str, str] = {}
         if found["loss"].after < LARGEST_LOSS:
-            found["perplexity"] = self.perplexity(seed)
+            found["perplexity"] = self._change(seed, torch.exp)
         else:
             reasons["perplexity"] = "it is too large for a number"
         if found["loss"].ci95 is None:
             reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
         return found, reasons
-
-    def loss(self, seed: int) -> Change:
-        """Mean loss per predicted token of both, and their difference with its interval over sequences."""
-        return self._change(seed, lambda mean: mean)
-
-    def perplexity(self, seed: int) -> Change:
-        """exp(loss) of both, its interval from the same draws."""
-        return self._change(seed, torch.exp)
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
         """Loss and perplexity on each text alone, their intervals over that text's windows, where there are several."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from attnlens.hooks import Swaps
 from attnlens.kernels import Kernel
 from attnlens.kernels.spelling import HeadShape
 from attnlens.records import Control, Coverage, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
-from attnlens.records.windows import Windows
 from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
@@ -37,18 +36,27 @@ from attnlens.run.differences import (
     windows_of,
 )
 from attnlens.run.initialised import predictions, refuse_initialised
-from attnlens.run.outputs import TokenLosses, Variant, enough_memory, peak_of, run, tokens_in
+from attnlens.run.outputs import TokenLosses, Variant, enough_memory, peak_of, run, speed, tokens_in
+from attnlens.run.perplexity import guess_notes
 from attnlens.run.provenance import report_of
-from attnlens.run.swap import candidate as candidates
-from attnlens.run.swap.candidate import Candidate, guessed, one_window, shapes_of, swap_notes
+from attnlens.run.swap.candidate import (
+    Candidate,
+    alternatives,
+    healed_far_part,
+    mean_state,
+    one_window,
+    shapes_of,
+    swap_notes,
+    window_beyond,
+)
 from attnlens.run.swap.fit import MOST_FITTED, fit, passes
-from attnlens.run.swap.healing.descent import Procedure, control_of, digest_of
+from attnlens.run.swap.healing.descent import NO_PEAK, control_of, digest_of, healed
 from attnlens.run.swap.healing.healer import changed_weights
 from attnlens.run.swap.ranks.plans import check_fits, given, planned
 from attnlens.run.swap.ranks.search import Budgeting, Choice, Sample, budget_work
 from attnlens.run.swap.saved import save_swapped
-from attnlens.run.swap.sites import Local, chosen_sites, idle_sites, leaks, locally, refuse_crossing
-from attnlens.run.swap.sweep import Sweeping
+from attnlens.run.swap.sites import Local, chosen_sites, idle_sites, leaks, locally, mean_of, refuse_crossing
+from attnlens.run.swap.sweep import SweptMeasures, swept
 from attnlens.runs.progress import INTERRUPTED, Progress, Tell, telling, telling_at_most, timed
 from attnlens.runs.work import Keep, Store, keep_nothing, key_of
 from attnlens.statistics import Design
@@ -92,6 +100,8 @@ class Swapping:
     agreements: dict[object, dict[str, Any]] = field(default_factory=dict)
     """For how long their greedy continuations are the original's."""
     timings: dict[str, float] = field(default_factory=dict)
+    measures: SweptMeasures | None = None
+    """Read for the first kernel whose heads are swept, and the same for all."""
 
     def survey(self) -> None:
         """Find the sites, prove that recomputing attention changes nothing, choose the sites.
@@ -99,22 +109,19 @@ class Swapping:
         Raises UsageError for a kernel that has no meaning in a chosen cross-attention.
         """
         with timed(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
-            self._survey()
+            survey = checks.surveyed(self.loaded, self.probe)
+            reached = survey.reached
+            self.identity_error = checks.proven_whole(self.loaded, self.probe)
+            refuse_initialised(self.loaded, self.probe, predictions(self.task))
+            self.sites = tuple(found.site for found in reached)
+            self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
+            if self.options.ranks is not None:
+                check_fits(self.options.ranks, reached)
+            self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
+            self.shapes = shapes_of(reached, self.chosen)
+            self.idle = idle_sites(survey, self.settings.layers)
         for kernel in self.options.kernels:
             refuse_crossing(kernel, list(self.chosen))
-
-    def _survey(self) -> None:
-        survey = checks.surveyed(self.loaded, self.probe)
-        reached = survey.reached
-        self.identity_error = checks.proven_whole(self.loaded, self.probe)
-        refuse_initialised(self.loaded, self.probe, predictions(self.task))
-        self.sites = tuple(found.site for found in reached)
-        self.heads_of = {found.site: found.call.query.shape[1] for found in reached}
-        if self.options.ranks is not None:
-            check_fits(self.options.ranks, reached)
-        self.chosen = chosen_sites(reached, self.settings.layers, self.settings.heads, self.options.part)
-        self.shapes = shapes_of(reached, self.chosen)
-        self.idle = idle_sites(survey, self.settings.layers)
 
     def swaps(self, kernel: Kernel) -> hooks.Swaps:
         """That kernel at the chosen sites."""
@@ -152,12 +159,6 @@ class Swapping:
     def continuation(self) -> tuple[Continued | str, list[str]]:
         """How the original model continues the prompts, and what a reader must know of it."""
         return own_continuation(self.loaded.model, self.prompts, self.options.generate)
-
-    @cached_property
-    def sweeping(self) -> Sweeping:
-        """Sweeps the heads or layers of each kernel."""
-        over = self.evaluated, self.fed, self.design
-        return Sweeping(self.loaded, self.options, self.settings, self.task, *over, self.sites, self.heads_of)
 
     def teller(self, stage: str, total: int, kernel: Kernel) -> Tell:
         """Tells the progress of a stage of one kernel, which is named where there are several."""
@@ -201,13 +202,6 @@ class KernelReading:
         return cls(KernelFacts.model_validate(value["facts"]), losses, value["windows"])
 
 
-def losses_of(candidate: Candidate) -> dict[str, TokenLosses]:
-    """The token losses of a candidate's stages and controls, of causal models."""
-    controls = {str(n): candidate.measured[one.key] for n, one in enumerate(candidate.controls) if one.swaps}
-    found = {**candidate.found, **controls}
-    return {name: one.by_token.joined() for name, one in found.items() if one.by_token.before}
-
-
 def swap_report(
     session: Swapping, values: Mapping[str, Any], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
@@ -217,10 +211,17 @@ def swap_report(
     late = [
         Skipped(site=f"kernel {name}", reason=missing.get(name, INTERRUPTED)) for name in spellings if name not in done
     ]
+    readings, settings = list(done.values()), session.settings
     parts = session.evaluated.parts or ("",) * session.evaluated.sequences
-    swaps = _of_one_window(list(done.values()), Design.of(parts, session.settings.intervals), session.settings.seed)
-    notes = dict.fromkeys(chain.from_iterable(reading.facts.notes for reading in done.values()))
-    settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *notes]})
+    design = Design.of(parts, settings.intervals)
+    # losses beyond a window are all beyond the same, so that they are of the same tokens
+    first = next((losses for reading in readings for losses in reading.losses.values()), TokenLosses())
+    beyond = one_window([reading.facts.window for reading in readings], first)
+    swaps = [_with_window(*of, design, settings.seed) for of in zip(readings, beyond, strict=True)]
+    units = [{"kernel": name, "stage": stage.name} for name, one in done.items() for stage in one.facts.swap.stages]
+    columns = {name: torch.cat([one.windows[name] for one in readings], 1) for name in readings[0].windows}
+    notes = dict.fromkeys(chain.from_iterable(reading.facts.notes for reading in readings))
+    settings = settings.model_copy(update={"notes": [*settings.notes, *notes]})
     heads = sum(session.heads_of[site] if chosen is None else len(chosen) for site, chosen in session.chosen.items())
     return report_of(
         "swap-kernel",
@@ -230,24 +231,9 @@ def swap_report(
         summary=Summary(identity_error=session.identity_error),
         swap=swaps[0],
         more_swaps=swaps[1:],
-        plan=next(iter(done.values())).facts.plan,
+        plan=readings[0].facts.plan,
         timings=dict(timings),
-    ).with_windows(_windows(done, settings))
-
-
-def _windows(done: Mapping[str, KernelReading], settings: Settings) -> Windows:
-    """What each window read, by kernel and stage."""
-    units = [{"kernel": name, "stage": stage.name} for name, one in done.items() for stage in one.facts.swap.stages]
-    parts = [one.windows for one in done.values()]
-    columns = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-    return placed_windows(columns, units, settings)
-
-
-def _of_one_window(readings: Sequence[KernelReading], design: Design, seed: int) -> list[Swap]:
-    """The records, whose losses beyond a window are all beyond the same, so that they are of the same tokens."""
-    first = next((losses for reading in readings for losses in reading.losses.values()), TokenLosses())
-    windows = one_window([reading.facts.window for reading in readings], first)
-    return [_with_window(*of, design, seed) for of in zip(readings, windows, strict=True)]
+    ).with_windows(placed_windows(columns, units, settings))
 
 
 def _with_window(reading: KernelReading, window: int | str, design: Design, seed: int) -> Swap:
@@ -261,9 +247,8 @@ def _with_window(reading: KernelReading, window: int | str, design: Design, seed
             return outcome
         found = reading.losses[owner].beyond(window, design, seed)
         reasons = {name: reason for name, reason in outcome.reasons.items() if name != "beyond_window"}
-        if isinstance(found, str):
-            return outcome.model_copy(update={"beyond_window": None, "reasons": reasons | {"beyond_window": found}})
-        return outcome.model_copy(update={"beyond_window": found, "reasons": reasons})
+        why = {"beyond_window": found} if isinstance(found, str) else {}
+        return outcome.model_copy(update={"beyond_window": None if why else found, "reasons": reasons | why})
 
     stages = [placed(stage, stage.name) for stage in swap.stages]
     controls = [placed(one, str(number)) for number, one in enumerate(swap.controls)]
@@ -274,6 +259,8 @@ def _with_window(reading: KernelReading, window: int | str, design: Design, seed
     return swap.model_copy(update=update)
 
 
+EXACT: Route = "auto"
+"""How controls are computed, whatever is asked for: a path that is asked for is the kernel's, and all are exact."""
 UNSWEPT = "The sweep was interrupted before it was finished."
 
 
@@ -306,8 +293,11 @@ class KernelRun:
             _ = session.own_peak  # before anything takes memory that is not given back
             swap = self._through()
         windows = windows_of({(candidate.kernel.spelling, s): d for s, d in candidate.found.items()}, session.settings)
+        controls = {str(n): candidate.measured[one.key] for n, one in enumerate(candidate.controls) if one.swaps}
+        measured = {**candidate.found, **controls}
+        losses = {name: one.by_token.joined() for name, one in measured.items() if one.by_token.before}
         facts = KernelFacts(swap=swap, plan=self.plan, window=candidate.window, notes=self.notes)
-        reading = KernelReading(facts, losses_of(candidate), dict(windows.values))
+        reading = KernelReading(facts, losses, dict(windows.values))
         if self.interrupted:
             raise KernelInterrupted(reading)
         return reading
@@ -327,7 +317,9 @@ class KernelRun:
                 self._generate()
         if candidate.choice is not None and session.options.limit is not None:
             with timed(timings, "plan"):
-                self.plan = self._planned(candidate.choice, session.options.limit)
+                settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *self.notes]})
+                of = session.loaded, candidate.choice, session.options.limit, settings, session.fed[0].inputs
+                self.plan = planned(*of, candidate.found, session.samples)
         with timed(timings, "sites"):
             one = texts.first(session.probe, 1)  # whatever the batch size
             local = locally(session.loaded, session.sites, candidate.last, one, session.options.path)
@@ -336,7 +328,11 @@ class KernelRun:
             with timed(timings, "sweep"):
                 swap = self._swept(swap)
         if session.options.save is not None:
-            self._save(session.options.save)
+            with changed_weights(session.loaded.model, candidate.weights):
+                try:
+                    save_swapped(session.options.save, session.loaded, session.sites, candidate.last)
+                except OutputError as error:  # raised when the report is made
+                    self.unsaved = error
         return swap
 
     @property
@@ -374,36 +370,67 @@ class KernelRun:
             return search(tell).choose(fitting, choosing, promising, limit)
 
     def _compare(self) -> None:
-        """The candidate as far as it has come, and its controls."""
+        """Measure the candidate as far as it has come, and its controls."""
         session, candidate = self.session, self.candidate
-        shown = session.shapes, session.loaded, session.probe, session.variant
-        candidates.prepare(candidate, *shown, controls=session.options.controls)
-        every = candidates.variants(candidate, session.variant, session.controls)
-        tell = self._teller("compare", len(every) * sum(map(tokens_in, session.fed)))
-        found = compare(session.loaded.model, session.fed, every, session.task, tell, session.design)
-        session.controls |= candidates.common(candidate, found)
-        candidates.keep_differences(candidate, session.controls | found)
+        every = alternatives(candidate.last, session.shapes)
+        candidate.state = mean_state(candidate.last, session.shapes)
+        candidate.window = window_beyond(candidate.last, every, session.shapes)
+        candidate.controls = every if session.options.controls else []
+        for control in candidate.controls:
+            control.refuse(session.loaded, session.probe, partial(session.variant, path=EXACT))
+        found = self._compared(self._variants(session.controls))
+        session.controls |= self._common(found)
+        known = session.controls | found
+        candidate.found |= {stage: known[stage] for stage in candidate.stages}
+        candidate.measured = {one.key: known[one.key] for one in candidate.controls if one.swaps}
         if session.task in ("causal", "masked"):
             one = next(iter(candidate.found.values()))
-            self.notes += guessed(one, session.settings, texts.vocabulary(session.loaded.model))
+            names = [session.settings.texts[number].name for number in one.sampled.texts]
+            vocabulary = texts.vocabulary(session.loaded.model) or math.inf
+            self.notes += guess_notes(torch.cat(one.before), torch.cat(one.counts), names, vocabulary)
+
+    def _variants(self, known: Container[object], path: Route | None = None) -> dict[object, Variant]:
+        """The candidate at every stage by that path, and every control by its key, without those that are `known`."""
+        candidate, variant = self.candidate, self.session.variant
+        found: dict[object, Variant] = {
+            stage: variant(swaps, candidate.weights if stage == "healed" else None, path)
+            for stage, swaps in candidate.stages.items()
+        }
+        controls = [one for one in candidate.controls if one.swaps and one.key not in known]
+        return found | {one.key: variant(one.swaps, one.weights, EXACT) for one in controls}
+
+    def _common(self, found: Mapping[object, Any]) -> dict[object, Any]:
+        """What was found of the controls that another kernel may have, too: those without parameters of their own."""
+        return {
+            one.key: found[one.key]
+            for one in self.candidate.controls
+            if one.key in found and not (one.weights or any(swap.kernel.fitted for swap in one.swaps.values()))
+        }
+
+    def _compared(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
+        session = self.session
+        tell = self._teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
+        return compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
 
     def _heal(self, calibrated: texts.Batches, asked: HealOptions) -> None:
         session, candidate, model = self.session, self.candidate, self.session.loaded.model
-        work = calibrated, session.fed, self._seed, self._teller, self.parts
-        procedure = Procedure(
-            session.loaded, session.sites, candidate.last, session.task, session.options, asked, *work
-        )
+        work = session, candidate.last, asked, calibrated, self._teller, self.parts
         with enough_memory(model, calibrated.batches[0].inputs, None):
-            healing, healer = procedure.run()
-            control = None if healer.interrupted else procedure.run_control()
+            healing, healer = healed(*work)
+            control = healed(*work, control=True) if asked.control and not healer.interrupted else None
         self.interrupted = healer.interrupted or (control is not None and control[1].interrupted)
         candidate.weights, candidate.stages["healed"] = healer.values(), healer.healed_swaps()
-        variants = candidates.healed(candidate, session.variant, session.shapes if session.options.controls else {})
+        variants: dict[object, Variant] = {"healed": session.variant(candidate.last, candidate.weights)}
+        far = healed_far_part(candidate.last, candidate.weights, session.shapes) if session.options.controls else None
+        if far is not None:
+            candidate.controls.append(far)
+            variants[far.key] = session.variant(far.swaps, far.weights, EXACT)
         if control is not None:
             variants["control"] = session.variant(control[1].healed_swaps(), control[1].values())
-        tell = self._teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
-        found = compare(model, session.fed, variants, session.task, tell, session.design)
-        candidates.keep_healed(candidate, found)
+        found = self._compared(variants)
+        candidate.found["healed"] = found["healed"]
+        if far is not None:
+            candidate.measured[far.key] = found[far.key]
         if control is not None:
             record = control_of(control[0], found["control"], found["healed"], self._seed)
             reasons = healing.reasons if record else {**healing.reasons, "control": "a model diverged"}
@@ -413,38 +440,58 @@ class KernelRun:
     def _generate(self) -> None:
         """For how long greedy continuations are the original's, of every stage and control."""
         session, candidate = self.session, self.candidate
-        exact = partial(session.variant, path=candidates.EXACT)
-        every = candidates.variants(candidate, exact, session.agreements)
+        every = self._variants(session.agreements, EXACT)
         tell = self._teller("generate", len(every) + 1)
         own, notes = session.continuation
         tell(1)
         found = agreements(session.loaded.model, own, every, tell)
-        session.agreements |= candidates.common(candidate, found)
-        candidates.keep_agreements(candidate, session.agreements | found)
+        session.agreements |= self._common(found)
+        known = session.agreements | found
+        candidate.agreements = {stage: known[stage] for stage in candidate.stages}
+        for control in candidate.controls:
+            control.agreement = known[control.key] if control.swaps else {}
         self.notes += notes
 
-    def _planned(self, choice: Choice, limit: Budget) -> Plan:
-        session = self.session
-        settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *self.notes]})
-        work = session.loaded, choice, limit, settings, session.fed[0].inputs
-        return planned(*work, self.candidate.found, session.samples)
-
     def _record(self, gates: dict[str, Any], local: Local) -> Swap:
-        session, candidate = self.session, self.candidate
+        session, candidate, kernel = self.session, self.candidate, self.candidate.kernel
         names, noise = [text.name for text in session.settings.texts], session.fed[0].noise
         with session.variant(candidate.last, candidate.weights)():
             peak = session.peak
+        outcomes = {}
+        for stage, found in candidate.found.items():
+            outcome, agreement = found.outcome(self._seed, names, candidate.window), candidate.agreements.get(stage, {})
+            reasons = outcome["reasons"] | agreement.get("reasons", {})
+            outcomes[stage] = outcome | agreement | {"reasons": reasons}
+        last, reasons, of_output = list(outcomes.values())[-1], dict(gates["reasons"]), kernel.info.form == "output"
+        if of_output:
+            reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
+        if peak is None:
+            reasons["peak_memory_bytes"] = NO_PEAK
         notes = swap_notes(session.options, session.loaded.info, session.shared, candidate)
-        return candidate.record(
-            candidate.outcomes(self._seed, names),
-            local,
-            gates,
-            Pair(before=session.own_peak, after=peak),
+        return Swap(
+            kernel=kernel.spelling if candidate.choice is None else kernel.info.name,
+            formula=kernel.formula,
+            formula_of="output" if of_output else "log k",
+            parameters=dict(kernel.parameters) if candidate.choice is None else {},
+            fitted=candidate.fitted,
+            sites=local.sites,
+            **gates | last | {"reasons": reasons | last["reasons"]},
+            off_simplex=mean_of(site.off_simplex for site in local.sites),
+            tokens_per_second=Pair(
+                before=speed(found.sizes, found.own_seconds), after=speed(found.sizes, found.seconds)
+            ),
+            peak_memory_bytes=Pair(before=session.own_peak, after=peak),
+            stages=[Stage(name=stage, **fields) for stage, fields in outcomes.items()],
+            healing=candidate.healing,
+            state=candidate.state,
             task=session.task,
             noise=noise,
             identity_error=session.identity_error,
-            controls=candidate.control_records(self._seed, names),
-            notes=[*meanings(session.task, noise=noise), *local.notes(candidate.kernel), *notes],
+            controls=[
+                one.record(candidate.measured.get(one.key), self._seed, names, candidate.window)
+                for one in candidate.controls
+            ],
+            notes=[*meanings(session.task, noise=noise), *local.notes(kernel), *notes],
         )
 
     def _swept(self, swap: Swap) -> Swap:
@@ -457,18 +504,10 @@ class KernelRun:
             return self._keep(f"{name}, parameters {fitted}", make)  # another machine's fit may be another
 
         try:
-            return self.session.sweeping.swept(swap, last, self._teller, self.session.timings, keep)
+            return swept(self.session, swap, last, self._teller, keep)
         except KeyboardInterrupt:
             self.interrupted = True
             return swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]})
-
-    def _save(self, folder: Path) -> None:
-        session, candidate = self.session, self.candidate
-        with changed_weights(session.loaded.model, candidate.weights):
-            try:
-                save_swapped(folder, session.loaded, session.sites, candidate.last)
-            except OutputError as error:  # raised when the report is made
-                self.unsaved = error
 
     @property
     def _seed(self) -> int:

@@ -205,7 +205,12 @@ def prepared(
     feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
-    _refuse_same(contents, others)
+    repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
+    if repeated is not None:
+        raise TextError(
+            f"The calibration text ({repeated.name}) is the evaluation text.",
+            "Leave --calibration out, then windows that are not evaluated are used, or name another text.",
+        )
     prompts = None if lines is None else of_file(loaded, lines)
     cut = feeding.cut_of(asked, given)
     session = _prepared(loaded, options, asked, contents, others, cut, progress)
@@ -213,17 +218,6 @@ def prepared(
         session.prompts = prompts_of(loaded.model, session.fed, session.task, prompts)
     session.survey()
     return SwapWork(session, words, start)
-
-
-def _refuse_same(contents: Sequence[texts.Content], others: Sequence[texts.Content]) -> None:
-    """Raise TextError where a calibration text is an evaluated one, under whatever name."""
-    evaluated = {content.text for content in contents}
-    for other in others:
-        if other.text in evaluated:
-            raise TextError(
-                f"The calibration text ({other.name}) is the evaluation text.",
-                "Leave --calibration out, then windows that are not evaluated are used, or name another text.",
-            )
 
 
 def _prepared(

@@ -16,7 +16,6 @@ from attnlens import hooks, models, registry, texts
 from attnlens.attention import Route
 from attnlens.models import Loaded
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
-from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
@@ -30,6 +29,8 @@ from attnlens.texts.targets import NOTHING, Fed, asking, states_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+    from attnlens.run.swap.one_kernel import Swapping
 
 
 LEVEL = 0.05
@@ -54,58 +55,34 @@ class SweptMeasures:
     """Why a measure is in neither: no head has a value, or all have the same."""
 
 
-@dataclass
-class Sweeping:
-    """All sweeps of one run."""
-
-    loaded: models.Loaded
-    options: SwapOptions
-    settings: Settings
-    task: Task
-    evaluated: Batches
-    """What is evaluated on, as it was cut."""
-    fed: list[Fed]
-    """The same with what is to be predicted."""
-    design: Design
-    """How its sequences were sampled."""
-    sites: tuple[Site, ...]
-    """All sites of the model."""
-    heads_of: Mapping[Site, int]
-    measures: SweptMeasures | None = None
-    """Read for the first kernel whose heads are swept, and the same for all."""
-
-    def swept(
-        self,
-        swap: Swap,
-        swaps: hooks.Swaps,
-        teller: Callable[[str, int], Tell],
-        timings: dict[str, float],
-        keep: Keep = keep_nothing,
-    ) -> Swap:
-        """Return the record with the effect of each head or layer alone, and what predicts that of heads."""
-        what, seed = str(self.options.sweep), self.settings.seed
-        chosen = units(swaps, what, self.heads_of)
-        compared = what == "heads" and self.options.predictors and len(chosen) >= FEWEST_HEADS
-        if compared and self.measures is None:
-            tell = teller("predictors", 1)
-            with timed(timings, "predictors"):
-                self.measures = head_measures(self.loaded, self.evaluated, chosen, self.settings, self.design)
-            tell(1)
-        tell = teller("sweep", len(chosen) * len(self.fed))
-        work = (self.loaded, self.sites, swaps, chosen, self.fed, self.task, self.design, self.options.path)
-        alone = sweep(*work, tell, keep)
-        effects = alone.effects(seed)
-        if not compared or self.measures is None:
-            return swap.model_copy(update={"sweep": effects})
-        predictors, prediction = predicted_by(alone, self.measures, seed)
-        at = {(site.layer, head): place for place, (site, head) in enumerate(chosen)}
-        order = [at[effect.layer, effect.head] for effect in effects]
-        columns = {name: value[order].tolist() for name, value in self.measures.values.items()}
-        filled = [
-            one.model_copy(update={"values": [None if math.isnan(x) else x for x in columns[one.measure]]})
-            for one in predictors
-        ]
-        return swap.model_copy(update={"sweep": effects, "predictors": filled, "prediction": prediction})
+def swept(
+    session: Swapping, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
+) -> Swap:
+    """Return the record with the effect of each head or layer alone, and what predicts that of heads."""
+    options, seed = session.options, session.settings.seed
+    chosen = units(swaps, str(options.sweep), session.heads_of)
+    compared = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
+    if compared and session.measures is None:
+        tell = teller("predictors", 1)
+        with timed(session.timings, "predictors"):
+            of_heads = session.loaded, session.evaluated, chosen, session.settings, session.design
+            session.measures = head_measures(*of_heads)
+        tell(1)
+    tell = teller("sweep", len(chosen) * len(session.fed))
+    work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
+    alone = sweep(*work, tell, keep)
+    effects = alone.effects(seed)
+    if not compared or session.measures is None:
+        return swap.model_copy(update={"sweep": effects})
+    predictors, prediction = predicted_by(alone, session.measures, seed)
+    at = {(site.layer, head): place for place, (site, head) in enumerate(chosen)}
+    order = [at[effect.layer, effect.head] for effect in effects]
+    columns = {name: value[order].tolist() for name, value in session.measures.values.items()}
+    filled = [
+        one.model_copy(update={"values": [None if math.isnan(x) else x for x in columns[one.measure]]})
+        for one in predictors
+    ]
+    return swap.model_copy(update={"sweep": effects, "predictors": filled, "prediction": prediction})
 
 
 def head_measures(

@@ -198,13 +198,11 @@ class Best:
     distance: float = math.inf
     kept: list[Tensor] = field(default_factory=list)
 
-    def offer(self, step: int, distance: float, leaves: Sequence[Tensor]) -> bool:
-        """Keep the numbers where the distance is the least; whether it is."""
-        if not distance < self.distance:  # strictly: of equals the first, and never NaN
-            return False
-        self.step, self.distance = step, distance
-        self.kept = [leaf.detach().clone() for leaf in leaves]
-        return True
+    def offer(self, step: int, distance: float, leaves: Sequence[Tensor]) -> None:
+        """Keep the numbers where the distance is the least."""
+        if distance < self.distance:  # strictly: of equals the first, and never NaN
+            self.step, self.distance = step, distance
+            self.kept = [leaf.detach().clone() for leaf in leaves]
 
     def restore(self, leaves: Sequence[Tensor]) -> None:
         """Put the best step's numbers back."""
@@ -252,10 +250,7 @@ def parts_of(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
         if count == 1:
             found.append(one)
             continue
-        for start in range(0, count, size):
-            rows = slice(start, start + size)
-            inputs = {name: value[rows] for name, value in one.inputs.items()}
-            found.append(Fed(inputs, None if one.targets is None else one.targets[rows], one.noise))
+        found += [one.rows(start, start + size) for start in range(0, count, size)]
     return found, 1
 
 

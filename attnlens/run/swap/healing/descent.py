@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,8 @@ from attnlens import hooks
 from attnlens.choices import HealingStage
 from attnlens.errors import ModelError, UsageError
 from attnlens.kernels import OWN
-from attnlens.models import Loaded
-from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining, Site, Task
+from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
 from attnlens.requests.healing import HealOptions
-from attnlens.requests.swap import SwapOptions
 from attnlens.run.differences import Differences, mean_loss
 from attnlens.run.outputs import peak_of
 from attnlens.run.swap.healing.course import (
@@ -42,7 +41,9 @@ from attnlens.runs.progress import Tell
 from attnlens.runs.work import Store, key_of
 from attnlens.statistics import paired_difference
 from attnlens.texts import Batches, sequences_in
-from attnlens.texts.targets import Fed
+
+if TYPE_CHECKING:
+    from attnlens.run.swap.one_kernel import Swapping
 
 COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
 """Fields of a course that are kept as they are."""
@@ -96,90 +97,57 @@ class HealingState:
         return [(share, Distances(each, counts)) for share, each, counts in value["seen"]]
 
 
-def curve_of(value: dict[str, Any]) -> tuple[list[HealingStep], list[HealingTraining], bool]:
-    """Return the checks, the stages, and whether the last one is over, of what was saved."""
-    facts = value["facts"]
-    steps = [HealingStep.model_validate(one) for one in facts["curve"]]
-    return steps, [HealingTraining.model_validate(one) for one in facts["trainings"]], facts["ended"]
-
-
 NO_PEAK = "this platform does not tell it"
-DIVERGED = "it diverged"
 
 
-@dataclass(frozen=True)
-class Procedure:
-    """The healing of one swap, as a run asks for it."""
+def healed(
+    session: Swapping,
+    swaps: hooks.Swaps,
+    asked: HealOptions,
+    calibrated: Batches,
+    teller: Callable[[str, int], Tell],
+    parts: Store | None = None,
+    *,
+    control: bool = False,
+) -> tuple[Healing, Healer]:
+    """Heal a swap; as `control`, train the original model on the same batches, equally long, all of it on the text.
 
-    loaded: Loaded
-    sites: tuple[Site, ...]
-    swaps: hooks.Swaps
-    """What is healed."""
-    task: Task
-    options: SwapOptions
-    asked: HealOptions
-    calibrated: Batches
-    fed: Sequence[Fed]
-    """What is evaluated."""
-    seed: int
-    teller: Callable[[str, int], Tell]
-    parts: Store | None = None
-    """Where the state is kept."""
-
-    def run(self) -> tuple[Healing, Healer]:
-        """The swap healed."""
-        self._check_goal()
-        return self._heal(self.swaps, "heal")
-
-    def run_control(self) -> tuple[Healing, Healer] | None:
-        """The original model trained on the same batches, equally long, all of it on the text; None if not asked for.
-
-        Its attention has nothing to learn from itself: what the swap spends on attention transfer, the control spends
-        on the text.
-        """
-        if not self.asked.control:
-            return None
-        own = {site: hooks.Replacement(OWN, swap.heads) for site, swap in self.swaps.items()}
-        return self._heal(own, "control")
-
-    def _heal(self, swaps: hooks.Swaps, name: str) -> tuple[Healing, Healer]:
-        asked, options, control = self.asked, self.options, name == "control"
-        healer = Healer(
-            self.loaded,
-            self.sites,
-            swaps,
-            self.task,
-            options.path,
-            None if control else options.eta,
-            options.convention,
-            goal=asked.goal,
-            rank=asked.rank,
-            seed=self.seed,
-            recompute=asked.checkpointing,
+    The original's attention has nothing to learn from itself: what the swap spends on attention transfer, the control
+    spends on the text. `parts`: where the state is kept. Raises UsageError where there is no text to learn.
+    """
+    if asked.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
+        raise UsageError(
+            "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
         )
-        state = None if self.parts is None else HealingState(self.parts, f"{name} {key_of(self._facts(swaps))}")
-        found: list[Healing] = []
-        tell = self.teller(name, int(asked.amount.number))
-        evaluate = lambda: mean_loss(self.loaded.model, self.fed, self.task)  # noqa: E731  # one expression
-        work = self.calibrated, asked, self.seed, evaluate, tell, state, STAGES[1:] if control else STAGES
-        peak = peak_of(self.loaded.model, lambda: found.append(heal(healer, *work)))
-        reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
-        return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
-
-    def _check_goal(self) -> None:
-        """Raise UsageError where there is no text to learn."""
-        if self.asked.goal == "text" and (self.task in ("hidden", "classification") or self.calibrated.made_up):
-            raise UsageError(
-                "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
-            )
-
-    @staticmethod
-    def _facts(swaps: hooks.Swaps) -> list[Any]:
-        """Return what determines the numbers of a healing beside the model, texts and options of the run."""
-        return [
-            [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
-            for site, swap in swaps.items()
-        ]
+    loaded, options, seed, name = session.loaded, session.options, session.settings.seed, "heal"
+    if control:
+        swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
+    healer = Healer(
+        loaded,
+        session.sites,
+        swaps,
+        session.task,
+        options.path,
+        None if control else options.eta,
+        options.convention,
+        goal=asked.goal,
+        rank=asked.rank,
+        seed=seed,
+        recompute=asked.checkpointing,
+    )
+    # what determines the numbers of a healing beside the model, texts and options of the run
+    facts = [
+        [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
+        for site, swap in swaps.items()
+    ]
+    state = None if parts is None else HealingState(parts, f"{name} {key_of(facts)}")
+    found: list[Healing] = []
+    tell = teller(name, int(asked.amount.number))
+    evaluate = partial(mean_loss, loaded.model, session.fed, session.task)
+    work = calibrated, asked, seed, evaluate, tell, state, STAGES[1:] if control else STAGES
+    peak = peak_of(loaded.model, lambda: found.append(heal(healer, *work)))
+    reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
+    return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 
 
 def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
@@ -293,7 +261,10 @@ class Work:
             self.check(0)
             return
         self.seen = HealingState.restore(saved, self.course, self.best)
-        self.curve, self.trainings, self.ended = curve_of(saved)
+        facts = saved["facts"]
+        self.curve = [HealingStep.model_validate(one) for one in facts["curve"]]
+        self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
+        self.ended = facts["ended"]
         self.resumed = True
         self._tell()
 
@@ -435,7 +406,7 @@ class Work:
             seconds=course.seconds,
             stages=self.trainings,
             interrupted=healer.interrupted,
-            **healer.regularised,
+            **{} if healer.eta is None else {"eta": healer.eta, "ksvd_convention": healer.convention},
         )
 
 

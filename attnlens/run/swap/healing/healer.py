@@ -176,11 +176,6 @@ class LowRankChange(Trained):
         return int(seen.any(1).sum() + seen.any(0).sum()) * self.change.shape[1]
 
 
-def seed_of(seed: int, name: str) -> int:
-    """A seed for one weight: `seed` and its name, hashed, so that no two weights of one shape draw the same V."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-
-
 @contextmanager
 def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside the block the model has these weights; its own are put back at the end."""
@@ -268,9 +263,16 @@ class Healer:
             if self.rank is None or self.rank >= min(named[name].flatten(1).shape):
                 self.weights[name] = Trained.of(named[name], mask)
             else:
-                self.weights[name] = LowRankChange.of_rank(named[name], mask, self.rank, seed_of(self.seed, name))
+                # by name, so that no two weights of one shape draw the same V
+                drawn = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
+                self.weights[name] = LowRankChange.of_rank(named[name], mask, self.rank, drawn)
         if self.recompute:
-            self.blocks = _blocks(self.loaded, batch)
+            self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
+            if not self.blocks:
+                raise ModelError(
+                    "This model has no blocks that run once in a pass, whose activations could be computed again.",
+                    "Leave out --heal-checkpointing.",
+                )
         for site, swap in self.swaps.items():
             shared = copies(swap.kernel.fitted)
             self.parameters[site] = {
@@ -291,11 +293,6 @@ class Healer:
         of_weights = sum(part.count for part in self.weights.values())
         return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
 
-    @property
-    def regularised(self) -> dict[str, object]:
-        """The regulariser's fields of a Healing."""
-        return {} if self.eta is None else {"eta": self.eta, "ksvd_convention": self.convention}
-
     def healed_swaps(self) -> hooks.Swaps:
         """The swaps with the kernels' parameters as trained so far."""
         return {
@@ -307,12 +304,6 @@ class Healer:
             )
             for site, swap in self.swaps.items()
         }
-
-    def loss(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> Tensor:
-        """What training minimises: the distance, and for primal attention + η·ΣJ² (Chen et al. 2023, section 3.3)."""
-        penalties: list[Tensor] = []
-        distance = self.distance(inputs, penalties, targets)
-        return distance + self.penalty(penalties)
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
         """Add `weight` times the gradient of the loss to the leaves'.
@@ -332,16 +323,6 @@ class Healer:
         each = torch.stack(penalties)
         return self.eta * (each.sum() if self.convention == "paper" else each.mean())
 
-    def distance(
-        self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None = None, targets: Tensor | None = None
-    ) -> Tensor:
-        """Mean KL(original ‖ swapped) over real tokens in nats, or a headless model's mean 1 − cosine.
-
-        Where the text is learned, nats per token of `targets`. Each primal layer's regulariser is added to `penalties`,
-        where there is a list.
-        """
-        return self._each(inputs, targets, penalties)[0].mean()
-
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mean distance of each sequence that has one, and over how many tokens."""
         with torch.no_grad():
@@ -355,9 +336,12 @@ class Healer:
         penalties: list[Tensor] | None = None,
         back: ExitStack | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The distance at each compared token, and the sequence that it is of.
+        """The loss at each compared token, whose mean training minimises, and the sequence that it is of.
 
-        The model stays the student until `back` ends, where that is given and blocks are computed again.
+        KL(original ‖ swapped) at real tokens in nats, or a headless model's 1 − cosine; where the text is learned, nats
+        of `targets`. Each primal layer's J² is added to `penalties`, where there is a list; η times their sum is added
+        to the mean (Chen et al. 2023, section 3.3). The model stays the student until `back` ends, where that is given
+        and blocks are computed again.
         """
         if self.goal == "text" and targets is not None:
             result = self._as_student(inputs, penalties, back)
@@ -371,7 +355,9 @@ class Healer:
         owners = owners_of(own, inputs)
         if owners is None:  # all count as the first's
             owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
-        own, new = (hooks.at_real_tokens(part, inputs) if self.by_token else part for part in (own, new))
+        own, new = (
+            hooks.at_real_tokens(part, inputs) if self.task != "classification" else part for part in (own, new)
+        )
         if self.task == "hidden":
             each = 1 - nn.functional.cosine_similarity(own.float(), new.float(), dim=-1)
         else:
@@ -408,11 +394,6 @@ class Healer:
         part = call if swap.heads is None else call.select(swap.heads)
         return regulariser(part, swap.kernel, self.convention)
 
-    @property
-    def by_token(self) -> bool:
-        """Whether there is an output for each token."""
-        return self.task != "classification"
-
     def _outputs(self, result: object) -> Tensor:
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
@@ -437,17 +418,6 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
     power = 1.0 if convention == "code" else 0.5
     length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
     return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
-
-
-def _blocks(loaded: Loaded, batch: Batch) -> list[nn.Module]:
-    """The model's blocks. Raises ModelError for a model without any that run once in a pass."""
-    found = [block for _, block in hooks.blocks(loaded.model, texts.first(batch.inputs, 1))]
-    if not found:
-        raise ModelError(
-            "This model has no blocks that run once in a pass, whose activations could be computed again.",
-            "Leave out --heal-checkpointing.",
-        )
-    return found
 
 
 @contextmanager
