@@ -49,7 +49,7 @@ class StudyRequest(EngineRequest, total=False):
         Place,
         one_file(
             "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: "
-            "a built-in task of reversal, where order and positions provably matter; `paper`: IWSLT'14.",
+            "a built-in task of reversal, where order and positions provably matter; `paper`: IWSLT'14."
         ),
     ]
     series: Annotated[
@@ -63,10 +63,7 @@ class StudyRequest(EngineRequest, total=False):
             call_only="read",
         ),
     ]
-    labelled: Annotated[
-        Place,
-        one_file("Texts to classify: a line each, `text TAB label`."),
-    ]
+    labelled: Annotated[Place, one_file("Texts to classify: a line each, `text TAB label`.")]
     cells: Annotated[
         Words,
         Option(
@@ -182,13 +179,7 @@ class SyntheticRequest(SizesRequest, total=False):
     experiments: Annotated[
         Words,
         Option(
-            "Only this experiment; repeatable.",
-            (),
-            SYNTHETIC,
-            "NAME",
-            "--experiment",
-            shown="all",
-            check=_experiments,
+            "Only this experiment; repeatable.", (), SYNTHETIC, "NAME", "--experiment", shown="all", check=_experiments
         ),
     ]
 

@@ -191,8 +191,7 @@ class JudgingRequest(TypedDict, total=False):
         ),
     ]
     fdr: Annotated[
-        float,
-        Option("Of the heads named by p-values, the share that may be named by chance.", FDR, BASELINE, "SHARE"),
+        float, Option("Of the heads named by p-values, the share that may be named by chance.", FDR, BASELINE, "SHARE")
     ]
 
 
@@ -259,13 +258,13 @@ class Feeding(Loading, total=False):
         Words,
         several_files(
             "Text file, `-` for stdin, or `datasets:NAME[,config=C][,split=S][,column=T]`; repeatable (ATTNLENS_TEXT "
-            f"joins files with `{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James.",
+            f"joins files with `{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James."
         ),
     ]
     pairs: Annotated[
         Place,
         one_file(
-            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
+            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer."
         ),
     ]
     image: Annotated[
@@ -279,8 +278,7 @@ class Feeding(Loading, total=False):
         ),
     ]
     tokens: Annotated[
-        int | None,
-        Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit"),
+        int | None, Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit")
     ]
     sequences: Annotated[int, Option("How many windows or lines to feed, over all texts.", 32, panel=INPUT, least=1)]
     batch_size: Annotated[int, Option("How many sequences go through the model at once.", 8, panel=INPUT, least=1)]
@@ -390,8 +388,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         ),
     ]
     sweep: Annotated[
-        Sweep | None,
-        Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
+        Sweep | None, Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT")
     ]
     predictors: Annotated[
         bool,
@@ -414,14 +411,10 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         ),
     ]
     ranks: Annotated[
-        Any,
-        one_file(
-            "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
-        ),
+        Any, one_file("With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.")
     ]
     eta: Annotated[
-        float | None,
-        Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1"),
+        float | None, Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1")
     ]
     ksvd_convention: Annotated[
         Convention,
@@ -451,8 +444,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         ),
     ]
     prompts: Annotated[
-        Place,
-        one_file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows."),
+        Place, one_file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows.")
     ]
     path: Annotated[
         Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
@@ -462,7 +454,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         Words,
         several_files(
             "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
-            "the evaluated text that are not evaluated.",
+            "the evaluated text that are not evaluated."
         ),
     ]
     save: Annotated[

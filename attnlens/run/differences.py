@@ -142,7 +142,8 @@ def own_continuation(model: PreTrainedModel, prompts: Prompts | str, asked: int)
     """How the model continues the prompts itself, or why it does not; and what a reader must know."""
     if isinstance(prompts, str):
         return prompts, []
-    tokens = room(model, prompts, asked)
+    limit = position_limit(model)  # of which the longest prompt takes its share
+    tokens = asked if limit is None else max(0, min(asked, limit - prompts.ids.shape[1]))
     notes = [f"Greedy continuations are of {tokens} tokens, not {asked}: the model reads no more."]
     return continued(model, prompts, tokens), notes if 0 < tokens < asked else []
 
@@ -157,12 +158,6 @@ def agreements(
         found[name] = {"reasons": {"agreement": one}} if isinstance(one, str) else {"agreement": one}
         progress(1)
     return found
-
-
-def room(model: PreTrainedModel, prompts: Prompts, asked: int) -> int:
-    """How many tokens fit behind the longest prompt, at most those asked for."""
-    limit = position_limit(model)
-    return asked if limit is None else max(0, min(asked, limit - prompts.ids.shape[1]))
 
 
 def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:

@@ -21,7 +21,7 @@ from attnlens.models import Loaded
 from attnlens.records import Control, Healing, ModelInfo, Site
 from attnlens.requests.swap import SwapOptions
 from attnlens.run.differences import Differences
-from attnlens.run.outputs import FEWEST, TokenLosses, Variant
+from attnlens.run.outputs import Variant
 from attnlens.run.swap.ranks.plans import origin
 from attnlens.run.swap.ranks.search import Choice
 
@@ -77,11 +77,6 @@ class Alternative:
         ]
         return (*found, id(self.weights)) if self.weights else tuple(found)
 
-    @property
-    def spelling(self) -> str | None:
-        """Its kernel; where sites have windows of different widths, the range of them."""
-        return spelled(swap.kernel for swap in self.swaps.values()) or None
-
     def refuse(self, loaded: Loaded, inputs: Mapping[str, Tensor], variant: Callable[[hooks.Swaps], Variant]) -> None:
         """Leave it out, with the reason, where a site refuses its kernel."""
         if not self.swaps:
@@ -98,9 +93,9 @@ class Alternative:
             return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
         outcome = found.outcome(seed, names, window)
         reasons = outcome["reasons"] | self.agreement.get("reasons", {})
-        return Control(
-            role=self.role, kernel=self.spelling, state=self.state, **outcome | self.agreement | {"reasons": reasons}
-        )
+        kernel = spelled(swap.kernel for swap in self.swaps.values()) or None
+        outcome |= self.agreement | {"reasons": reasons}
+        return Control(role=self.role, kernel=kernel, state=self.state, **outcome)
 
 
 def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
@@ -166,15 +161,6 @@ def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative], shapes: Mapp
         return CROSSING
     tokens = max(shapes[site].tokens for site in swaps)
     return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
-
-
-def one_window(windows: Sequence[int | str], losses: TokenLosses) -> list[int | str]:
-    """The same window for all kernels, so that their rows are of the same tokens: the widest with enough tokens beyond.
-
-    Where too few are beyond any of them, each keeps its own, or its reason.
-    """
-    widest = max((one for one in windows if isinstance(one, int) and losses.count(one) >= FEWEST), default=None)
-    return list(windows) if widest is None else [widest] * len(windows)
 
 
 def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:

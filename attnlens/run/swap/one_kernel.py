@@ -36,7 +36,7 @@ from attnlens.run.differences import (
     windows_of,
 )
 from attnlens.run.initialised import predictions, refuse_initialised
-from attnlens.run.outputs import TokenLosses, Variant, enough_memory, peak_of, run, speed, tokens_in
+from attnlens.run.outputs import FEWEST, TokenLosses, Variant, enough_memory, peak_of, run, speed, tokens_in
 from attnlens.run.perplexity import guess_notes
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import (
@@ -44,7 +44,6 @@ from attnlens.run.swap.candidate import (
     alternatives,
     healed_far_part,
     mean_state,
-    one_window,
     shapes_of,
     swap_notes,
     window_beyond,
@@ -55,7 +54,7 @@ from attnlens.run.swap.healing.healer import changed_weights
 from attnlens.run.swap.ranks.plans import check_fits, given, planned
 from attnlens.run.swap.ranks.search import Budgeting, Choice, Sample, budget_work
 from attnlens.run.swap.saved import save_swapped
-from attnlens.run.swap.sites import Local, chosen_sites, idle_sites, leaks, locally, mean_of, refuse_crossing
+from attnlens.run.swap.sites import Local, chosen_sites, idle_sites, leaks, locally, refuse_crossing
 from attnlens.run.swap.sweep import SweptMeasures, swept
 from attnlens.runs.progress import INTERRUPTED, Progress, Tell, telling, telling_at_most, timed
 from attnlens.runs.work import Keep, Store, keep_nothing, key_of
@@ -214,10 +213,11 @@ def swap_report(
     readings, settings = list(done.values()), session.settings
     parts = session.evaluated.parts or ("",) * session.evaluated.sequences
     design = Design.of(parts, settings.intervals)
-    # losses beyond a window are all beyond the same, so that they are of the same tokens
+    # losses beyond a window are all beyond the widest with enough tokens, so that they are of the same tokens
     first = next((losses for reading in readings for losses in reading.losses.values()), TokenLosses())
-    beyond = one_window([reading.facts.window for reading in readings], first)
-    swaps = [_with_window(*of, design, settings.seed) for of in zip(readings, beyond, strict=True)]
+    windows = [reading.facts.window for reading in readings]
+    widest = max((one for one in windows if isinstance(one, int) and first.count(one) >= FEWEST), default=None)
+    swaps = [_with_window(one, widest or one.facts.window, design, settings.seed) for one in readings]
     units = [{"kernel": name, "stage": stage.name} for name, one in done.items() for stage in one.facts.swap.stages]
     columns = {name: torch.cat([one.windows[name] for one in readings], 1) for name in readings[0].windows}
     notes = dict.fromkeys(chain.from_iterable(reading.facts.notes for reading in readings))
@@ -463,6 +463,7 @@ class KernelRun:
             reasons = outcome["reasons"] | agreement.get("reasons", {})
             outcomes[stage] = outcome | agreement | {"reasons": reasons}
         last, reasons, of_output = list(outcomes.values())[-1], dict(gates["reasons"]), kernel.info.form == "output"
+        shares = [site.off_simplex for site in local.sites if site.off_simplex is not None]
         if of_output:
             reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
         if peak is None:
@@ -476,7 +477,7 @@ class KernelRun:
             fitted=candidate.fitted,
             sites=local.sites,
             **gates | last | {"reasons": reasons | last["reasons"]},
-            off_simplex=mean_of(site.off_simplex for site in local.sites),
+            off_simplex=sum(shares) / len(shares) if shares else None,
             tokens_per_second=Pair(
                 before=speed(found.sizes, found.own_seconds), after=speed(found.sizes, found.seconds)
             ),

@@ -16,11 +16,10 @@ from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
-from attnlens.requests.healing import Amount
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
-from attnlens.run.differences import Prompts, of_file, prompts_of
+from attnlens.run.differences import of_file, prompts_of
 from attnlens.run.in_memory import refuse_work
 from attnlens.run.provenance import code_of, content_of, versions
 from attnlens.run.swap.candidate import Candidate
@@ -56,9 +55,12 @@ class SwapWork:
         left_out = {*requests.options(SharedRequest), *APART}
         read = [session.evaluated, session.calibrated, *(sample.batches for sample in session.samples)]
         own = registry.beside_sweeps()
+        prompts = session.prompts
+        if not isinstance(prompts, str):
+            prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
         content = {
             "fed": [content_of(session.loaded, (), one, own) for one in read],
-            "prompts": _named(session.prompts),
+            "prompts": prompts,
             "form": options.form_named,
             "code": [code_of(kernel.info).hex() for kernel in options.kernels],
             "generation": str(getattr(session.loaded.model, "generation_config", None)),
@@ -131,12 +133,6 @@ class SwapWork:
             self.unsaved = run.unsaved
 
 
-def _named(prompts: Prompts | str) -> str:
-    if isinstance(prompts, str):
-        return prompts
-    return f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"
-
-
 def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same run in another process: its facts, and what reads its units."""
     from attnlens.run.swap.pipeline import prepared  # a worker begins here, and the pipeline comes here too
@@ -186,10 +182,7 @@ def swapped(
 
 
 def prepared(
-    model: str | PathLike[str] | models.Loaded,
-    kernels: Words,
-    more: Mapping[str, Any],
-    progress: Progress = silent,
+    model: str | PathLike[str] | models.Loaded, kernels: Words, more: Mapping[str, Any], progress: Progress = silent
 ) -> SwapWork:
     """The run that was asked for: its model loaded and proven, its texts cut."""
     start = time.perf_counter()
@@ -273,21 +266,18 @@ def _calibrated(
     found: texts.Batches | None = None
     samples: tuple[search.Sample, ...] = ()
     if options.heal is not None or options.limit is None:
-        some = replace(
-            cut, sequences=FITTING if options.heal is None else _healing(options.heal.amount, cut.tokens or 128)
-        )
+        count = FITTING
+        if options.heal is not None:  # as many as are trained on, within bounds; the most where a time is given
+            amount, tokens = options.heal.amount, cut.tokens or 128
+            trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
+            count = int(min(MOST_HEALING, max(HEALING, trained)))
+        some = replace(cut, sequences=count)
         found = texts.batches(loaded, contents, some, apart_from=evaluated, skip_noise=evaluated.sequences)
     if options.limit is not None:
         some = replace(cut, sequences=search.wanted(contents))
         count = search.PARTS if options.ranks is None else 1
         samples = search.samples(loaded, contents, some, evaluated, asked.intervals, count)
     return found, samples
-
-
-def _healing(amount: Amount, tokens: int) -> int:
-    """Sequences of calibration text: as many as are trained on, within bounds; the most where a time is given."""
-    wanted = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
-    return int(min(MOST_HEALING, max(HEALING, wanted)))
 
 
 def _refuse_shared(share: float, calibrated: Sequence[Text], *, same: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
@@ -149,7 +149,9 @@ def _difference(
     )
     if own is None or new is None:
         return None
-    a, b = (_kept(part, first, positions).double() for part in (own, new))
+    mask = first.get(next(MASKS[name] for name in IDS if name in first))
+    seen = slice(None) if mask is None else mask[:, positions].bool()
+    a, b = (part[:, positions][seen].double() for part in (own, new))
     # Equal where both diverged alike: a kernel that gives NaN leaks nothing, and its loss will say so.
     same = torch.equal(a.nan_to_num(), b.nan_to_num())
     return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))
@@ -167,13 +169,6 @@ def _tensors(result: ModelOutput) -> Iterator[Tensor]:
             yield from _tensors(value)
         elif name in ("decoder_hidden_states", "hidden_states"):
             yield value[-1]
-
-
-def _kept(tensor: Tensor, inputs: Mapping[str, Tensor], positions: slice) -> Tensor:
-    name = next(name for name in IDS if name in inputs)
-    mask = inputs.get(MASKS[name])
-    part = tensor[:, positions]
-    return part if mask is None else part[mask[:, positions].bool()]
 
 
 def _random_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
@@ -394,11 +389,7 @@ class Local:
 
 
 def locally(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    swaps: hooks.Swaps,
-    inputs: Mapping[str, Tensor],
-    path: Route,
+    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor], path: Route
 ) -> Local:
     """Each site's own and new output on the original model's queries, keys and values, in one forward pass."""
     found = Local()
@@ -449,9 +440,3 @@ def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> fl
         shares.append((-rows).clamp(min=0).sum(-1) / rows.abs().sum(-1))
     mean = float(hooks.at_real_tokens(torch.cat(shares, dim=-1).transpose(1, 2), inputs).mean())
     return mean if mean == mean else None
-
-
-def mean_of(numbers: Iterable[float | None]) -> float | None:
-    """The mean of those that exist."""
-    present = [number for number in numbers if number is not None]
-    return sum(present) / len(present) if present else None

@@ -224,10 +224,14 @@ class Alone:
         `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a
         headless model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
         """
-        effects = [
-            _effect(unit, self.own, new, self.sizes, self.design, seed)
-            for unit, new in zip(self.units, self.changed, strict=True)
-        ]
+        effects = []
+        for (site, head), new in zip(self.units, self.changed, strict=True):
+            delta: float | None = None
+            ends: tuple[float, float] | None = None
+            if bool(new.isfinite().all()):
+                delta, low, high = paired_difference(self.own, new, self.design, weights=self.sizes, seed=seed)
+                ends = (low, high) if low == low else None
+            effects.append(Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=ends))
         if self.tested:
             differences = self.changed - self.own
             finite = differences.isfinite().all(1)
@@ -341,11 +345,3 @@ def _sizes(fed: Fed, task: Task) -> Tensor:
     if fed.targets is None:
         return torch.ones(texts.sequences_in(fed.inputs), dtype=torch.float64)
     return (fed.targets != NOTHING).sum(1).double().cpu()
-
-
-def _effect(unit: Unit, before: Tensor, after: Tensor, sizes: Tensor, design: Design, seed: int) -> Effect:
-    site, head = unit
-    if not bool(after.isfinite().all()):
-        return Effect(layer=site.layer, head=head, part=site.part, delta=None)
-    delta, low, high = paired_difference(before, after, design, weights=sizes, seed=seed)
-    return Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=(low, high) if low == low else None)

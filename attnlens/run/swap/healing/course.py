@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +30,6 @@ SMALLEST = 1e-30
 
 class _Seen(Exception):  # noqa: N818  # no error: it ends a pass whose rest nobody needs
     """All attention modules that are trained have run."""
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """One call of an attention module in the original model."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
@@ -74,13 +64,22 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
     new, penalties = dict[Site, Tensor](), list[Tensor]()
     paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
     calls, own = _passed(healer, inputs, paths)
-    with _students(healer, new, penalties):
-        for passed in calls:
-            begin = f"{paths[passed.module]}."
+    swaps = healer.healed_swaps()
+
+    def visit(site: Site, call: Call) -> None:
+        if healer.eta:
+            penalties.append(healer.regulariser(call, swaps[site]))
+
+    students = hooks.replace(
+        healer.loaded.model, healer.sites, swaps, healer.path, visit=visit, answered=new.__setitem__
+    )
+    with students:
+        for module, args, kwargs in calls:
+            begin = f"{paths[module]}."
             local = {
                 name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
             }
-            torch.func.functional_call(passed.module, local, passed.args, passed.kwargs)
+            torch.func.functional_call(module, local, args, kwargs)
             yield [(found, own[site]) for site, found in new.items()], penalties
             new.clear()
             penalties.clear()
@@ -88,13 +87,13 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
 
 def _passed(
     healer: Healer, inputs: Mapping[str, Tensor], paths: Mapping[nn.Module, str]
-) -> tuple[list[ModuleCall], dict[Site, Tensor]]:
-    """The calls of these modules in the original model, in their order, and what their sites answer."""
-    calls, own = list[ModuleCall](), dict[Site, Tensor]()
+) -> tuple[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], dict[Site, Tensor]]:
+    """The calls (module, args, kwargs) of these modules in the original model, and what their sites answer."""
+    calls, own = list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]](), dict[Site, Tensor]()
     expected = sum(site.path in paths.values() for site in healer.sites)
 
     def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(ModuleCall(module, args, kwargs))
+        calls.append((module, args, kwargs))
 
     def answered(site: Site, found: Tensor) -> None:
         if site.path in paths.values():
@@ -112,19 +111,6 @@ def _passed(
         for handle in handles:
             handle.remove()
     return calls, own
-
-
-@contextmanager
-def _students(healer: Healer, new: dict[Site, Tensor], penalties: list[Tensor]) -> Iterator[None]:
-    """Inside the block modules that are run alone have the new kernels; their answers and regularisers are gathered."""
-
-    def visit(site: Site, call: Call) -> None:
-        if healer.eta:
-            penalties.append(healer.regulariser(call, swaps[site]))
-
-    swaps, store = healer.healed_swaps(), new.__setitem__
-    with hooks.replace(healer.loaded.model, healer.sites, swaps, healer.path, visit=visit, answered=store):
-        yield
 
 
 def _relative_errors(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -343,7 +329,10 @@ class Course:
 
     def advance(self) -> int:
         """One step; its tokens."""
-        parts = self._next()
+        parts = []
+        for _ in range(self.per_step):
+            self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()
+            parts.append(self.train[self.order.pop()])
         assert self.optimiser is not None  # noqa: S101  # begun
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * self.shape()
@@ -357,13 +346,6 @@ class Course:
         wide = self.end - self.begun
         steps = math.inf if not self.one_step else wide / self.one_step
         return shape(self.within, (self.share - self.begun) / wide if wide > 0 else 1.0, steps)
-
-    def _next(self) -> list[Fed]:
-        found = []
-        for _ in range(self.per_step):
-            self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()
-            found.append(self.train[self.order.pop()])
-        return found
 
 
 def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:

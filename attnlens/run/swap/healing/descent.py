@@ -329,8 +329,9 @@ class Work:
             )
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)
-        last = self.curve[-1].tokens if self.curve else None
-        drawn = self._drawn(self.course.share, last)
+        share, points = self.course.share, sum(one.loss is not None for one in self.curve)
+        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9
+        drawn = not self.curve or passed or share >= 1
         point = HealingStep(
             step=step,
             validation=distances.mean if distances.finite else None,
@@ -340,11 +341,6 @@ class Work:
         )
         self.curve.append(point)
         return distances
-
-    def _drawn(self, share: float, last: int | None) -> bool:
-        """Whether a share is passed at which the loss is drawn, since the last point that has one."""
-        points = sum(step.loss is not None for step in self.curve)
-        return last is None or (points < len(DRAWN) and share >= DRAWN[points] - 1e-9) or share >= 1
 
     @property
     def _due(self) -> bool:

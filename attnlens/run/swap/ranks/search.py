@@ -303,7 +303,11 @@ class Budgeting:
 
         def measure() -> Tensor:
             costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
-            return _table([costs[site] for site in self.found])
+            wide = max(cost.shape[-1] for cost in costs.values())  # ∞ beyond a latent's own numbers
+            rows = [
+                torch.nn.functional.pad(costs[s], (0, wide - costs[s].shape[-1]), value=torch.inf) for s in self.found
+            ]
+            return torch.cat(rows).double()
 
         whole = self.swapped(self.by_site([size for basis in self.found.values() for size in basis.sizes]))
         self.table = self.keep(f"sensitivities {key_of(digests_of(whole))}", measure)
@@ -495,9 +499,3 @@ def budget_work(fitting: Sample, choosing: Sample, promising: Sample, *, form_na
     return sum(
         often * part.batches.sequences for often, part in zip(times, (fitting, choosing, promising), strict=True)
     )
-
-
-def _table(costs: Sequence[Tensor]) -> Float[Tensor, "latents ranks"]:
-    """All sites below each other; ∞ beyond a latent's own numbers."""
-    wide = max(cost.shape[-1] for cost in costs)
-    return torch.cat([torch.nn.functional.pad(c, (0, wide - c.shape[-1]), value=torch.inf) for c in costs]).double()
