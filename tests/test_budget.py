@@ -28,7 +28,7 @@ from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import bases as bases_module
 from attnlens.run.swap.ranks import plans
 from attnlens.run.swap.ranks import search as room
-from attnlens.run.swap.ranks.bases import _between, bases, gathered, levels, output_metrics, sensitivities
+from attnlens.run.swap.ranks.bases import _between, gathered, levels, output_metrics, sensitivities
 from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
 from attnlens.run.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
 from attnlens.sections.swaps.tables import numbers_kept, plan_rows
@@ -39,6 +39,13 @@ from attnlens.texts.targets import feed
 
 RANK = parsed("rank:65536")
 SHORT = {"sequences": 16, "tokens": 64} | BARE
+
+
+def bases(model, sites, swaps, batches, progress):
+    """The directions of every swapped site, in one pass of the original model, in the form that its kernel names."""
+    form = next(iter(swaps.values())).kernel
+    every = [("", fed) for fed in batches]
+    return gathered(model, sites, swaps, [form], every, "hidden", 0, progress).bases(form.spelling)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from attnlens.arguments import LARGEST, path, shown
 from attnlens.choices import STUDIES
 from attnlens.errors import UsageError
 from attnlens.registry import checked_name
-from attnlens.requests.fields import Option, Words, checked, folder, words
-from attnlens.requests.run_options import INPUT, OUTPUT, EngineRequest, Place, one_file, several_files
+from attnlens.requests.fields import Option, Words, checked, words
+from attnlens.requests.run_options import INPUT, EngineRequest, Place, new_folder, one_file, several_files
 
 ALL = "all"
 
@@ -84,26 +84,11 @@ class StudyRequest(EngineRequest, total=False):
     ]
     save: Annotated[
         Place,
-        Option(
-            "Write each cell's model, of the first seed, at every look, into this new folder.",
-            panel=OUTPUT,
-            metavar="DIR",
-            typed=str | None,
-            check=folder,
-            call_only="written",
-        ),
+        new_folder("Write each cell's model, of the first seed, at every look, into this new folder."),
     ]
     work: Annotated[
         Place,
-        Option(
-            "Keep what is finished here; the same command goes on from there.",
-            panel=OUTPUT,
-            metavar="DIR",
-            typed=str | None,
-            check=folder,
-            call_only="written",
-            shown="in the user's cache",
-        ),
+        new_folder("Keep what is finished here; the same command goes on from there.", "in the user's cache"),
     ]
 
 

@@ -21,7 +21,6 @@ from attnlens.rules.rule import FDR, RELATIVE
 WORK = "Work"
 """The panel of these options."""
 MOST_JOBS = 4096
-FROM_ENVIRONMENT = "auto"
 SAY_SHARD = f"Write it as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, as in 1/3."
 SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
 ARRAY = "SLURM_ARRAY_TASK_"
@@ -30,7 +29,7 @@ ARRAY = "SLURM_ARRAY_TASK_"
 
 def shard(name: str, given: Any) -> str:
     """`I/N`; of `auto` the number and count that Slurm or torchrun gave this process. Raises UsageError for others."""
-    if given == FROM_ENVIRONMENT:
+    if given == "auto":
         return _of_environment()
     index, slash, count = given.partition("/") if isinstance(given, str) else ("", "", "")
     known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
@@ -40,24 +39,25 @@ def shard(name: str, given: Any) -> str:
 
 
 def _of_environment() -> str:
+    """The shard of a task of Slurm's array, or of a process of torchrun.
+
+    Raises UsageError where there is neither, or the array's tasks are not evenly spaced.
+    """
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
-    if slurm["ID"].isdecimal() and slurm["COUNT"].isdecimal():
-        return _of_array({name: int(value) for name, value in slurm.items() if value.isdecimal()})
+    said = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
+    if "ID" in said and "COUNT" in said:
+        step, first = said.get("STEP", 1) or 1, said.get("MIN", 0)
+        place, rest = divmod(said["ID"] - first, step)
+        last = first + step * (said["COUNT"] - 1)
+        if rest or said.get("MAX", last) != last:
+            raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
+        return shard("shard", f"{place + 1}/{said['COUNT']}")
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
         return shard("shard", f"{int(rank) + 1}/{count}")
     raise UsageError(
         "shard=auto finds neither SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT nor RANK and WORLD_SIZE.", SAY_SHARD
     )
-
-
-def _of_array(said: dict[str, int]) -> str:
-    """The shard of a task of Slurm's array. Raises UsageError where its tasks are not evenly spaced."""
-    step, first = said.get("STEP", 1) or 1, said.get("MIN", 0)
-    place, rest = divmod(said["ID"] - first, step)
-    if rest or said.get("MAX", first + step * (said["COUNT"] - 1)) != first + step * (said["COUNT"] - 1):
-        raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
-    return shard("shard", f"{place + 1}/{said['COUNT']}")
 
 
 def memory_size(name: str, given: Any) -> str:
@@ -211,6 +211,12 @@ def several_files(said: str) -> Option:
     """An option that names a file each time, as often as it is given."""
     # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
     return Option(said, (), panel=INPUT, metavar="FILE", typed=list[Path] | None, call_only="read")
+
+
+def new_folder(said: str, shown: str | None = None) -> Option:
+    """An option that names a folder to write."""
+    typed, check = str | None, fields.folder
+    return Option(said, None, OUTPUT, "DIR", shown=shown, typed=typed, check=check, call_only="written")
 
 
 class Loading(TypedDict, total=False):
@@ -459,11 +465,5 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
     ]
     save: Annotated[
         Place,
-        Option(
-            "Write the changed model to this folder.",
-            panel=OUTPUT,
-            metavar="DIR",
-            check=fields.folder,
-            call_only="written",
-        ),
+        new_folder("Write the changed model to this folder."),
     ]

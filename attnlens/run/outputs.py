@@ -139,7 +139,11 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
     _wait(model)
     seconds = time.perf_counter() - start
-    return PassOutputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
+    # a model that cuts its images into windows gives so many rows an image, those of one image after another
+    states = last_states(result)
+    owners = None if states is None else owners_of(states, fed.inputs)
+    hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
+    return PassOutputs(predictions(result, fed, task), hidden, owners, seconds)
 
 
 def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
@@ -150,18 +154,6 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
     if fed.targets is not None:
         logits = of_text(logits, fed.targets, sees="pixel_values" in fed.inputs)[fed.targets != NOTHING]
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """The last hidden states at real tokens, and the sequence that each of these is of.
-
-    A model that cuts its images into windows gives so many rows an image, those of one image after another.
-    """
-    found = last_states(result)
-    owners = None if found is None else owners_of(found, inputs)
-    if found is None or owners is None:
-        return None, None
-    return hooks.at_real_tokens(found, inputs).flatten(0, -2), owners
 
 
 def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:

@@ -48,7 +48,7 @@ from attnlens.run.swap.candidate import (
     swap_notes,
     window_beyond,
 )
-from attnlens.run.swap.fit import MOST_FITTED, fit, passes
+from attnlens.run.swap.fit import MOST_FITTED, fit
 from attnlens.run.swap.healing.descent import NO_PEAK, control_of, digest_of, healed
 from attnlens.run.swap.healing.healer import changed_weights
 from attnlens.run.swap.ranks.plans import check_fits, given, planned
@@ -121,10 +121,6 @@ class Swapping:
             self.idle = idle_sites(survey, self.settings.layers)
         for kernel in self.options.kernels:
             refuse_crossing(kernel, list(self.chosen))
-
-    def swaps(self, kernel: Kernel) -> hooks.Swaps:
-        """That kernel at the chosen sites."""
-        return {site: hooks.Replacement(kernel, heads) for site, heads in self.chosen.items()}
 
     def variant(
         self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None, path: Route | None = None
@@ -350,8 +346,8 @@ class KernelRun:
         source = session.calibrated if kernel.fit_reads else session.evaluated.first()  # of which the shapes are read
         if source is None or not kernel.fits or not (needed or session.options.fit):
             return
-        text = source.some(MOST_FITTED)
-        how = self._teller("fit", text.sequences * passes(kernel)), session.task, self._seed
+        text, reads = source.some(MOST_FITTED), 1 if needed or kernel.near is not None else 2
+        how = self._teller("fit", text.sequences * reads), session.task, self._seed
         stage = "swapped" if needed else "fitted"
         candidate.stages[stage] = fit(session.loaded, session.sites, candidate.last, text, *how)
 

@@ -14,6 +14,7 @@ from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
+from attnlens.hooks import Replacement
 from attnlens.records import Report, Settings, Text
 from attnlens.requests import SwapRequest, Words, checked, reading
 from attnlens.requests.run_options import SharedRequest
@@ -124,7 +125,8 @@ class SwapWork:
         """Read one kernel. Of its fit, sweep and healing what is finished is kept until the whole kernel is."""
         kernel = next(one for one in self.session.options.kernels if one.spelling == name)
         parts = None if self.store is None else self.store.inside(name)
-        run = KernelRun(self.session, Candidate(kernel, {"swapped": self.session.swaps(kernel)}), parts)
+        swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
+        run = KernelRun(self.session, Candidate(kernel, {"swapped": swaps}), parts)
         try:
             return run.read().value
         except KernelInterrupted as stop:
@@ -242,7 +244,17 @@ def _prepared(
         read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
         shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = search.joined(read)
-        _refuse_shared(shared, named, same=not others)
+        if shared > texts.MOST_SHARED and not others:
+            raise TextError(
+                f"The text repeats itself: {100 * shared:.0f} % of the evaluated tokens stand in its other windows "
+                "too.",
+                "Give a --calibration text of its own, or a --text that repeats itself less.",
+            )
+        if shared > texts.MOST_SHARED:
+            raise TextError(
+                f"The calibration text ({Text.of(named).name}) holds {100 * shared:.0f} % of the evaluated tokens.",
+                "Give a --calibration text of its own, or leave it out: then windows that are not evaluated are used.",
+            )
         unknown = {name: share for part in read for name, share in part.unknown.items()} if others else {}
         notes = texts.foreign_notes(unknown)
         asked = asked.model_copy(update={"calibration": Text.of(named), "calibrations": named, "notes": notes})
@@ -278,18 +290,3 @@ def _calibrated(
         count = search.PARTS if options.ranks is None else 1
         samples = search.samples(loaded, contents, some, evaluated, asked.intervals, count)
     return found, samples
-
-
-def _refuse_shared(share: float, calibrated: Sequence[Text], *, same: bool) -> None:
-    """Raise TextError where too much of what is evaluated would be calibrated on."""
-    if share <= texts.MOST_SHARED:
-        return
-    if same:
-        raise TextError(
-            f"The text repeats itself: {100 * share:.0f} % of the evaluated tokens stand in its other windows too.",
-            "Give a --calibration text of its own, or a --text that repeats itself less.",
-        )
-    raise TextError(
-        f"The calibration text ({Text.of(calibrated).name}) holds {100 * share:.0f} % of the evaluated tokens.",
-        "Give a --calibration text of its own, or leave it out: then windows that are not evaluated are used.",
-    )

@@ -335,7 +335,16 @@ class Local:
         """What a reader must know, one sentence each."""
         total = len(self.sites)
         if kernel.info.form == "output":
-            return self._of_output(kernel, total)
+            notes = [PRIMAL]
+            if self.capped or self.biased or self.sinking:
+                notes.append("What the model adds to its scores (softcap, position bias, sinks) has no place in it.")
+            if self.bounded:
+                bounds = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
+                notes.append(
+                    f"{kernel.parameters['scores']:.0f} scores were asked for; at {self.bounded} of {total} sites "
+                    f"{bounds} bounds their rank, and there are no more."
+                )
+            return notes
         notes = []
         if self.capped:
             kept = "is read through the model's softcap" if kernel.info.form == "score" else "replaces it whole"
@@ -372,19 +381,6 @@ class Local:
             )
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
-        return notes
-
-    def _of_output(self, kernel: Kernel, total: int) -> list[str]:
-        """The notes on a kernel without scores of a query and a key."""
-        notes = [PRIMAL]
-        if self.capped or self.biased or self.sinking:
-            notes.append("What the model adds to its scores (softcap, position bias, sinks) has no place in it.")
-        if self.bounded:
-            asked = f"{kernel.parameters['scores']:.0f} scores were asked for"
-            bounds = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
-            notes.append(
-                f"{asked}; at {self.bounded} of {total} sites {bounds} bounds their rank, and there are no more."
-            )
         return notes
 
 

@@ -302,18 +302,16 @@ class SweptBatch:
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
         """The original's loss of each sequence, and the same with a head of a site, or all of them, swapped."""
         given, own, own_losses = self.original
-        alone = {site: _alone(self.swaps[site], head)}
-        with hooks.replace(self.loaded.model, self.sites, alone, self.path), hooks.resumed(self.blocks, given, site):
+        swap = self.swaps[site]
+        if head is not None:  # with its own fitted parameters
+            index = head if swap.heads is None else swap.heads.index(head)
+            swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
+        with (
+            hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
+            hooks.resumed(self.blocks, given, site),
+        ):
             new = _run(self.loaded, self.fed, self.task)
         return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}
-
-
-def _alone(swap: hooks.Replacement, head: int | None) -> hooks.Replacement:
-    """The swap of one head, with its own fitted parameters."""
-    if head is None:
-        return swap
-    index = head if swap.heads is None else swap.heads.index(head)
-    return hooks.Replacement(swap.kernel.of_head(index), (head,))
 
 
 def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:

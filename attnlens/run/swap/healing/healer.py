@@ -348,10 +348,10 @@ class Healer:
             logits, there = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
             assert logits is not None  # noqa: S101  # a model without predictions has no targets
             return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
-        more = asking(self.task)
+        outputs_of = states_of if self.task == "hidden" else logits_of
         with torch.no_grad():
-            own = self._outputs(hooks.forward(self.loaded.model, inputs, **more))
-        new = self._outputs(self._as_student(inputs, penalties, back))
+            own = outputs_of(hooks.forward(self.loaded.model, inputs, **asking(self.task)))
+        new = outputs_of(self._as_student(inputs, penalties, back))
         owners = owners_of(own, inputs)
         if owners is None:  # all count as the first's
             owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
@@ -368,10 +368,10 @@ class Healer:
         self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
     ) -> object:
         with ExitStack() as pass_alone:
-            recomputing = back is not None and bool(self.blocks)
-            (back if back is not None and recomputing else pass_alone).enter_context(self.student(penalties))
-            if back is not None and recomputing:
-                back.enter_context(_recomputed(self.blocks))
+            block = back if back is not None and self.blocks else pass_alone
+            block.enter_context(self.student(penalties))
+            if block is not pass_alone:
+                block.enter_context(_recomputed(self.blocks))
             return hooks.forward(self.loaded.model, inputs, **asking(self.task))
 
     @contextmanager
@@ -393,9 +393,6 @@ class Healer:
         """J² of one layer."""
         part = call if swap.heads is None else call.select(swap.heads)
         return regulariser(part, swap.kernel, self.convention)
-
-    def _outputs(self, result: object) -> Tensor:
-        return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def values(self) -> dict[str, Tensor]:
         """The trained weights by name."""

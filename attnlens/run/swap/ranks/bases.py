@@ -260,19 +260,6 @@ class FormsRead:
         }
 
 
-def bases(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Sequence[Fed], progress: Tell
-) -> dict[Site, Basis]:
-    """The directions of every swapped site, in one pass of the original model, in the form that its kernel names.
-
-    Raises UsageError where some, but not all of the query heads that share a key head are swapped.
-    """
-    form = next(iter(swaps.values())).kernel
-    return gathered(loaded, sites, swaps, [form], [("", fed) for fed in batches], "hidden", 0, progress).bases(
-        form.spelling
-    )
-
-
 def gathered(
     loaded: Loaded,
     sites: tuple[Site, ...],

@@ -61,11 +61,6 @@ class Sample(NamedTuple):
     design: Design
     """Of which text each of them is, and over what intervals are."""
 
-    @property
-    def names(self) -> list[str]:
-        """The texts, in the order of the design's numbers."""
-        return list(dict.fromkeys(self.batches.parts))
-
 
 def wanted(contents: Sequence[Content]) -> int:
     """How many windows a budget asks for: enough of each text for every part."""
@@ -88,7 +83,15 @@ def samples(
     found: list[Batches] = []
     for turn in range(count):
         if turn == 1:
-            _check_enough(found[0], contents, evaluated)
+            taken, what = evaluated.taken, "windows" if found[0].pack else "lines"
+            there = {text.name: (text.available or 0) - len(taken.get(text.sha256, ())) for text in found[0].texts}
+            for content in contents:
+                if (free := there.get(content.name, 0)) < PARTS * LEAST:
+                    raise TextError(
+                        f"{content.name} has {free} {what} that are not evaluated; a budget needs {PARTS * LEAST} of "
+                        f"each text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
+                        "Give a longer text, fewer --tokens or --sequences, or leave that text out.",
+                    )
             if intervals == "texts" and len(contents) < FEWEST_TEXTS:
                 raise UsageError(
                     f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
@@ -97,33 +100,15 @@ def samples(
         skip = evaluated.sequences + turn * cut.sequences
         part = replace(cut, turn=(turn, PARTS))
         found.append(texts.batches(loaded, contents, part, apart_from=evaluated, skip_noise=skip))
-    _check_repeated(loaded, found)
-    return tuple(Sample(part, Design.of(part.parts, intervals)) for part in found)
-
-
-def _check_enough(first: Batches, contents: Sequence[Content], evaluated: Batches) -> None:
-    """Raise TextError for the first text that has too few windows for every part."""
-    there = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
-    what = "windows" if first.pack else "lines"
-    for content in contents:
-        if (free := there.get(content.name, 0)) < PARTS * LEAST:
-            raise TextError(
-                f"{content.name} has {free} {what} that are not evaluated; a budget needs {PARTS * LEAST} of each "
-                f"text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
-                "Give a longer text, fewer --tokens or --sequences, or leave that text out.",
-            )
-
-
-def _check_repeated(loaded: Loaded, parts: Sequence[Batches]) -> None:
-    """Raise TextError where a part repeats those before it: a promise from it would be none."""
     uses = ("what ranks are chosen by", "fitted on"), ("what the promise is made from", "fitted on or chosen by")
-    for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
-        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
+    for number, (repeating, (use, earlier)) in enumerate(zip(found[1:], uses, strict=False), start=1):
+        share = shared_share(loaded.tokenizer, repeating.passages, texts.passages(found[:number]))
         if share > MOST_SHARED:
             raise TextError(
                 f"The calibration text repeats itself: {100 * share:.0f} % of {use} is {earlier} too.",
                 "Give a --calibration text that says things once.",
             )
+    return tuple(Sample(part, Design.of(part.parts, intervals)) for part in found)
 
 
 def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
@@ -480,7 +465,9 @@ class Trial:
             facts = [digest_of(one.inputs) for one in fed], digests_of(swaps)
             found.append(search.keep(f"losses on {name} {key_of(facts)}", measure))
             search.progress(len(found[-1]))
-        return rise_of(self.own, torch.cat(found), self.part.names, search.seed, search.unit)
+        return rise_of(
+            self.own, torch.cat(found), list(dict.fromkeys(self.part.batches.parts)), search.seed, search.unit
+        )
 
 
 def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
