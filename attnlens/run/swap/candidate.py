@@ -198,13 +198,11 @@ class Candidate:
     """One kernel and how far it has come."""
 
     kernel: Kernel
-    """As asked for."""
     stages: dict[str, hooks.Swaps]
     """The swap at each stage: swapped, fitted, healed."""
     found: dict[str, Differences] = field(default_factory=dict)
     """What was measured at each stage."""
     healing: Healing | None = None
-    """How it was healed."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Healed weights by name."""
     choice: Choice | None = None

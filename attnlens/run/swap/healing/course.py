@@ -130,9 +130,7 @@ class HeldOut:
     """The batches kept back, and what was measured on them."""
 
     healer: Healer
-    """What is measured."""
     fed: Sequence[Fed]
-    """On which batches."""
 
     def distances(self, stage: HealingStage = "whole", most: int = MOST) -> Distances:
         """What a stage makes smaller, for each sequence of the first `most` batches; of the whole the distance."""

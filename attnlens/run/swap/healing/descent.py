@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -47,54 +47,6 @@ if TYPE_CHECKING:
 
 COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
 """Fields of a course that are kept as they are."""
-
-
-@dataclass(frozen=True)
-class HealingState:
-    """The state of one healing among the kept parts of its kernel."""
-
-    store: Store
-    name: str
-    """What determines the healing's numbers, beside what names the store."""
-
-    def save(self, course: Course, best: Best, seen: Sequence[tuple[float, Distances]], **facts: Any) -> None:
-        """Write everything that the rest of the healing depends on, and these `facts`."""
-        assert course.optimiser is not None  # noqa: S101  # a state is kept after steps
-        leaves = course.healer.leaves
-        value = {
-            "course": {name: getattr(course, name) for name in COURSE},
-            "seconds": course.seconds,
-            "generator": course.generator.get_state(),
-            "now": leaves,
-            "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
-            "best": [best.step, best.distance, best.kept],
-            "seen": [[share, distances.each, distances.counts] for share, distances in seen],
-            "facts": facts,
-        }
-        self.store.keep(self.name, value)
-
-    def load(self) -> dict[str, Any] | None:
-        """Return what was saved; None if there is nothing, or it is not to be used."""
-        found: dict[str, Any] | None = self.store.load(self.name) if self.store.resume else None
-        return found
-
-    @staticmethod
-    def restore(value: dict[str, Any], course: Course, best: Best) -> list[tuple[float, Distances]]:
-        """Put course and best numbers where they were; returns the distances of this stage's checks."""
-        for name in COURSE:
-            setattr(course, name, value["course"][name])
-        course.spent = value["seconds"]
-        course.generator.set_state(value["generator"])
-        leaves = course.healer.leaves
-        put_back(leaves, value["now"])
-        best.step, best.distance, kept = value["best"]
-        best.kept = [part.to(leaf.device) for part, leaf in zip(kept, leaves, strict=True)]
-        course.optimiser = adamw(leaves, course.rate)
-        for leaf, moments in zip(leaves, value["moments"], strict=True):
-            if moments:
-                placed = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
-                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **placed}
-        return [(share, Distances(each, counts)) for share, each, counts in value["seen"]]
 
 
 NO_PEAK = "this platform does not tell it"
@@ -140,7 +92,7 @@ def healed(
         [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
         for site, swap in swaps.items()
     ]
-    state = None if parts is None else HealingState(parts, f"{name} {key_of(facts)}")
+    state = None if parts is None else (parts, f"{name} {key_of(facts)}")
     found: list[Healing] = []
     tell = teller(name, int(asked.amount.number))
     evaluate = partial(mean_loss, loaded.model, session.fed, session.task)
@@ -200,7 +152,7 @@ def heal(
     seed: int,
     evaluate: Evaluate,
     progress: Tell,
-    state: HealingState | None = None,
+    state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
     """Train for the amount asked for, stage after stage, and keep the step with the least distance on text kept back.
@@ -220,7 +172,7 @@ def heal(
     parts, per_step = parts_of(train, asked.batch or few)
     course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
     work = Work(course, HeldOut(healer, back), evaluate, progress, state, patient=asked.control)
-    saved = None if state is None else state.load()
+    saved = None if state is None or not state[0].resume else state[0].load(state[1])
     try:
         work.begin(saved)
         for stage in stages:
@@ -241,7 +193,8 @@ class Work:
     held: HeldOut
     evaluate: Evaluate
     progress: Tell
-    state: HealingState | None
+    state: tuple[Store, str] | None
+    """Where the state is kept at each check, and under which name."""
     best: Best = field(default_factory=Best)
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)
@@ -260,7 +213,20 @@ class Work:
         if saved is None:
             self.check(0)
             return
-        self.seen = HealingState.restore(saved, self.course, self.best)
+        course, best, leaves = self.course, self.best, self.course.healer.leaves
+        for name in COURSE:
+            setattr(course, name, saved["course"][name])
+        course.spent = saved["seconds"]
+        course.generator.set_state(saved["generator"])
+        put_back(leaves, saved["now"])
+        best.step, best.distance, kept = saved["best"]
+        best.kept = [part.to(leaf.device) for part, leaf in zip(kept, leaves, strict=True)]
+        course.optimiser = adamw(leaves, course.rate)
+        for leaf, moments in zip(leaves, saved["moments"], strict=True):
+            if moments:
+                placed = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
+                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **placed}
+        self.seen = [(share, Distances(each, counts)) for share, each, counts in saved["seen"]]
         facts = saved["facts"]
         self.curve = [HealingStep.model_validate(one) for one in facts["curve"]]
         self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
@@ -280,7 +246,10 @@ class Work:
         while not (self.ended or (course.over and course.step)):  # one step at least, however short the time
             started = time.monotonic()
             tokens = course.advance()
-            self._count(tokens, time.monotonic() - started)
+            now = self.trainings[-1]
+            tokens, seconds = now.tokens + tokens, now.seconds + time.monotonic() - started
+            speed = tokens / seconds if seconds > 0 else None
+            self._training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
             self._tell()
             if self._due or course.over:
                 self._checked()
@@ -313,12 +282,27 @@ class Work:
             chosen = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
             self._training(learning_rate=course.rate, lowered_from=chosen)
-        self.ended = not self.patient and self._stale()
+        # a stage ends if the checks of its last PATIENCE gained nothing beyond their interval
+        since = self.seen[-1][0] - PATIENCE * (course.end - course.begun)
+        before = [distances for at, distances in self.seen[:-FEWEST] if at <= since]
+        self.ended = not self.patient and bool(before) and not self.seen[-1][1].falls_from(before[-1])
         if self.ended and not course.over:
             self._training(stopped=True)
-        if self.state is not None:
+        if self.state is not None and course.optimiser is not None:
+            store, name = self.state
+            leaves = course.healer.leaves
             curve, trainings = ([one.model_dump() for one in listed] for listed in (self.curve, self.trainings))
-            self.state.save(course, self.best, self.seen, curve=curve, trainings=trainings, ended=self.ended)
+            value = {
+                "course": {name: getattr(course, name) for name in COURSE},
+                "seconds": course.seconds,
+                "generator": course.generator.get_state(),
+                "now": leaves,
+                "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
+                "best": [self.best.step, self.best.distance, self.best.kept],
+                "seen": [[share, distances.each, distances.counts] for share, distances in self.seen],
+                "facts": {"curve": curve, "trainings": trainings, "ended": self.ended},
+            }
+            store.keep(name, value)
 
     def check(self, step: int) -> Distances:
         """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""
@@ -351,13 +335,6 @@ class Work:
         last = self.seen[-1][0]
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
-    def _stale(self) -> bool:
-        """Whether the checks of the last PATIENCE of the stage gained nothing beyond their interval."""
-        share, now = self.seen[-1]
-        wide = PATIENCE * (self.course.end - self.course.begun)
-        before = [distances for at, distances in self.seen[:-FEWEST] if at <= share - wide]
-        return bool(before) and not now.falls_from(before[-1])
-
     def _evaluated(self) -> float | None:
         """The loss on the evaluation text with the numbers as they are."""
         healer = self.course.healer
@@ -366,12 +343,6 @@ class Work:
             hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
         ):
             return self.evaluate()
-
-    def _count(self, tokens: int, seconds: float) -> None:
-        now = self.trainings[-1]
-        all_tokens, all_seconds = now.tokens + tokens, now.seconds + seconds
-        speed = all_tokens / all_seconds if all_seconds > 0 else None
-        self._training(steps=now.steps + 1, tokens=all_tokens, seconds=all_seconds, tokens_per_second=speed)
 
     def _training(self, **changed: Any) -> None:
         self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
