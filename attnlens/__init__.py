@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from attnlens.run.inspect.pipeline import inspect as inspect
     from attnlens.run.study import study as study
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
-    from attnlens.run.swap.replaced import replaced as replaced
     from attnlens.run.swap.saved import load_swapped as load_swapped
+    from attnlens.run.swap.sites import replaced as replaced
     from attnlens.run.training.one_head import converge_head as converge_head
     from attnlens.run.training.series import converge_checkpoints as converge_checkpoints
     from attnlens.run.training.synthetic import converge_synthetic as converge_synthetic

@@ -13,8 +13,7 @@ from attnlens import hooks, models, texts
 from attnlens.arguments import Budget
 from attnlens.kernels import parsed
 from attnlens.records import Rise, Site
-from attnlens.run.swap.ranks.calibration import losses, samples
-from attnlens.run.swap.ranks.search import MARGIN, Budgeting, Choice, Trial
+from attnlens.run.swap.ranks.search import MARGIN, Budgeting, Choice, Trial, losses, samples
 from attnlens.statistics import Design
 from attnlens.texts import Batches, Content, Cut
 from attnlens.texts.targets import feed, task_of

@@ -37,8 +37,7 @@ from attnlens.choices import Placement
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
 from attnlens.records import Rise, Site
-from attnlens.run.swap.ranks.calibration import Losses, Sample, losses, samples
-from attnlens.run.swap.ranks.search import Budgeting, Choice
+from attnlens.run.swap.ranks.search import Budgeting, Choice, Losses, Sample, losses, samples
 from attnlens.statistics import Design
 from attnlens.texts import Batches, Content, Cut
 from attnlens.texts.targets import Fed, feed, task_of

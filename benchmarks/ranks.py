@@ -29,8 +29,7 @@ from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
 from attnlens.records import Rise, Site
 from attnlens.run.swap.ranks.bases import Basis, by_output, form_name, possible_forms
-from attnlens.run.swap.ranks.calibration import Losses, Sample, by_text, losses, rise_of
-from attnlens.run.swap.ranks.search import Budgeting, Trial
+from attnlens.run.swap.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
 from attnlens.statistics import Design
 from attnlens.texts import Content, Cut
 from attnlens.texts.targets import Fed, feed

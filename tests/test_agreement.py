@@ -17,9 +17,9 @@ from torch import Tensor
 from attnlens import hooks, models
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.run import differences as room
 from attnlens.run import swap_kernel
-from attnlens.run.outcomes import agreement as room
-from attnlens.run.outcomes.agreement import Prompts, agreement, continued, of_file, of_windows
+from attnlens.run.differences import Prompts, agreement, continued, of_file, of_windows
 from attnlens.texts import Content
 from attnlens.texts.targets import Fed
 

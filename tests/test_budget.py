@@ -26,11 +26,11 @@ from attnlens.plots.swaps import _kept
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import bases as bases_module
-from attnlens.run.swap.ranks import calibration, plans
+from attnlens.run.swap.ranks import plans
 from attnlens.run.swap.ranks import search as room
-from attnlens.run.swap.ranks.bases import _between, bases, gathered, levels, output_metrics, sensitivities
-from attnlens.run.swap.ranks.calibration import Losses, Sample, by_text, losses, rise_of
-from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, break_even, costs, saving, sizes
+from attnlens.run.swap.ranks.bases import _between, gathered, levels, output_metrics, sensitivities
+from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
+from attnlens.run.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
 from attnlens.sections.swaps.tables import numbers_kept, plan_rows
 from attnlens.sentences.swaps.plans import plan_lines
 from attnlens.statistics import Design
@@ -39,6 +39,13 @@ from attnlens.texts.targets import feed
 
 RANK = parsed("rank:65536")
 SHORT = {"sequences": 16, "tokens": 64} | BARE
+
+
+def bases(model, sites, swaps, batches, progress):
+    """The directions of every swapped site, in one pass of the original model, in the form that its kernel names."""
+    form = next(iter(swaps.values())).kernel
+    every = [("", fed) for fed in batches]
+    return gathered(model, sites, swaps, [form], every, "hidden", 0, progress).bases(form.spelling)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +57,7 @@ def report(demo):
 @pytest.fixture
 def few(monkeypatch):
     """A fit and a choice on little text: what is tested holds for any length of it."""
-    monkeypatch.setattr(calibration, "SEQUENCES", 48)
+    monkeypatch.setattr(room, "SEQUENCES", 48)
 
 
 BOOK = texts.sample("demo")
@@ -63,7 +70,7 @@ def batches_of(model, sequences=8, tokens=32, **more):
 def parts_of(model, sequences=48, tokens=32):
     """The three parts of so many windows, none of which is evaluated."""
     evaluated = batches_of(model, tokens=tokens)
-    return calibration.samples(model, BOOK, Cut(tokens=tokens, sequences=sequences, batch_size=8), evaluated, None)
+    return room.samples(model, BOOK, Cut(tokens=tokens, sequences=sequences, batch_size=8), evaluated, None)
 
 
 def budgeting(model, *, layers=None):
@@ -312,7 +319,7 @@ def test_the_parts_of_several_texts_are_disjoint_however_they_are_cut(demo, pack
     contents = [replace(text, text=text.text[:12000]) for text in texts.sample("another")[:2]]
     cut = Cut(tokens=32, sequences=60, pack=pack, placement=placement, batch_size=8)
     evaluated = texts.batches(demo, contents, replace(cut, sequences=16))
-    parts = calibration.samples(demo, contents, cut, evaluated, None)
+    parts = room.samples(demo, contents, cut, evaluated, None)
     for text in contents:
         digests = {found.name: found.sha256 for found in evaluated.texts}
         taken = [part.batches.taken[digests[text.name]] for part in parts]
@@ -331,7 +338,7 @@ def test_the_promise_is_the_rise_on_its_own_windows_by_a_loop_over_them(demo, re
     own = losses(demo, every, "causal", design).means
     search = budgeting(demo)
     evaluated = texts.batches(demo, BOOK, Cut())
-    fitting = calibration.samples(demo, BOOK, Cut(sequences=calibration.SEQUENCES), evaluated, None)[0]
+    fitting = room.samples(demo, BOOK, Cut(sequences=room.SEQUENCES), evaluated, None)[0]
     assert list(fitting.batches.texts) == report.plan.fitted_on
     form = parsed(f"rank:65536,{report.plan.form}")
     search.take(search.gather([("", fed) for fed in feed(demo, fitting.batches, "causal", 0)], [form]), form)
@@ -447,7 +454,7 @@ def test_several_texts_keep_the_budget_each_by_itself(demo, few, tmp_path):
 @pytest.mark.slow
 def test_a_promise_that_breaks_on_another_text_is_told(demo, monkeypatch, tmp_path):
     """In capitals `demo` predicts badly whatever its heads do: what they need for the Bible is not seen there."""
-    monkeypatch.setattr(calibration, "SEQUENCES", 96)
+    monkeypatch.setattr(room, "SEQUENCES", 96)
     other = tmp_path / "other.txt"
     other.write_text(BOOK[0].text[20000:].upper())
     found = swap_kernel(demo, "rank", budget="loss:1%", tokens=64, calibration=[str(other)], **BARE)
@@ -594,7 +601,7 @@ def test_operations_break_even_at_the_length_told():
     choice, found = cut_by_hand()
     ranks = {site: [rank or 10 for rank in some] for site, some in choice.ranks.items()}  # nothing saved by a head of 0
     choice = replace(choice, ranks=ranks)
-    length = break_even(choice, found)
+    length, _ = keys_to_gain(choice, found)
 
     def operations(keys):
         pair = saving(choice, {site: replace(size, keys_seen=keys) for site, size in found.items()})["flops_per_token"]
@@ -627,7 +634,7 @@ def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, for
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "_latents", lambda _choice, _site: [latent])
-        reason, length = plans.no_break_even(None, found), break_even(None, found)
+        length, reason = keys_to_gain(None, found)
     assert length is None
     assert (reason is None) == (says is None)
     assert falls(1e9) == (says is None and not latent.before) or latent.before
@@ -783,12 +790,12 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
 
 def test_intervals_over_texts_need_five_of_them_to_choose_by(demo, tmp_path):
     with pytest.raises(UsageError, match="Intervals over texts need 5 texts, and a budget has 1 to choose by"):
-        calibration.samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
+        room.samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
 
 
 def test_many_texts_ask_for_enough_windows_of_each():
-    assert calibration.wanted(BOOK) == calibration.SEQUENCES
-    assert calibration.wanted(list(BOOK) * 50) == 12 * 50
+    assert room.wanted(BOOK) == room.SEQUENCES
+    assert room.wanted(list(BOOK) * 50) == 12 * 50
 
 
 def test_calibration_on_evaluated_text_is_refused(demo, tmp_path):

@@ -14,7 +14,7 @@ from attnlens import hooks, run, texts
 from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.run import checks
-from attnlens.run.swap import gates
+from attnlens.run.swap import sites as gates
 from attnlens.texts.targets import last_states, task_of
 
 FEW = {"tokens": 12, "sequences": 2}

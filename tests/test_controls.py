@@ -22,10 +22,9 @@ from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.spelling import HeadShape, cached_numbers, kept_keys, sink_window, state_numbers
 from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Report, Site, Swap
-from attnlens.run import swap_kernel
-from attnlens.run.outcomes import differences
-from attnlens.run.outcomes.outputs import TokenLosses, evidence
-from attnlens.run.swap.controls import alternatives, spelled
+from attnlens.run import differences, swap_kernel
+from attnlens.run.outputs import TokenLosses, evidence
+from attnlens.run.swap.candidate import alternatives, spelled
 from attnlens.statistics import Design
 from attnlens.texts.targets import NOTHING
 

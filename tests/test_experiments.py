@@ -13,7 +13,7 @@ from attnlens.experiments import EXPERIMENTS, golden, run_experiments
 from attnlens.experiments.synthetic.data import draw, grid, instances, starts
 from attnlens.experiments.synthetic.weights import corpus
 from attnlens.records.experiments import Experiment
-from attnlens.requests.training import checked_synthetic
+from attnlens.requests.experiments import checked_synthetic
 from attnlens.sentences.verdicts import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}

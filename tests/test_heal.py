@@ -21,11 +21,10 @@ from attnlens.records import read_report
 from attnlens.requests.healing import Amount, HealOptions
 from attnlens.run.swap import pipeline as entry
 from attnlens.run.swap.fit import SHARES, Search, fit
-from attnlens.run.swap.healing import Healer, course
+from attnlens.run.swap.healing import course
 from attnlens.run.swap.healing import descent as room
-from attnlens.run.swap.healing.course import Course, shape
-from attnlens.run.swap.healing.held_out import split
-from attnlens.run.swap.healing.trained import trainable
+from attnlens.run.swap.healing.course import Course, shape, split
+from attnlens.run.swap.healing.healer import Healer, trainable
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.runs.progress import Interrupted
 

@@ -19,7 +19,7 @@ from attnlens.kernels.spec import output_weighted
 from attnlens.records import Call
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks.calibration import losses
+from attnlens.run.swap.ranks.search import losses
 from attnlens.sentences.swaps.effects import formula
 from attnlens.statistics import Design
 from attnlens.texts import Cut

@@ -15,7 +15,7 @@ import attnlens
 from attnlens.errors import UsageError
 from attnlens.records import Plan
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import search as calibration
 from attnlens.run.swap.ranks import search as room
 from attnlens.sentences.swaps.plans import plan_lines
 

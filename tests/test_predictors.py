@@ -19,8 +19,7 @@ from attnlens.plots import panel_figure, swap_panels
 from attnlens.plots.style import house_style
 from attnlens.records import Site, Swap, read_report
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.predictors import CONSTANT, SweptMeasures, predicted_by
-from attnlens.run.swap.sweep import Alone
+from attnlens.run.swap.sweep import CONSTANT, Alone, SweptMeasures, predicted_by
 from attnlens.statistics import Design
 from attnlens.statistics.associations import over_windows, permutation_tests, split_half
 

@@ -10,10 +10,9 @@ from scipy import stats
 
 from attnlens.kernels.lowrank import Latents
 from attnlens.linalg.truncations import nested
-from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import search as calibration
 from attnlens.run.swap.ranks.bases import Basis
-from attnlens.run.swap.ranks.calibration import Losses, rise_of
-from attnlens.run.swap.ranks.search import Budgeting
+from attnlens.run.swap.ranks.search import Budgeting, Losses, rise_of
 from attnlens.statistics import Design
 from attnlens.texts.sampling import chosen
 

@@ -19,7 +19,7 @@ from attnlens.files import check_folder, sha256
 from attnlens.kernels import parsed
 from attnlens.run.swap import saved as room
 from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing import changed_weights
+from attnlens.run.swap.healing.healer import changed_weights
 from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.saved import UnsavedError, load_swapped, save_swapped

@@ -7,7 +7,7 @@ from loaded import apart, cut, outputs, package, sites_of, smollm2
 import attnlens
 from attnlens import hooks
 from attnlens.kernels import parsed
-from attnlens.run.outcomes.agreement import Prompts, agreement, continued
+from attnlens.run.differences import Prompts, agreement, continued
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.saved import load_swapped
 

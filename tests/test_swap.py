@@ -26,9 +26,10 @@ from attnlens.errors import IdentityError, ModelError, OutputError, TextError, U
 from attnlens.kernels import parsed
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
-from attnlens.run.outcomes import differences as comparing
-from attnlens.run.outcomes.outputs import divergence
-from attnlens.run.swap import gates, resources
+from attnlens.run import differences as comparing
+from attnlens.run import outputs as resources
+from attnlens.run.outputs import divergence
+from attnlens.run.swap import sites as gates
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.statistics import Design, paired_difference
 from attnlens.texts.targets import NOTHING, feed, task_of
@@ -617,7 +618,7 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
             raise error
         return forward(model, inputs, **more)
 
-    monkeypatch.setattr("attnlens.run.swap.session.run", greedy)
+    monkeypatch.setattr("attnlens.run.swap.one_kernel.run", greedy)
     monkeypatch.setattr(hooks, "forward", small)
     with pytest.raises(ModelError) as refusal:
         swap_kernel(demo, "rbf", sequences=8, tokens=16, batch_size=8)
@@ -637,7 +638,7 @@ def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
         resources.enough_memory(demo.model, fed, nullcontext),
     ):
         really_failing()
-    monkeypatch.setattr("attnlens.run.swap.session.run", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.run.swap.one_kernel.run", lambda *_: really_failing())
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
         swap_kernel(demo, "rbf", **READ)
     assert refusal.value.remedy == "Use --batch-size 1, which fits."
@@ -651,7 +652,7 @@ def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
 
 def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
     """A forward pass that fits says nothing of one that trains."""
-    monkeypatch.setattr("attnlens.run.swap.healing.procedure.heal", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.run.swap.healing.descent.heal", lambda *_: really_failing())
     with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
         swap_kernel(demo, "rbf", heal=2, **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."
@@ -661,7 +662,7 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     def failing(*_):
         raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr("attnlens.run.swap.session.run", failing)
+    monkeypatch.setattr("attnlens.run.swap.one_kernel.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
 

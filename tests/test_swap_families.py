@@ -13,7 +13,7 @@ from attnlens import hooks
 from attnlens.attention import attend
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.kernels import parsed
-from attnlens.run.swap import gates
+from attnlens.run.swap import sites as gates
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.texts.targets import task_of
 

@@ -10,7 +10,7 @@ from loaded import BARE, apart, family, loaded, sites_of
 import attnlens
 from attnlens import hooks, texts
 from attnlens.kernels import parsed
-from attnlens.run.swap import predictors
+from attnlens.run.swap import sweep as predictors
 from attnlens.run.swap import sweep as room
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.sweep import sweep, units

@@ -31,7 +31,7 @@ from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.run import provenance
 from attnlens.run.inspect import survey
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.swap import work as swap_work
+from attnlens.run.swap import pipeline as swap_work
 from attnlens.run.swap.healing.course import Course
 from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import prepared
@@ -332,7 +332,7 @@ def test_a_healing_resumes_from_its_last_check_and_with_no_resume_begins_anew(re
 
 
 def test_a_damaged_state_of_a_healing_is_named_and_the_healing_begins_anew(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr("attnlens.run.swap.one_kernel.measuring.keep_healed", lambda *_: 1 / 0)
+    monkeypatch.setattr(KernelRun, "_record", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from attnlens.attsvm.descent import Loss
 from attnlens.records.experiments import Bound, Curve, Experiment
-from attnlens.requests.training import USES
+from attnlens.requests.experiments import USES
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -25,6 +25,6 @@ from attnlens.requests.run_options import (
     InspectRequest,
     Loading,
     ModelRequest,
+    SpreadRequest,
     SwapRequest,
 )
-from attnlens.requests.work_options import SpreadRequest

@@ -6,15 +6,194 @@ The fields of these typed dictionaries are the keywords of the Python functions 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from attnlens.arguments import LARGEST, path, word
-from attnlens.choices import Convention, Intervals, Part, Placement, Route, Sources, Sweep
+from attnlens.arguments import LARGEST, path, shown, word
+from attnlens.choices import Convention, Engine, Intervals, Part, Placement, Route, Sources, Sweep
+from attnlens.errors import UsageError
 from attnlens.requests import fields
 from attnlens.requests.fields import Numbers, Option, Words
 from attnlens.requests.healing import HealingRequest
-from attnlens.requests.work_options import SharedRequest, WorkRequest
+from attnlens.rules.rule import FDR, RELATIVE
+
+WORK = "Work"
+"""The panel of these options."""
+MOST_JOBS = 4096
+SAY_SHARD = f"Write it as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, as in 1/3."
+SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
+ARRAY = "SLURM_ARRAY_TASK_"
+"""How the variables begin by which Slurm tells a job of an array which of its tasks it is."""
+
+
+def shard(name: str, given: Any) -> str:
+    """`I/N`; of `auto` the number and count that Slurm or torchrun gave this process. Raises UsageError for others."""
+    if given == "auto":
+        return _of_environment()
+    index, slash, count = given.partition("/") if isinstance(given, str) else ("", "", "")
+    known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
+    if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
+        raise UsageError(f"{name}={shown(given)} is no shard.", SAY_SHARD)
+    return f"{int(index)}/{int(count)}"
+
+
+def _of_environment() -> str:
+    """The shard of a task of Slurm's array, or of a process of torchrun.
+
+    Raises UsageError where there is neither, or the array's tasks are not evenly spaced.
+    """
+    slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
+    said = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
+    if "ID" in said and "COUNT" in said:
+        step, first = said.get("STEP", 1) or 1, said.get("MIN", 0)
+        place, rest = divmod(said["ID"] - first, step)
+        last = first + step * (said["COUNT"] - 1)
+        if rest or said.get("MAX", last) != last:
+            raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
+        return shard("shard", f"{place + 1}/{said['COUNT']}")
+    rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if rank.isdecimal() and count.isdecimal():
+        return shard("shard", f"{int(rank) + 1}/{count}")
+    raise UsageError(
+        "shard=auto finds neither SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT nor RANK and WORLD_SIZE.", SAY_SHARD
+    )
+
+
+def memory_size(name: str, given: Any) -> str:
+    """A size with its unit. Raises UsageError for others."""
+    if not (isinstance(given, str) and SIZE.fullmatch(given)):
+        raise UsageError(
+            f"{name}={shown(given)} is no size of memory.", "Write a number and its unit, from KB to GiB: 8GB."
+        )
+    return given
+
+
+class KeptRequest(TypedDict, total=False):
+    """Where a run keeps what is finished, and whether it goes on from it."""
+
+    work: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            "Keep finished units in this folder, or at an address such as `s3://bucket/folder`, until the report is "
+            "written; the same command resumes from there.",
+            panel=WORK,
+            metavar="DIR",
+            typed=str | None,
+            check=path,
+            call_only="written",
+            shown="in the user's cache",
+        ),
+    ]
+    resume: Annotated[
+        bool, Option("Resume from units that are finished.", True, panel=WORK, flag="--resume/--no-resume")
+    ]
+
+
+class SpreadRequest(TypedDict, total=False):
+    """How a model is loaded that is larger than the memory at hand."""
+
+    from_files: Annotated[
+        bool,
+        Option(
+            "With --source weights: read the weights of queries and keys from their files, layer by layer, without "
+            "loading the model; done anyway where it does not fit into memory.",
+            False,
+            panel=WORK,
+        ),
+    ]
+    device_map: Annotated[
+        Literal["auto"] | None,
+        Option(
+            "`auto`: spread the model over all GPUs, the CPU's memory and the disk (accelerate), in its own type; "
+            "weights are measured from their files.",
+            panel=WORK,
+            metavar="auto",
+        ),
+    ]
+    max_cpu_memory: Annotated[
+        str | None,
+        Option(
+            "With --device-map: what the weights may take of the CPU's memory, as in `8GB`; the rest is read from disk "
+            "in every pass.",
+            panel=WORK,
+            metavar="SIZE",
+            check=memory_size,
+            shown="3/4 of what is free",
+        ),
+    ]
+
+
+class EngineRequest(TypedDict, total=False):
+    """Where the units of a run are computed."""
+
+    engine: Annotated[
+        Engine,
+        Option(
+            "Where units are computed: in processes here (`local`), or as tasks of a Ray cluster (`ray`).",
+            "local",
+            panel=WORK,
+            metavar="NAME",
+        ),
+    ]
+    address: Annotated[
+        str | None,
+        Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
+    ]
+
+
+class SharedRequest(KeptRequest, EngineRequest, total=False):
+    """What a run whose units may be read elsewhere can be asked for, too."""
+
+    shard: Annotated[
+        str | None,
+        Option(
+            "Compute only the units of part I of N, counted from 1, as in `2/8`; `auto`: as Slurm's array or torchrun "
+            "says. The same command without --shard computes what is missing and writes the report.",
+            panel=WORK,
+            metavar="I/N",
+            check=shard,
+        ),
+    ]
+    jobs: Annotated[
+        int,
+        Option(
+            "How many units are computed at once, each by a process that opens the model itself.",
+            1,
+            panel=WORK,
+            least=1,
+            most=MOST_JOBS,
+        ),
+    ]
+
+
+class WorkRequest(SharedRequest, SpreadRequest, total=False):
+    """The same of one model, which need not be loaded as a whole."""
+
+
+BASELINE = "Baseline"
+
+
+class JudgingRequest(TypedDict, total=False):
+    """What a report is held against, and how strictly."""
+
+    allow_partial: Annotated[bool, Option("Check a report of which a part could not be analysed.", False)]
+    relative: Annotated[
+        float, Option("How far a head may be from the baseline, as a share of it.", RELATIVE, BASELINE, "NUMBER")
+    ]
+    absolute: Annotated[
+        float | None,
+        Option(
+            "The same in the measure's own unit; the larger of both counts.",
+            panel=BASELINE,
+            metavar="NUMBER",
+            shown="that share of the measure's range",
+        ),
+    ]
+    fdr: Annotated[
+        float, Option("Of the heads named by p-values, the share that may be named by chance.", FDR, BASELINE, "SHARE")
+    ]
+
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 """Panels of the help, beside that without a name."""
@@ -32,6 +211,12 @@ def several_files(said: str) -> Option:
     """An option that names a file each time, as often as it is given."""
     # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
     return Option(said, (), panel=INPUT, metavar="FILE", typed=list[Path] | None, call_only="read")
+
+
+def new_folder(said: str, shown: str | None = None) -> Option:
+    """An option that names a folder to write."""
+    typed, check = str | None, fields.folder
+    return Option(said, None, OUTPUT, "DIR", shown=shown, typed=typed, check=check, call_only="written")
 
 
 class Loading(TypedDict, total=False):
@@ -79,13 +264,13 @@ class Feeding(Loading, total=False):
         Words,
         several_files(
             "Text file, `-` for stdin, or `datasets:NAME[,config=C][,split=S][,column=T]`; repeatable (ATTNLENS_TEXT "
-            f"joins files with `{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James.",
+            f"joins files with `{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James."
         ),
     ]
     pairs: Annotated[
         Place,
         one_file(
-            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer.",
+            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer."
         ),
     ]
     image: Annotated[
@@ -99,8 +284,7 @@ class Feeding(Loading, total=False):
         ),
     ]
     tokens: Annotated[
-        int | None,
-        Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit"),
+        int | None, Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit")
     ]
     sequences: Annotated[int, Option("How many windows or lines to feed, over all texts.", 32, panel=INPUT, least=1)]
     batch_size: Annotated[int, Option("How many sequences go through the model at once.", 8, panel=INPUT, least=1)]
@@ -210,8 +394,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         ),
     ]
     sweep: Annotated[
-        Sweep | None,
-        Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT"),
+        Sweep | None, Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT")
     ]
     predictors: Annotated[
         bool,
@@ -234,14 +417,10 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         ),
     ]
     ranks: Annotated[
-        Any,
-        one_file(
-            "With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.",
-        ),
+        Any, one_file("With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.")
     ]
     eta: Annotated[
-        float | None,
-        Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1"),
+        float | None, Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1")
     ]
     ksvd_convention: Annotated[
         Convention,
@@ -271,8 +450,7 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         ),
     ]
     prompts: Annotated[
-        Place,
-        one_file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows."),
+        Place, one_file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows.")
     ]
     path: Annotated[
         Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
@@ -282,16 +460,10 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
         Words,
         several_files(
             "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
-            "the evaluated text that are not evaluated.",
+            "the evaluated text that are not evaluated."
         ),
     ]
     save: Annotated[
         Place,
-        Option(
-            "Write the changed model to this folder.",
-            panel=OUTPUT,
-            metavar="DIR",
-            check=fields.folder,
-            call_only="written",
-        ),
+        new_folder("Write the changed model to this folder."),
     ]

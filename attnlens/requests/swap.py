@@ -62,7 +62,12 @@ class SwapOptions:
         reading = [f"--{name}" for name, files in given.items() if "-" in files]
         if len(reading) > 1:
             raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
-        _refuse_shared_save(asked)
+        shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
+        if asked["save"] is not None and shared:
+            raise UsageError(
+                f"--save writes the one model that this process makes, and --{shared[0]} shares several kernels out.",
+                f"Leave out --{shared[0]}, or --save.",
+            )
         spellings = dict.fromkeys(words("kernels", kernels))
         ranks = _ranks(asked)
         if asked["budget"] is not None or ranks is not None:
@@ -77,23 +82,18 @@ class SwapOptions:
                 )
         each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
+        plain = ("path", "sweep", "predictors", "fit", "calibration", "controls", "generate")
         options = cls(
+            **{name: asked[name] for name in plain},
             kernels=kernels_asked,
             part=asked["part"] if ranks is None else ranks.part,
-            path=asked["path"],
-            sweep=asked["sweep"],
-            predictors=asked["predictors"],
-            fit=asked["fit"],
             heal=HealOptions.of(asked),
-            calibration=asked["calibration"],
             save=None if asked["save"] is None else Path(asked["save"]),
             budget=None if asked["budget"] is None else arguments.budget(asked["budget"]),
             ranks=ranks,
             form_named=":" in next(iter(words("kernels", kernels)), ""),
             eta=_eta(asked, kernels_asked),
             convention=asked["ksvd_convention"],
-            controls=asked["controls"],
-            generate=asked["generate"],
             prompts=None if asked["prompts"] is None else arguments.path("prompts", asked["prompts"]),
         )
         options._check()
@@ -103,8 +103,22 @@ class SwapOptions:
         if not self.kernels:
             raise UsageError("No kernel is named.", "Give one, as in --kernel rbf.")
         for kernel in self.kernels:
-            if self.fit:
-                _check_fit(kernel, alone=len(self.kernels) == 1)
+            if self.fit and len(self.kernels) == 1 and not kernel.fits:
+                raise UsageError(
+                    f"{kernel.info.name} has no free parameter that could be fitted.",
+                    "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+                )
+            if self.fit and kernel.oracle:
+                raise UsageError(
+                    f"{kernel.spelling} can't be fitted: it takes the evaluated text's own logits apart.",
+                    "Leave out --fit, or oracle.",
+                )
+            if self.fit and kernel.tie is not None:
+                raise UsageError(
+                    f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's "
+                    "own.",
+                    f"Leave out --fit, or {kernel.tie}.",
+                )
             if self.heal is not None and kernel.oracle:
                 raise UsageError(
                     f"{kernel.spelling} can't be healed: it takes the evaluated text's own logits apart.",
@@ -156,35 +170,6 @@ class SwapOptions:
         if layers is not None or heads is not None:
             raise UsageError(*BOTH)
         return self.ranks.settings.layers, self.ranks.settings.heads
-
-
-def _refuse_shared_save(asked: Mapping[str, Any]) -> None:
-    """Raise UsageError where a model is to be saved that this process does not make."""
-    shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
-    if asked["save"] is not None and shared:
-        raise UsageError(
-            f"--save writes the one model that this process makes, and --{shared[0]} shares several kernels out.",
-            f"Leave out --{shared[0]}, or --save.",
-        )
-
-
-def _check_fit(kernel: Kernel, *, alone: bool) -> None:
-    """Raise UsageError where a fit is wanted of a tied kernel, or of one that has nothing to fit and stands alone."""
-    if alone and not kernel.fits:
-        raise UsageError(
-            f"{kernel.info.name} has no free parameter that could be fitted.",
-            "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
-        )
-    if kernel.oracle:
-        raise UsageError(
-            f"{kernel.spelling} can't be fitted: it takes the evaluated text's own logits apart.",
-            "Leave out --fit, or oracle.",
-        )
-    if kernel.tie is not None:
-        raise UsageError(
-            f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's own.",
-            f"Leave out --fit, or {kernel.tie}.",
-        )
 
 
 def _ranks(asked: Mapping[str, Any]) -> Plan | None:

@@ -7,8 +7,8 @@ from attnlens.run.inspect.pipeline import inspect, inspected
 from attnlens.run.recompute import recompute
 from attnlens.run.study import study
 from attnlens.run.swap.pipeline import swap_kernel, swapped
-from attnlens.run.swap.replaced import replaced
 from attnlens.run.swap.saved import Swapped, UnsavedError, load_swapped
+from attnlens.run.swap.sites import replaced
 from attnlens.run.training.one_head import converge_head
 from attnlens.run.training.series import converge_checkpoints, followed
 from attnlens.run.training.synthetic import converge_synthetic

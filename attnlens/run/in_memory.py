@@ -14,7 +14,7 @@ from attnlens.arguments import shown
 from attnlens.errors import UsageError
 from attnlens.models.classes import kind_of
 from attnlens.records import ModelInfo
-from attnlens.requests.work_options import WorkRequest
+from attnlens.requests.run_options import WorkRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnlens.models import Loaded
-from attnlens.run.outcomes.outputs import sequence_losses
+from attnlens.run.outputs import sequence_losses
 from attnlens.texts import Batches
 from attnlens.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 

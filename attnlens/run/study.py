@@ -20,8 +20,8 @@ from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.records import Coverage, ModelInfo, Report, Settings
 from attnlens.records.studies import StudyTable
+from attnlens.requests.experiments import ALL, StudyRequest, table
 from attnlens.requests.fields import checked
-from attnlens.requests.study import ALL, StudyRequest, table
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.work import Store, WorkPlan

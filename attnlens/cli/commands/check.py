@@ -19,7 +19,7 @@ from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.work import checked_model, working
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path, write_atomically
-from attnlens.requests.check import PANEL, JudgingRequest
+from attnlens.requests.run_options import BASELINE, JudgingRequest
 
 if TYPE_CHECKING:
     from attnlens.records import Baseline, Check, Report
@@ -57,12 +57,13 @@ Rules = Annotated[
     ),
 ]
 BaselineFile = Annotated[
-    str | None, opt.option("--baseline", panel=PANEL, help="What heads should read.", metavar="FILE", call_only="read")
+    str | None,
+    opt.option("--baseline", panel=BASELINE, help="What heads should read.", metavar="FILE", call_only="read"),
 ]
 Update = Annotated[
     bool,
     opt.option(
-        "--update-baseline", panel=PANEL, help="Accept this report: write --baseline anew.", call_only="written"
+        "--update-baseline", panel=BASELINE, help="Accept this report: write --baseline anew.", call_only="written"
     ),
 ]
 Recompute = Annotated[

@@ -14,8 +14,8 @@ from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, end_strictly, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
-from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
-from attnlens.requests.work_options import SharedRequest
+from attnlens.requests.experiments import DescentRequest, SyntheticRequest, checked_synthetic
+from attnlens.requests.run_options import SharedRequest
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""

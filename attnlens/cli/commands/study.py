@@ -12,7 +12,7 @@ from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.cli.show import guarded, interruptible_at_once, say
 from attnlens.cli.work import begin_workers, working
-from attnlens.requests.study import StudyRequest, table
+from attnlens.requests.experiments import StudyRequest, table
 
 Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`.")]
 

@@ -21,10 +21,10 @@ from attnlens.run.compare.passes import beside, record
 from attnlens.run.compare.relations import relations, told
 from attnlens.run.compare.sides import Block, Pairing, distances
 from attnlens.run.compare.significance import Judged, Rounding, change, is_category, named_rows, number_of
+from attnlens.run.differences import Differences
 from attnlens.run.initialised import predictions, refuse_initialised
 from attnlens.run.inspect.summary import by_measure
-from attnlens.run.outcomes.differences import Differences
-from attnlens.run.outcomes.outputs import run, tokens_in
+from attnlens.run.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, Tell
 from attnlens.statistics import Design, adjusted
 from attnlens.texts.targets import feed

@@ -2,30 +2,195 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlens import hooks, texts
-from attnlens.choices import Route
-from attnlens.kernels import Kernel
+from attnlens.choices import ControlRole
+from attnlens.errors import UsageError
+from attnlens.hooks import OWN, Reached
+from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.modifiers import NEAR_WEIGHT
-from attnlens.kernels.spelling import HeadShape
+from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
 from attnlens.models import Loaded
-from attnlens.records import Control, Healing, ModelInfo, Pair, Settings, Site, Stage, Swap
+from attnlens.records import Control, Healing, ModelInfo, Site
 from attnlens.requests.swap import SwapOptions
-from attnlens.run.outcomes.differences import Differences, Variant
-from attnlens.run.perplexity import guess_notes
-from attnlens.run.swap.controls import Alternative, alternatives, healed_far_part, mean_state, window_beyond
+from attnlens.run.differences import Differences
+from attnlens.run.outputs import Variant
 from attnlens.run.swap.ranks.plans import origin
 from attnlens.run.swap.ranks.search import Choice
-from attnlens.run.swap.resources import speed
-from attnlens.run.swap.sites import Local, mean_of
+
+
+def spelled(kernels: Iterable[Kernel]) -> str:
+    """`sink-window:4,68`, or where sites differ `sink-window:4,68–80 by layer`; where some keep all keys, `4,68–all`.
+
+    Windows of different names stand beside each other, `window:2/sink-window:1,2 by layer`.
+    """
+    found = list(dict.fromkeys(kernel.spelling for kernel in kernels))
+    if len(found) < 2:
+        return "".join(found)
+    by_name: dict[str, list[list[int]]] = {}
+    for spelling in found:
+        name, _, numbers = spelling.partition(":")
+        if spelling != OWN.spelling:
+            by_name.setdefault(name, []).append([int(number) for number in numbers.split(",")])
+    names = []
+    for name, rows in by_name.items():
+        ranges = [[min(numbers), max(numbers)] for numbers in zip(*rows, strict=True)]
+        words = [f"{low}" if low == high else f"{low}–{high}" for low, high in ranges]
+        if OWN.spelling in found:  # the last number is the width of the window
+            words[-1] = f"{ranges[-1][0]}–all"
+        names.append(f"{name}:{','.join(words)}")
+    return "/".join(names) + " by layer"
+
+
+CROSSING = "queries and keys of cross-attention are of different sequences, so that no key is near"
+
+
+@dataclass
+class Alternative:
+    """A control of one kernel, before it is measured."""
+
+    role: ControlRole
+    swaps: hooks.Swaps
+    """The kernel at each site; empty where there is none."""
+    state: float | None = None
+    """Numbers that a head keeps, mean over sites."""
+    reason: str = ""
+    """Why there is none."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """Healed weights by name, of the one that is trained."""
+    agreement: dict[str, Any] = field(default_factory=dict)
+    """For how long its greedy continuations are the original's, or why that is not known."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for alternatives that are the same at every site, which are measured once."""
+        # fitted maps have no spelling: kernels that hold some are known by themselves
+        found = [
+            (site, id(swap.kernel) if swap.kernel.fitted else swap.kernel.spelling) for site, swap in self.swaps.items()
+        ]
+        return (*found, id(self.weights)) if self.weights else tuple(found)
+
+    def refuse(self, loaded: Loaded, inputs: Mapping[str, Tensor], variant: Callable[[hooks.Swaps], Variant]) -> None:
+        """Leave it out, with the reason, where a site refuses its kernel."""
+        if not self.swaps:
+            return
+        try:
+            with torch.no_grad(), variant(self.swaps)():
+                hooks.forward(loaded.model, inputs)
+        except UsageError as error:
+            self.swaps, self.reason = {}, error.problem.rstrip(".")
+
+    def record(self, found: Differences | None, seed: int, names: Sequence[str], window: int | str) -> Control:
+        """What was measured of it."""
+        if found is None:
+            return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
+        outcome = found.outcome(seed, names, window)
+        reasons = outcome["reasons"] | self.agreement.get("reasons", {})
+        kernel = spelled(swap.kernel for swap in self.swaps.values()) or None
+        outcome |= self.agreement | {"reasons": reasons}
+        return Control(role=self.role, kernel=kernel, state=self.state, **outcome)
+
+
+def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
+    """What the state of each chosen site's heads depends on, at the length of the inputs that reached it."""
+    shapes = {}
+    for found in (found for found in reached if found.site in chosen):
+        call, seen, heads = found.call, found.call.visible(), chosen[found.site]
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        above = torch.ones(queries, keys, dtype=torch.bool, device=call.query.device).triu(1)
+        shapes[found.site] = HeadShape(
+            heads=call.query.shape[1] if heads is None else len(heads),
+            head_dim=call.key.shape[-1],
+            value_dim=call.value.shape[-1],
+            tokens=keys,
+            causal=seen is not None and not bool((seen & above).any()),
+        )
+    return shapes
+
+
+def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
+    """Numbers that a swapped head keeps, mean over sites; None for kernels that keep neither keys nor sums of them."""
+    if any(swap.kernel.info.form == "output" for swap in swaps.values()):
+        return None
+    found = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
+    return fmean(shape.tokens * shape.token if state is None else state for state, shape in found)
+
+
+def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
+    """The controls of a kernel as it is swapped before any healing; what is the kernel itself is left out."""
+    every = [
+        _sink_window(swaps, shapes),
+        _everywhere("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        _everywhere("floor", swaps, shapes, lambda _: parsed(FLOOR)),
+    ]
+    if all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
+        every.append(_everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
+        every.append(_everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
+    asked = Alternative("without filter", swaps).key
+    own = Alternative("without filter", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
+    return [one for one in every if not one.swaps or one.key not in (asked, own)]
+
+
+def healed_far_part(
+    swaps: hooks.Swaps, weights: Mapping[str, Tensor], shapes: Mapping[Site, HeadShape]
+) -> Alternative | None:
+    """What healing made of a hybrid's far part, for all keys; None for what is no hybrid."""
+    if not all(swap.kernel.near for swap in swaps.values()):
+        return None
+    found = _everywhere("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1])
+    found.weights = weights
+    return found
+
+
+def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative], shapes: Mapping[Site, HeadShape]) -> int | str:
+    """How many keys the kernel's own window holds, or its sink-window's, or 64; or why there is no such number."""
+    control = next((one for one in found if one.role == "same size"), None)
+    for some in (swaps, {} if control is None else control.swaps):
+        filters = [one for swap in some.values() if (one := swap.kernel.filter or swap.kernel.near)]
+        widths = [one.parameters["width"] for one in filters if "width" in one.parameters]
+        if widths:
+            return max(widths)
+    if any(site.part == "cross" for site in swaps):
+        return CROSSING
+    tokens = max(shapes[site].tokens for site in swaps)
+    return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
+
+
+def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
+    """The sink-window that keeps as much at every site, or why there is none."""
+    if any(site.part == "cross" for site in swaps):
+        return Alternative("same size", {}, reason=CROSSING)
+    found: dict[Site, hooks.Replacement] = {}
+    for site, swap in swaps.items():
+        state, token = state_numbers(swap.kernel, shapes[site]), shapes[site].token
+        if state is not None and state < token:
+            why = f"a state of {state:,.0f} numbers holds no key and its value, which are {token}"
+            return Alternative("same size", {}, mean_state(swaps, shapes), why)
+        kernel = sink_window(state, shapes[site])
+        found[site] = hooks.Replacement(kernel or OWN, swap.heads)
+    if all(swap.kernel.filter is None for swap in found.values()):
+        site = next(iter(swaps))
+        shape = shapes[site]
+        state = state_numbers(swaps[site].kernel, shape)
+        what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
+        why = f"{what} holds all {shape.tokens} keys: it is the model itself"
+        return Alternative("same size", {}, mean_state(swaps, shapes), why)
+    return Alternative("same size", found, mean_state(found, shapes))
+
+
+def _everywhere(
+    role: ControlRole, swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape], of: Callable[[Kernel], Kernel]
+) -> Alternative:
+    """The kernel that `of` makes of each site's."""
+    found = {site: hooks.Replacement(of(swap.kernel), swap.heads) for site, swap in swaps.items()}
+    return Alternative(role, found, mean_state(found, shapes))
 
 
 @dataclass
@@ -33,13 +198,11 @@ class Candidate:
     """One kernel and how far it has come."""
 
     kernel: Kernel
-    """As asked for."""
     stages: dict[str, hooks.Swaps]
     """The swap at each stage: swapped, fitted, healed."""
     found: dict[str, Differences] = field(default_factory=dict)
     """What was measured at each stage."""
     healing: Healing | None = None
-    """How it was healed."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Healed weights by name."""
     choice: Choice | None = None
@@ -67,55 +230,6 @@ class Candidate:
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)
 
-    def outcomes(self, seed: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The fields of an Outcome at each stage; `names` are those of the texts."""
-        outcomes = {}
-        for stage, found in self.found.items():
-            outcome, agreement = found.outcome(seed, names, self.window), self.agreements.get(stage, {})
-            reasons = outcome["reasons"] | agreement.get("reasons", {})
-            outcomes[stage] = outcome | agreement | {"reasons": reasons}
-        return outcomes
-
-    def control_records(self, seed: int, names: Sequence[str]) -> list[Control]:
-        """What was measured of its controls."""
-        return [one.record(self.measured.get(one.key), seed, names, self.window) for one in self.controls]
-
-    def record(
-        self, outcomes: Mapping[str, dict[str, Any]], local: Local, gates: dict[str, Any], peaks: Pair, **facts: Any
-    ) -> Swap:
-        """What is told of it: its outcome by stage, its sites, the gates that it passed; `facts`: other fields."""
-        last, reasons = list(outcomes.values())[-1], dict(gates["reasons"])
-        found, kernel = list(self.found.values())[-1], self.kernel
-        if kernel.info.form == "output":
-            reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
-        if peaks.after is None:
-            reasons["peak_memory_bytes"] = "this platform does not tell it"
-        return Swap(
-            kernel=kernel.spelling if self.choice is None else kernel.info.name,
-            formula=kernel.formula,
-            formula_of="output" if kernel.info.form == "output" else "log k",
-            parameters=dict(kernel.parameters) if self.choice is None else {},
-            fitted=self.fitted,
-            sites=local.sites,
-            **gates | last | {"reasons": reasons | last["reasons"]},
-            off_simplex=mean_of(site.off_simplex for site in local.sites),
-            tokens_per_second=Pair(
-                before=speed(found.sizes, found.own_seconds), after=speed(found.sizes, found.seconds)
-            ),
-            peak_memory_bytes=peaks,
-            stages=[Stage(name=stage, **outcome) for stage, outcome in outcomes.items()],
-            healing=self.healing,
-            state=self.state,
-            **facts,
-        )
-
-
-def guessed(found: Differences, settings: Settings, vocabulary: int | None) -> list[str]:
-    """A note for each text that the original guesses worse than evenly."""
-    texts_of, sampled = [text.name for text in settings.texts], found.sampled
-    means, counts = torch.cat(found.before), torch.cat(found.counts)
-    return guess_notes(means, counts, [texts_of[number] for number in sampled.texts], vocabulary or math.inf)
-
 
 def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate: Candidate) -> list[str]:
     """What a reader must know of the options, a sentence each; `shared`: share of tokens that calibrated as well."""
@@ -136,79 +250,3 @@ def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate:
         but = ", but for the healed far part" if any(control.weights for control in candidate.controls) else ""
         notes.append(f"Controls are of the model as it is before healing{but}.")
     return notes + [f"No {one.role} control: {one.reason}." for one in candidate.controls if not one.swaps]
-
-
-EXACT: Route = "auto"
-"""How controls are computed, whatever is asked for: a path that is asked for is the kernel's, and all are exact."""
-
-Value = TypeVar("Value")
-Weights = Mapping[str, Tensor] | None
-"""Healed weights by name, where there are any."""
-
-
-class Changing(Protocol):
-    """Makes a variant of swaps, and of weights beside them."""
-
-    def __call__(self, swaps: hooks.Swaps, weights: Weights = None, path: Route | None = None) -> Variant:
-        """The model with these kernels in place, and with these weights; by that path, or the one asked for."""
-
-
-def prepare(
-    candidate: Candidate,
-    shapes: Mapping[Site, HeadShape],
-    loaded: Loaded,
-    inputs: Mapping[str, Tensor],
-    changing: Changing,
-    *,
-    controls: bool,
-) -> None:
-    """Find a candidate's state and controls, and leave those out that a site refuses on these inputs."""
-    every = alternatives(candidate.last, shapes)
-    candidate.state = mean_state(candidate.last, shapes)
-    candidate.window = window_beyond(candidate.last, every, shapes)
-    candidate.controls = every if controls else []
-    for control in candidate.controls:
-        control.refuse(loaded, inputs, partial(changing, path=EXACT))
-
-
-def variants(candidate: Candidate, changing: Changing, known: Container[object]) -> dict[object, Variant]:
-    """The candidate at every stage, and every control by its key, without those that are `known`."""
-    found: dict[object, Variant] = {
-        stage: changing(swaps, candidate.weights if stage == "healed" else None)
-        for stage, swaps in candidate.stages.items()
-    }
-    controls = [one for one in candidate.controls if one.swaps and one.key not in known]
-    return found | {one.key: changing(one.swaps, one.weights, path=EXACT) for one in controls}
-
-
-def healed(candidate: Candidate, changing: Changing, shapes: Mapping[Site, HeadShape]) -> dict[object, Variant]:
-    """The candidate as it was healed and, as one more control, a hybrid's far part; without `shapes` no control."""
-    far = healed_far_part(candidate.last, candidate.weights, shapes) if shapes else None
-    candidate.controls += [] if far is None else [far]
-    found: dict[object, Variant] = {"healed": changing(candidate.last, candidate.weights)}
-    return found if far is None else found | {far.key: changing(far.swaps, far.weights, path=EXACT)}
-
-
-def keep_healed(candidate: Candidate, found: Mapping[object, Differences]) -> None:
-    """Give the candidate what was measured of it, and of its far part, after healing."""
-    candidate.found["healed"] = found["healed"]
-    candidate.measured |= {one.key: found[one.key] for one in candidate.controls if one.weights}
-
-
-def keep_differences(candidate: Candidate, found: Mapping[object, Differences]) -> None:
-    """Give the candidate what was measured of its stages and controls."""
-    candidate.found |= {stage: found[stage] for stage in candidate.stages}
-    candidate.measured = {one.key: found[one.key] for one in candidate.controls if one.swaps}
-
-
-def keep_agreements(candidate: Candidate, found: Mapping[object, dict[str, Any]]) -> None:
-    """Give the candidate the agreements of its stages and controls."""
-    candidate.agreements = {stage: found[stage] for stage in candidate.stages}
-    for control in candidate.controls:
-        control.agreement = found[control.key] if control.swaps else {}
-
-
-def common(candidate: Candidate, found: Mapping[object, Value]) -> dict[object, Value]:
-    """What was found of the controls that another kernel may have, too: not of those with parameters of their own."""
-    own = [one for one in candidate.controls if one.weights or any(swap.kernel.fitted for swap in one.swaps.values())]
-    return {one.key: found[one.key] for one in candidate.controls if one not in own and one.key in found}

@@ -162,11 +162,6 @@ def fit(
     return {site: hooks.Replacement(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
 
 
-def passes(kernel: Kernel) -> int:
-    """How often the fit of a kernel reads the text."""
-    return 1 if kernel.needs_fit or kernel.near is not None else 2
-
-
 def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:
     """The same swaps with the free parameters that can be trained written out per head, at their typed values.
 

@@ -180,16 +180,12 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a folder of `--save` holds: a model, and the kernel that belongs to it and is not yet in its place."""
+    """What a folder of `--save` holds: a model under its own kernel, all of its sites, and the kernel to swap in."""
 
     loaded: Loaded
-    """The model with its weights, under its own kernel."""
     sites: tuple[Site, ...]
-    """Every site of the model."""
     swaps: hooks.Swaps
-    """The kernel at each swapped site."""
     kernel: str
-    """Its spelling."""
 
 
 @arguments.public

@@ -18,7 +18,7 @@ from attnlens.experiments.settings import ExperimentSettings
 from attnlens.records import Experiment, Report, Settings
 from attnlens.registry import Gatherer, Gathering, GatheringPlace, analyzers, checked_name
 from attnlens.requests import reading
-from attnlens.requests.training import DescentRequest
+from attnlens.requests.experiments import DescentRequest
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection

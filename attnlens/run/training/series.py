@@ -15,12 +15,12 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.records import Report, Settings
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
-from attnlens.requests.work_options import SharedRequest
+from attnlens.requests.run_options import SharedRequest
 from attnlens.run import checks, feeding
+from attnlens.run.differences import mean_loss
 from attnlens.run.initialised import no_loss
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.survey import Inspection
-from attnlens.run.outcomes.differences import mean_loss
 from attnlens.run.provenance import versions
 from attnlens.run.training.checkpoints import Checkpoint, named, of_demo, refuse_different, revised, with_tokenizer
 from attnlens.run.training.trajectories import CheckpointReading, content_hash, digest_of, series_report

@@ -10,7 +10,7 @@ from attnlens import requests
 from attnlens.arguments import public
 from attnlens.experiments import run_experiments
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings
-from attnlens.requests.training import SizesRequest, checked_synthetic
+from attnlens.requests.experiments import SizesRequest, checked_synthetic
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Interrupted, Progress, silent
 
@@ -28,8 +28,8 @@ def converge_synthetic(
 ) -> Report:
     """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
 
-    `experiments` are their names (none: all), `more` the other options of `attnlens.requests.training`. An experiment
-    has no verdict where one of them changes what is asked. Another seed does not, and neither do other trials, as long
+    `experiments` are their names (none: all), `more` the other options of `SyntheticRequest`. An experiment has
+    no verdict where one of them changes what is asked. Another seed does not, and neither do other trials, as long
     as there are at least as many as `verify --quick` takes. Raises UsageError for values that make no sense,
     Interrupted with the experiments that are finished.
     """

@@ -2,26 +2,132 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from attnlens import hooks
 from attnlens.choices import HealingStage
-from attnlens.errors import ModelError
-from attnlens.records import Healing, HealingStep, HealingTraining
+from attnlens.errors import ModelError, UsageError
+from attnlens.kernels import OWN
+from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
 from attnlens.requests.healing import HealOptions
-from attnlens.run.swap.healing.course import SLOWER, STAGES, STEPS, Course, chosen_rate
-from attnlens.run.swap.healing.healer import Healer
-from attnlens.run.swap.healing.held_out import Best, Distances, HeldOut, parts_of, split
-from attnlens.run.swap.healing.state import HealingState, curve_of
-from attnlens.run.swap.healing.trained import changed_weights
+from attnlens.run.differences import Differences, mean_loss
+from attnlens.run.outputs import peak_of
+from attnlens.run.swap.healing.course import (
+    SLOWER,
+    STAGES,
+    STEPS,
+    Best,
+    Course,
+    Distances,
+    HeldOut,
+    adamw,
+    chosen_rate,
+    parts_of,
+    put_back,
+    split,
+)
+from attnlens.run.swap.healing.healer import Healer, changed_weights
 from attnlens.runs.progress import Tell
+from attnlens.runs.work import Store, key_of
+from attnlens.statistics import paired_difference
 from attnlens.texts import Batches, sequences_in
+
+if TYPE_CHECKING:
+    from attnlens.run.swap.one_kernel import Swapping
+
+COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
+"""Fields of a course that are kept as they are."""
+
+
+NO_PEAK = "this platform does not tell it"
+
+
+def healed(
+    session: Swapping,
+    swaps: hooks.Swaps,
+    asked: HealOptions,
+    calibrated: Batches,
+    teller: Callable[[str, int], Tell],
+    parts: Store | None = None,
+    *,
+    control: bool = False,
+) -> tuple[Healing, Healer]:
+    """Heal a swap; as `control`, train the original model on the same batches, equally long, all of it on the text.
+
+    The original's attention has nothing to learn from itself: what the swap spends on attention transfer, the control
+    spends on the text. `parts`: where the state is kept. Raises UsageError where there is no text to learn.
+    """
+    if asked.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
+        raise UsageError(
+            "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
+        )
+    loaded, options, seed, name = session.loaded, session.options, session.settings.seed, "heal"
+    if control:
+        swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
+    healer = Healer(
+        loaded,
+        session.sites,
+        swaps,
+        session.task,
+        options.path,
+        None if control else options.eta,
+        options.convention,
+        goal=asked.goal,
+        rank=asked.rank,
+        seed=seed,
+        recompute=asked.checkpointing,
+    )
+    # what determines the numbers of a healing beside the model, texts and options of the run
+    facts = [
+        [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
+        for site, swap in swaps.items()
+    ]
+    state = None if parts is None else (parts, f"{name} {key_of(facts)}")
+    found: list[Healing] = []
+    tell = teller(name, int(asked.amount.number))
+    evaluate = partial(mean_loss, loaded.model, session.fed, session.task)
+    work = calibrated, asked, seed, evaluate, tell, state, STAGES[1:] if control else STAGES
+    peak = peak_of(loaded.model, lambda: found.append(heal(healer, *work)))
+    reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
+    return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
+
+
+def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
+    """The control's record; None where one of the two models has no finite loss."""
+    changed, own = control.outcome(seed, []), healed.outcome(seed, [])
+    if changed.get("perplexity") is None or own.get("perplexity") is None:
+        return None
+    first, second = (torch.cat(one.after) for one in (control, healed))
+    delta, low, high = paired_difference(first, second, healed.sampled, weights=torch.cat(healed.counts), seed=seed)
+    return HealingControl(
+        best=trained.best,
+        tokens=trained.tokens or 0,
+        learning_rate=trained.learning_rate,
+        loss=changed["loss"],
+        perplexity=changed["perplexity"],
+        ratio=math.exp(delta),
+        ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
+    )
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names and numbers."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
 
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100
 """How often the held-out distance is measured during a healing; of few steps, and of many at most."""
@@ -46,7 +152,7 @@ def heal(
     seed: int,
     evaluate: Evaluate,
     progress: Tell,
-    state: HealingState | None = None,
+    state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
     """Train for the amount asked for, stage after stage, and keep the step with the least distance on text kept back.
@@ -66,7 +172,7 @@ def heal(
     parts, per_step = parts_of(train, asked.batch or few)
     course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
     work = Work(course, HeldOut(healer, back), evaluate, progress, state, patient=asked.control)
-    saved = None if state is None else state.load()
+    saved = None if state is None or not state[0].resume else state[0].load(state[1])
     try:
         work.begin(saved)
         for stage in stages:
@@ -87,7 +193,8 @@ class Work:
     held: HeldOut
     evaluate: Evaluate
     progress: Tell
-    state: HealingState | None
+    state: tuple[Store, str] | None
+    """Where the state is kept at each check, and under which name."""
     best: Best = field(default_factory=Best)
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)
@@ -106,8 +213,24 @@ class Work:
         if saved is None:
             self.check(0)
             return
-        self.seen = HealingState.restore(saved, self.course, self.best)
-        self.curve, self.trainings, self.ended = curve_of(saved)
+        course, best, leaves = self.course, self.best, self.course.healer.leaves
+        for name in COURSE:
+            setattr(course, name, saved["course"][name])
+        course.spent = saved["seconds"]
+        course.generator.set_state(saved["generator"])
+        put_back(leaves, saved["now"])
+        best.step, best.distance, kept = saved["best"]
+        best.kept = [part.to(leaf.device) for part, leaf in zip(kept, leaves, strict=True)]
+        course.optimiser = adamw(leaves, course.rate)
+        for leaf, moments in zip(leaves, saved["moments"], strict=True):
+            if moments:
+                placed = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
+                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **placed}
+        self.seen = [(share, Distances(each, counts)) for share, each, counts in saved["seen"]]
+        facts = saved["facts"]
+        self.curve = [HealingStep.model_validate(one) for one in facts["curve"]]
+        self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
+        self.ended = facts["ended"]
         self.resumed = True
         self._tell()
 
@@ -123,7 +246,10 @@ class Work:
         while not (self.ended or (course.over and course.step)):  # one step at least, however short the time
             started = time.monotonic()
             tokens = course.advance()
-            self._count(tokens, time.monotonic() - started)
+            now = self.trainings[-1]
+            tokens, seconds = now.tokens + tokens, now.seconds + time.monotonic() - started
+            speed = tokens / seconds if seconds > 0 else None
+            self._training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
             self._tell()
             if self._due or course.over:
                 self._checked()
@@ -156,12 +282,27 @@ class Work:
             chosen = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
             self._training(learning_rate=course.rate, lowered_from=chosen)
-        self.ended = not self.patient and self._stale()
+        # a stage ends if the checks of its last PATIENCE gained nothing beyond their interval
+        since = self.seen[-1][0] - PATIENCE * (course.end - course.begun)
+        before = [distances for at, distances in self.seen[:-FEWEST] if at <= since]
+        self.ended = not self.patient and bool(before) and not self.seen[-1][1].falls_from(before[-1])
         if self.ended and not course.over:
             self._training(stopped=True)
-        if self.state is not None:
+        if self.state is not None and course.optimiser is not None:
+            store, name = self.state
+            leaves = course.healer.leaves
             curve, trainings = ([one.model_dump() for one in listed] for listed in (self.curve, self.trainings))
-            self.state.save(course, self.best, self.seen, curve=curve, trainings=trainings, ended=self.ended)
+            value = {
+                "course": {name: getattr(course, name) for name in COURSE},
+                "seconds": course.seconds,
+                "generator": course.generator.get_state(),
+                "now": leaves,
+                "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
+                "best": [self.best.step, self.best.distance, self.best.kept],
+                "seen": [[share, distances.each, distances.counts] for share, distances in self.seen],
+                "facts": {"curve": curve, "trainings": trainings, "ended": self.ended},
+            }
+            store.keep(name, value)
 
     def check(self, step: int) -> Distances:
         """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""
@@ -172,8 +313,9 @@ class Work:
             )
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)
-        last = self.curve[-1].tokens if self.curve else None
-        drawn = self._drawn(self.course.share, last)
+        share, points = self.course.share, sum(one.loss is not None for one in self.curve)
+        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9
+        drawn = not self.curve or passed or share >= 1
         point = HealingStep(
             step=step,
             validation=distances.mean if distances.finite else None,
@@ -184,11 +326,6 @@ class Work:
         self.curve.append(point)
         return distances
 
-    def _drawn(self, share: float, last: int | None) -> bool:
-        """Whether a share is passed at which the loss is drawn, since the last point that has one."""
-        points = sum(step.loss is not None for step in self.curve)
-        return last is None or (points < len(DRAWN) and share >= DRAWN[points] - 1e-9) or share >= 1
-
     @property
     def _due(self) -> bool:
         """Whether a check is due: at odd shares of twice as many parts as there are checks, 0.05, 0.15, …"""
@@ -198,13 +335,6 @@ class Work:
         last = self.seen[-1][0]
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
-    def _stale(self) -> bool:
-        """Whether the checks of the last PATIENCE of the stage gained nothing beyond their interval."""
-        share, now = self.seen[-1]
-        wide = PATIENCE * (self.course.end - self.course.begun)
-        before = [distances for at, distances in self.seen[:-FEWEST] if at <= share - wide]
-        return bool(before) and not now.falls_from(before[-1])
-
     def _evaluated(self) -> float | None:
         """The loss on the evaluation text with the numbers as they are."""
         healer = self.course.healer
@@ -213,12 +343,6 @@ class Work:
             hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
         ):
             return self.evaluate()
-
-    def _count(self, tokens: int, seconds: float) -> None:
-        now = self.trainings[-1]
-        all_tokens, all_seconds = now.tokens + tokens, now.seconds + seconds
-        speed = all_tokens / all_seconds if all_seconds > 0 else None
-        self._training(steps=now.steps + 1, tokens=all_tokens, seconds=all_seconds, tokens_per_second=speed)
 
     def _training(self, **changed: Any) -> None:
         self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
@@ -249,7 +373,7 @@ class Work:
             seconds=course.seconds,
             stages=self.trainings,
             interrupted=healer.interrupted,
-            **healer.regularised,
+            **{} if healer.eta is None else {"eta": healer.eta, "ksvd_convention": healer.convention},
         )
 
 

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFi
 from attnlens.kernels.spec import pairs_weighted
 from attnlens.models import Loaded
 from attnlens.records import Call, Rotation, Site, Task
-from attnlens.run.outcomes.outputs import predictions
+from attnlens.run.outputs import predictions
 from attnlens.runs.progress import Tell
 from attnlens.texts.targets import Fed
 
@@ -31,28 +31,12 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class Sampled(NamedTuple):
-    """One forward pass, its graph kept."""
-
-    calls: dict[Site, Call]
-    """What each site was asked for."""
-    outputs: dict[Site, Tensor]
-    """What it answered, (batch, queries, heads, value_dim), in the graph."""
-    loss: Tensor
-    """The summed loss of the targets drawn, in nats."""
-    drawn: int
-    """How many those are."""
-
-
 def sampled(
-    loaded: Loaded,
-    sites: tuple[Site, ...],
-    wanted: Collection[Site],
-    fed: Fed,
-    task: Task,
-    generator: torch.Generator,
-) -> Sampled:
-    """Calls and outputs of the `wanted` sites, and the loss of targets drawn from the model's own predictions.
+    loaded: Loaded, sites: tuple[Site, ...], wanted: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
+) -> tuple[dict[Site, Call], dict[Site, Tensor], Tensor, int]:
+    """Calls, outputs of the `wanted` sites, and the summed loss in nats of targets drawn from the model's predictions.
+
+    The outputs are (batch, queries, heads, value_dim) and in the loss's graph. The last number is that of the targets.
 
     Raises ModelError where that loss has no gradient.
     """
@@ -69,7 +53,7 @@ def sampled(
             raise ModelError("This model's loss has no gradient.", "Give ranks by hand, as in --kernel rank:32.")
         drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
-        return Sampled(calls, {site: outputs[site] for site in wanted if site in outputs}, loss, len(drawn))
+        return calls, {site: outputs[site] for site in wanted if site in outputs}, loss, len(drawn)
 
 
 @contextmanager
@@ -85,8 +69,6 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
             weight.requires_grad_(own)
 
 
-WINDOW = 64
-"""Positions from which frequencies are told."""
 SEQUENCES = 16
 """Sequences of a text whose gradients make the output metric, at most."""
 
@@ -146,14 +128,12 @@ def _first(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
 
 def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     """The rotation of each site's keys by frequencies, or why there is none that could be taken back."""
-    inputs = texts.placeholder(loaded, WINDOW, 0).batches[0].inputs
+    inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in sites]
     told = {found.site: found.call.places is not None for found in reached}
     found = dict(zip([one.site for one in reached], weights.rotations(loaded.model, reached), strict=True))
-    return {site: _turn(found[site]) if told[site] else NOT_TOLD for site in sites}
-
-
-NOT_TOLD = "the model does not tell its attention the positions of the tokens"
+    untold = "the model does not tell its attention the positions of the tokens"
+    return {site: _turn(found[site]) if told[site] else untold for site in sites}
 
 
 def _turn(found: Rotation | UnreadableError | None) -> Turn | str:
@@ -182,17 +162,13 @@ def output_metrics(
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for one in fed:
-        drawn = sampled(loaded, sites, sites, one, task, generator)
-        gradients = torch.autograd.grad(drawn.loss, list(drawn.outputs.values()), allow_unused=True)
-        for (site, output), gradient in zip(drawn.outputs.items(), gradients, strict=True):
+        _, outputs, loss, _ = sampled(loaded, sites, sites, one, task, generator)
+        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
+        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
             slope = torch.zeros_like(output) if gradient is None else gradient
             moment = torch.einsum("bqhv,bqhw->hvw", slope.double(), slope.double())
             totals[site] = totals.get(site, torch.zeros_like(moment)) + moment
     return totals
-
-
-CHOICES = ("group", "rotation", "metric")
-"""The parameters of the kernel `rank` that make its form."""
 
 
 def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
@@ -216,7 +192,7 @@ def by_output(form: Kernel) -> Kernel:
 def form_name(form: Kernel) -> str:
     """`group=all,rotation=before,metric=attention`: as it is typed behind `rank:`."""
     words = {p.name: {number: word for word, number in p.words} for p in form.info.parameters}
-    values = {name: form.parameters[name] for name in CHOICES}
+    values = {name: form.parameters[name] for name in ("group", "rotation", "metric")}
     return ",".join(f"{name}={words[name].get(value, f'{value:g}')}" for name, value in values.items())
 
 
@@ -224,8 +200,6 @@ def _with(kernel: Kernel, **parameters: float) -> Kernel:
     return replace(kernel, parameters={**kernel.parameters, **parameters})
 
 
-ANY = "rank:65536"
-"""A rank that cuts nothing in any head."""
 Fits = dict[Site, MapsFit]
 """What was read at each site."""
 
@@ -284,19 +258,6 @@ class FormsRead:
             site: Basis(self.heads[site], self.kv_heads[site], reduce(MapsFit.plus, (f[site] for f in read)).latents())
             for site in self.heads
         }
-
-
-def bases(
-    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Sequence[Fed], progress: Tell
-) -> dict[Site, Basis]:
-    """The directions of every swapped site, in one pass of the original model, in the form that its kernel names.
-
-    Raises UsageError where some, but not all of the query heads that share a key head are swapped.
-    """
-    form = next(iter(swaps.values())).kernel
-    return gathered(loaded, sites, swaps, [form], [("", fed) for fed in batches], "hidden", 0, progress).bases(
-        form.spelling
-    )
 
 
 def gathered(
@@ -384,7 +345,7 @@ def sensitivities(
     Raises ModelError where the loss has no gradient.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in found.items()}
-    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed(ANY)
+    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")
     for fed in batches:
         calls, outputs, loss, drawn = sampled(loaded, sites, found, fed, task, generator)
         gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)

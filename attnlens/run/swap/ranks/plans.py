@@ -15,11 +15,10 @@ from attnlens.errors import UsageError
 from attnlens.hooks import Reached
 from attnlens.models import Loaded
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Settings, Site
-from attnlens.run.outcomes.differences import DIVERGED, Differences
+from attnlens.run.differences import DIVERGED, Differences
 from attnlens.run.provenance import tool
 from attnlens.run.swap.ranks.bases import form_name
-from attnlens.run.swap.ranks.calibration import Sample, by_text, rise_in
-from attnlens.run.swap.ranks.search import Budgeting, Choice
+from attnlens.run.swap.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
 from attnlens.texts.targets import feed
 from attnlens.weights import Factors
 
@@ -93,14 +92,9 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     full = latent.rank == size.head_dim * latent.keys
     if full or (latent.rank == 0 and not latent.before):
         return _bare(size, latent)
-    return _before(size, latent) if latent.before else _after(size, latent)
-
-
-def _after(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """Of the ways to make queries, that of the fewest operations; W_K B, or W_K and B."""
-    if not size.folds:
-        return _made(size, latent, query_folds=False)
-    ways = (_made(size, latent, query_folds=folds) for folds in (True, False))
+    if latent.before:
+        return _before(size, latent)
+    ways = (_made(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
     return min(ways, key=lambda found: (found.flops, found.parameters))
 
 
@@ -154,7 +148,6 @@ def _cached(size: SiteSizes, latent: LatentSizes) -> float:
 
 
 NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
-GIVEN = "the ranks were given, and none was chosen"
 NEVER = "operations do not fall, however many keys a query sees"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
 """The fields of a Plan that name the parts of the calibration text."""
@@ -228,29 +221,15 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
     ]
 
 
-def break_even(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> float | None:
-    """How many keys a query must see before the maps cost fewer operations than they save.
+def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
+    """How many keys a query must see before the maps cost fewer operations than they save, or why there is no number.
 
-    None where operations fall from the first key on, where nothing is cut, and where `no_break_even` has a reason.
+    Neither where operations fall from the first key on, and where nothing is cut.
     """
-    added, saved = _operations(choice, found)
-    return added / saved if added > 0 and saved > 0 and _unknown_size(found) is None else None
-
-
-def no_break_even(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> str | None:
-    """Why operations don't fall from some number of keys on; None where they do, or where nothing is cut."""
     unknown = _unknown_size(found)
     if unknown is not None:
-        return unknown
-    added, saved = _operations(choice, found)
-    if added < 0 and saved < 0:
-        return f"operations fall only while a query sees fewer than {added / saved:,.0f} keys: scores cost more beyond"
-    return NEVER if added >= 0 >= saved and added > saved else None
-
-
-def _operations(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float, float]:
-    """Operations that making queries and keys takes more, and those that scores take less for each key seen."""
-    added = saved = 0.0
+        return None, unknown
+    added = saved = 0.0  # operations that queries and keys take more, and those that scores take less for each key seen
     for site, size in found.items():
         for latent in _latents(choice, site):
             if isinstance(size, SiteSizes):
@@ -258,7 +237,12 @@ def _operations(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[
                 both = bare, replace(bare, keys_seen=1.0)
                 change = [costs(sized, latent).flops - costs(sized, whole).flops for sized in both]
                 added, saved = added + change[0], saved + change[0] - change[1]
-    return added, saved
+    if added > 0 and saved > 0:
+        return added / saved, None
+    if added < 0 and saved < 0:
+        keys = f"{added / saved:,.0f}"
+        return None, f"operations fall only while a query sees fewer than {keys} keys: scores cost more beyond"
+    return None, NEVER if added >= 0 >= saved and added > saved else None
 
 
 def _unknown_size(found: Mapping[Site, SiteSizes | str]) -> str | None:
@@ -282,8 +266,12 @@ def planned(
     names = [text.name for text in settings.texts]
     measured = {stage: rise_in(one, names, settings.seed, budget.unit) for stage, one in compared.items()}
     saved = saving(choice, found)
-    reasons = {**saved.pop("reasons"), **_unknown(choice)}
-    never, form = no_break_even(choice, found), next(iter(choice.swaps.values())).kernel
+    reasons = {**saved.pop("reasons"), **({} if choice.reason is None else {"mean_rank": choice.reason})}
+    if choice.estimated is None:
+        reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, and none was chosen")
+    elif choice.promised is None:
+        reasons["promised"] = DIVERGED
+    (keys, never), form = keys_to_gain(choice, found), next(iter(choice.swaps.values())).kernel
     reasons |= {} if never is None else {"keys_to_gain": never}
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
@@ -297,7 +285,7 @@ def planned(
         measured=measured.get("swapped"),
         healed=measured.get("healed"),
         steps=choice.steps,
-        keys_to_gain=break_even(choice, found),
+        keys_to_gain=keys,
         reasons=reasons,
         kernel=form.info.name,
         form=form_name(form),
@@ -307,14 +295,6 @@ def planned(
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
-
-
-def _unknown(choice: Choice) -> dict[str, str]:
-    """Why a choice has no estimate, no promise, or no smaller ranks."""
-    reasons = {} if choice.reason is None else {"mean_rank": choice.reason}
-    if choice.estimated is None:
-        return reasons | dict.fromkeys(("estimated", "promised"), GIVEN)
-    return reasons if choice.promised else reasons | {"promised": DIVERGED}
 
 
 def _ranked(choice: Choice) -> dict[str, Any]:

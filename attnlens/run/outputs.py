@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attnlens import hooks, texts
+from attnlens.errors import ModelError, is_memory
 from attnlens.records import BeyondWindow, Change, PositionChange, Task
+from attnlens.run.provenance import peak_memory
 from attnlens.statistics import Design, paired_difference
 from attnlens.texts.targets import NOTHING, Fed, last_states, logits_of, of_text
 from attnlens.wording import counted
@@ -20,6 +26,68 @@ from attnlens.wording import counted
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from transformers import PreTrainedModel
+
+
+Variant = Callable[[], AbstractContextManager[object]]
+"""Makes a changed model of the original one, inside `with`."""
+CLEAR = Path("/proc/self/clear_refs")
+
+
+def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
+    """Tokens per second: the median over passes, the first left out where there are more (it warms up)."""
+    rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
+    return statistics.median(rates[1:] or rates)
+
+
+def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
+    """Largest memory while `work` ran, in bytes: allocated on a GPU, resident on a CPU; None where neither is told."""
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.device)
+        work()
+        return int(torch.cuda.max_memory_allocated(model.device))
+    try:
+        CLEAR.write_text("5")  # Linux: start the high-water mark anew
+    except OSError:
+        work()
+        return None
+    work()
+    return peak_memory()
+
+
+@contextmanager
+def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant | None) -> Iterator[None]:
+    """Turn running out of memory into a ModelError that says which batch size would fit, by trying it.
+
+    `variant` is None where a forward pass takes less than what ran out: then nothing is tried.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory(error):
+            raise
+        size = next(iter(inputs.values())).shape[0]
+        if variant is None:
+            raise ModelError(
+                f"Not enough memory to train on {size} sequences at once.",
+                "Use a smaller --batch-size." if size > 1 else "Use a smaller --tokens.",
+            ) from None
+        halves = (size >> step for step in range(1, size.bit_length()))
+        fits = next((fewer for fewer in halves if _runs(model, inputs, fewer, variant)), None)
+        raise ModelError(
+            f"Not enough memory for {size} sequences at once.",
+            f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --tokens: one sequence does not fit.",
+        ) from None
+
+
+def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant: Variant) -> bool:
+    try:
+        with torch.no_grad(), variant():
+            hooks.forward(model, {name: tensor[:size] for name, tensor in inputs.items()})
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory(error):
+            raise
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -71,7 +139,11 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
     _wait(model)
     seconds = time.perf_counter() - start
-    return PassOutputs(predictions(result, fed, task), *_hidden(result, fed.inputs), seconds)
+    # a model that cuts its images into windows gives so many rows an image, those of one image after another
+    states = last_states(result)
+    owners = None if states is None else owners_of(states, fed.inputs)
+    hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
+    return PassOutputs(predictions(result, fed, task), hidden, owners, seconds)
 
 
 def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
@@ -82,18 +154,6 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
     if fed.targets is not None:
         logits = of_text(logits, fed.targets, sees="pixel_values" in fed.inputs)[fed.targets != NOTHING]
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _hidden(result: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """The last hidden states at real tokens, and the sequence that each of these is of.
-
-    A model that cuts its images into windows gives so many rows an image, those of one image after another.
-    """
-    found = last_states(result)
-    owners = None if found is None else owners_of(found, inputs)
-    if found is None or owners is None:
-        return None, None
-    return hooks.at_real_tokens(found, inputs).flatten(0, -2), owners
 
 
 def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:

@@ -1,0 +1,187 @@
+"""What `converge` can be asked for, beside what is asked of a model: each option once, and what contradicts what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict
+
+from attnlens.arguments import LARGEST, path, shown
+from attnlens.choices import STUDIES
+from attnlens.errors import UsageError
+from attnlens.registry import checked_name
+from attnlens.requests.fields import Option, Words, checked, words
+from attnlens.requests.run_options import INPUT, EngineRequest, Place, new_folder, one_file, several_files
+
+ALL = "all"
+
+
+def table(name: str) -> str:
+    """The name of a table, or `all`; UsageError where there is none of that name."""
+    return checked_name("table", name, (*STUDIES, ALL))
+
+
+def _series(_name: str, given: Any) -> tuple[str, str]:
+    """Two files, for training and for test; UsageError for any other number."""
+    two = [given] if isinstance(given, str | bytes) or not isinstance(given, Sequence) else list(given)
+    if len(two) != 2:
+        raise UsageError(f"series={shown(given)} is no pair of files.", "Give one to train on and one to test on.")
+    return path("series", two[0]), path("series", two[1])
+
+
+class StudyRequest(EngineRequest, total=False):
+    """How a study's models are made and trained, and on what."""
+
+    scale: Annotated[
+        Literal["tiny", "small", "paper"],
+        Option(
+            "Sizes: `tiny` (minutes on two cores), `small` (an hour on a GPU) or `paper` (the papers' own).",
+            "tiny",
+            metavar="SCALE",
+        ),
+    ]
+    text: Annotated[
+        Words,
+        several_files(
+            "Text file for language modelling; repeatable. Default: the King James text; `paper`: WikiText-103."
+        ),
+    ]
+    pairs: Annotated[
+        Place,
+        one_file(
+            "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: "
+            "a built-in task of reversal, where order and positions provably matter; `paper`: IWSLT'14."
+        ),
+    ]
+    series: Annotated[
+        tuple[str, str] | None,
+        Option(
+            "Time series to classify, in the UEA archive's `.ts` format: one file to train on, one to test on.",
+            panel=INPUT,
+            metavar="TRAIN TEST",
+            typed=tuple[str, str] | None,
+            check=_series,
+            call_only="read",
+        ),
+    ]
+    labelled: Annotated[Place, one_file("Texts to classify: a line each, `text TAB label`.")]
+    cells: Annotated[
+        Words,
+        Option(
+            "Only these cells, by row or by `task/row`, with `*` for any letters; repeatable.",
+            (),
+            flag="--cells",
+            metavar="PATTERN",
+            shown="all",
+            check=words,
+        ),
+    ]
+    seeds: Annotated[
+        int | None, Option("Training runs of each cell.", least=1, most=100, shown="3; small and paper: 5")
+    ]
+    seed: Annotated[int, Option("The first of them.", 0, least=0, most=LARGEST - 100)]
+    jobs: Annotated[
+        int | None, Option("Models that are trained at once.", least=1, most=256, shown="one a core; on a GPU 1")
+    ]
+    save: Annotated[
+        Place,
+        new_folder("Write each cell's model, of the first seed, at every look, into this new folder."),
+    ]
+    work: Annotated[
+        Place,
+        new_folder("Keep what is finished here; the same command goes on from there.", "in the user's cache"),
+    ]
+
+
+SYNTHETIC = "Synthetic experiments"
+MOST = 4096
+"""Largest size of an instance: more is a slip, and would fill the memory or never end."""
+DRAWN = frozenset({"trials", "seed", "n", "t", "d"})
+TRAINED = DRAWN | {"lr", "loss", "iterations", "attention", "start"}
+USES = {
+    "local-convergence": TRAINED | {"m", "head_function", "parameterisation"},
+    "global-selection": TRAINED,
+    "feasibility": DRAWN | {"attention"},
+    "rank": DRAWN | {"attention"},
+    "multi-token": TRAINED | {"head_function"},
+    "next-token": DRAWN | {"lr", "iterations"},
+}
+"""The synthetic experiments, and which options each uses."""
+
+
+def _rate(_name: str, lr: Any) -> float:
+    """The length of a step; UsageError where it leads nowhere."""
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= LARGEST:
+        raise UsageError(f"lr={shown(lr)} is no step downhill.", "Give a number above 0, such as 0.1.")
+    return lr
+
+
+def _experiments(name: str, given: Any) -> list[str]:
+    """The names of experiments, each once; none means all."""
+    return list(dict.fromkeys(checked_name("experiment", one, USES) for one in words(name, given))) or list(USES)
+
+
+class DescentRequest(TypedDict, total=False):
+    """How a selection problem is descended."""
+
+    lr: Annotated[float | None, Option("Length of a normalised gradient step.", panel=SYNTHETIC, check=_rate)]
+    loss: Annotated[
+        Literal["logistic", "exponential"] | None,
+        Option("`logistic` or `exponential`.", panel=SYNTHETIC, metavar="LOSS"),
+    ]
+    parameterisation: Annotated[
+        Literal["both", "W", "KQ"] | None,
+        Option("What is trained: `W`, `KQ` or `both`.", panel=SYNTHETIC, metavar="NAME"),
+    ]
+    iterations: Annotated[int | None, Option("Steps of gradient descent.", panel=SYNTHETIC, least=1, most=10_000_000)]
+
+
+class SizesRequest(DescentRequest, total=False):
+    """Sizes and settings of the synthetic experiments; None leaves each at the paper's value."""
+
+    n: Annotated[int | None, Option("Inputs of an instance.", panel=SYNTHETIC, least=1, most=MOST)]
+    t: Annotated[int | None, Option("Tokens of an input (T).", panel=SYNTHETIC, least=2, most=MOST)]
+    d: Annotated[int | None, Option("Dimensions of a token.", panel=SYNTHETIC, least=1, most=MOST)]
+    m: Annotated[int | None, Option("Columns of K and Q.", panel=SYNTHETIC, least=1, most=MOST, shown="d")]
+    head_function: Annotated[
+        Literal["linear", "relu"] | None, Option("h: `linear` or `relu`.", panel=SYNTHETIC, metavar="FUNCTION")
+    ]
+    attention: Annotated[
+        Literal["cross", "self"] | None,
+        Option("z is drawn (`cross`) or a token (`self`).", panel=SYNTHETIC, metavar="KIND"),
+    ]
+    start: Annotated[
+        Literal["random", "zero"] | None,
+        Option("Where W begins: `random` or `zero`.", panel=SYNTHETIC, metavar="PLACE"),
+    ]
+    trials: Annotated[int | None, Option("Random instances.", panel=SYNTHETIC, least=1, most=100_000)]
+    # trial i draws from seed + i
+    seed: Annotated[int, Option("Seed of everything random.", 0, least=0, most=LARGEST - 100_000)]
+
+
+class SyntheticRequest(SizesRequest, total=False):
+    """What the synthetic experiments can be asked for."""
+
+    experiments: Annotated[
+        Words,
+        Option(
+            "Only this experiment; repeatable.", (), SYNTHETIC, "NAME", "--experiment", shown="all", check=_experiments
+        ),
+    ]
+
+
+def checked_synthetic(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of SyntheticRequest that are given, if they make sense together; `experiments` and `seed` always.
+
+    Raises UsageError for an unknown option, a value that makes no sense, m beside parameterisation W, K = Q = 0, and an
+    option that none of the experiments uses.
+    """
+    found = checked(SyntheticRequest, given)
+    asked = {name: value for name, value in found.items() if value is not None}
+    if "m" in asked and asked.get("parameterisation") == "W":
+        raise UsageError("m is the number of columns of K and Q, which W alone does not have.", "Leave out m.")
+    if asked.get("start") == "zero" and asked.get("parameterisation") == "KQ":
+        raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
+    for name in asked.keys() - {"experiments"}:
+        if not any(name in USES[experiment] for experiment in asked["experiments"]):
+            raise UsageError(f"{name} would be ignored by {', '.join(asked['experiments'])}.", f"Leave out {name}.")
+    return asked

@@ -1,1 +1,0 @@
-"""Compares a changed model with the original on the same batches."""
