@@ -11,7 +11,7 @@ from attnlens import linalg, registry
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
 from attnlens.registry import GatheringPlace, MeasureInfo
-from attnlens.registry.measure_info import DISTANCES
+from attnlens.registry.analysis import DISTANCES
 from attnlens.sections.reference.explanations import explanation, kernel_pages, measure_pages
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}

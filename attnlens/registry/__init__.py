@@ -1,15 +1,18 @@
 """Registers analyzers and kernels by decorators, and suggests the nearest name for an unknown one."""
 
 from attnlens.registry.analysis import (
+    NOT_IDENTIFIED,
     Analyzer,
     Answer,
     Gatherer,
     Gathering,
     GatheringPlace,
+    MeasureInfo,
     Readings,
     analyzer,
     analyzers,
     beside_sweeps,
+    checked_name,
     comparing,
     every_analyzer,
     gathering,
@@ -18,33 +21,3 @@ from attnlens.registry.analysis import (
     measure_sources,
 )
 from attnlens.registry.kernels import KERNELS, MODIFIERS, Fit, KernelInfo, KernelParameter, OutputFit, kernel
-from attnlens.registry.measure_info import NOT_IDENTIFIED, MeasureInfo
-from attnlens.registry.names import checked_name
-
-__all__ = [
-    "KERNELS",
-    "MODIFIERS",
-    "NOT_IDENTIFIED",
-    "Analyzer",
-    "Answer",
-    "Fit",
-    "Gatherer",
-    "Gathering",
-    "GatheringPlace",
-    "KernelInfo",
-    "KernelParameter",
-    "MeasureInfo",
-    "OutputFit",
-    "Readings",
-    "analyzer",
-    "analyzers",
-    "beside_sweeps",
-    "checked_name",
-    "comparing",
-    "every_analyzer",
-    "gathering",
-    "info_of",
-    "kernel",
-    "measure_infos",
-    "measure_sources",
-]

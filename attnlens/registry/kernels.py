@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attnlens.errors import UsageError
-from attnlens.registry.names import is_built_in, refuse_replacing
+from attnlens.registry.analysis import is_built_in, refuse_replacing
 
 if TYPE_CHECKING:
     from torch import Tensor

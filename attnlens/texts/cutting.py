@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.batches import Batch, Batches, Cut
-from attnlens.texts.foreign import refuse_foreign, unknown_shares
 from attnlens.texts.inputs import (
     CHARACTERS,
     decodes_text,
@@ -35,8 +34,17 @@ from attnlens.texts.media import (
     types_of,
     without_placeholders,
 )
-from attnlens.texts.sampling import chosen, shares
-from attnlens.texts.sequences import WindowedText, lines, pairs, window_length, windows
+from attnlens.texts.sequences import (
+    WindowedText,
+    chosen,
+    lines,
+    pairs,
+    refuse_foreign,
+    shares,
+    unknown_shares,
+    window_length,
+    windows,
+)
 from attnlens.texts.sources import Content, thinned
 
 if TYPE_CHECKING:

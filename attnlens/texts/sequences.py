@@ -1,13 +1,16 @@
-"""How a text becomes sequences of token ids: windows of the running text, or its lines."""
+"""How a text becomes sequences of token ids, which are fed, and what of it a tokenizer does not know."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING
 
+from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
 from attnlens.models.classes import text_config
 from attnlens.models.tokenizers import foreign
@@ -15,6 +18,74 @@ from attnlens.texts.sources import Content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+FOREIGN = 0.5
+"""Share of unknown tokens from which a text is foreign to a model: it reads little more than that there is a word."""
+TOLD = 0.1
+"""Share of unknown tokens from which a reader is told."""
+
+
+def unknown_shares(
+    tokenizer: PreTrainedTokenizerBase | None, rows: Sequence[Sequence[int]], names: Sequence[str]
+) -> dict[str, float]:
+    """Share of each text's ids that are the tokenizer's unknown token; `names` says of which text each row is."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    found = defaultdict[str, list[bool]](list)
+    for row, name in zip(rows, names, strict=True):
+        found[name] += [unknown is not None and id_ == unknown for id_ in row]
+    return {name: sum(ids) / len(ids) for name, ids in found.items()}
+
+
+def foreign_notes(shares: Mapping[str, float]) -> list[str]:
+    """A sentence for each text of which a tenth or more is unknown."""
+    return [_sentence(name, share) for name, share in shares.items() if share >= TOLD]
+
+
+def refuse_foreign(shares: Mapping[str, float]) -> None:
+    """Raise TextError for the text of which most is unknown, from half of it on: readable text beside it is no help."""
+    name, share = max(shares.items(), key=lambda found: found[1], default=("", 0.0))
+    if share >= FOREIGN:
+        raise TextError(
+            _sentence(name, share), "Bring a text of its kind with --text, or go on with --allow-foreign-text."
+        )
+
+
+def _sentence(name: str, share: float) -> str:
+    return (
+        f"The tokenizer does not know {share:.0%} of the tokens of {name}: "
+        "the text may be of another language or kind than the model's."
+    )
+
+
+def shares(available: Sequence[int], wanted: int) -> list[int]:
+    """How many windows each text gives: as equal as the texts allow, `wanted` in all, or all there are."""
+    given = [0] * len(available)
+    left = min(wanted, sum(available))
+    while left:
+        open_ = [text for text, most in enumerate(available) if given[text] < most]
+        for text in open_[: left if left < len(open_) else None]:
+            given[text] += 1
+            left -= 1
+    return given
+
+
+def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()) -> list[int]:
+    """The numbers of the windows that are fed, ascending, of `available` ones without those `taken`.
+
+    `spread` is systematic sampling: the window numbers ⌊(i + u)·n/k⌋ for i = 0 … k − 1, u in [0, 1) drawn from `seed`
+    (Cochran 1977, chapter 8); `random` draws k of n without replacement; `first` are the first k.
+    """
+    free = [number for number in range(available) if number not in taken]
+    count = min(wanted, len(free))
+    draws = Random(seed)  # noqa: S311  # no secret
+    if placement == "first":
+        return free[:count]
+    if placement == "random":
+        return sorted(draws.sample(free, count))
+    start = draws.random()
+    return [free[int((index + start) * len(free) / count)] for index in range(count)]
+
 
 DRAWN = ("dropout", "alpha")
 """What makes a tokenizer cut words at random, where it is set: BPE-dropout, and sampling from a unigram model."""

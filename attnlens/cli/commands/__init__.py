@@ -11,15 +11,23 @@ import typer
 import attnlens
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
-from attnlens.cli.commands.compare import compare
-from attnlens.cli.commands.converge import converge, verify
+from attnlens.cli.commands.converge import converge, study, verify
 from attnlens.cli.commands.reference import explain, list_, report
-from attnlens.cli.commands.study import study
-from attnlens.cli.commands.swap import swap_kernel
-from attnlens.cli.defaults import defaults, kinds
-from attnlens.cli.outputs import Inputs, Outputs, check_place, deliver
+from attnlens.cli.commands.swap import compare, swap_kernel
+from attnlens.cli.outputs import (
+    Inputs,
+    Outputs,
+    begin_workers,
+    check_place,
+    check_reading,
+    deliver,
+    end_strictly,
+    failure,
+    named_model,
+    working,
+)
+from attnlens.cli.parameters import defaults, kinds
 from attnlens.cli.show import PARTLY, UNUSABLE, guarded, interruptible_at_once
-from attnlens.cli.work import begin_workers, check_reading, end_strictly, failure, named_model, working
 from attnlens.errors import UsageError
 from attnlens.requests import InspectRequest, ModelRequest
 

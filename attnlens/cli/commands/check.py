@@ -13,10 +13,20 @@ from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.converge import FAILED, GIVEN
-from attnlens.cli.defaults import FILES
-from attnlens.cli.outputs import STDOUT, Failures, Inputs, Outputs, option_name, product, show, write_data
+from attnlens.cli.outputs import (
+    STDOUT,
+    Failures,
+    Inputs,
+    Outputs,
+    checked_model,
+    option_name,
+    product,
+    show,
+    working,
+    write_data,
+)
+from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
-from attnlens.cli.work import checked_model, working
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.check import PANEL, JudgingRequest
@@ -208,7 +218,7 @@ def _judged(
     report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
-    from attnlens.rules import baselines
+    from attnlens.rules import judging as baselines
     from attnlens.rules.rule import Tolerance
 
     asked = opt.keywords(JudgingRequest, given)

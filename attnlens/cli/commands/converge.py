@@ -1,21 +1,58 @@
-"""The commands `converge` and `verify`."""
+"""The commands that train: `converge`, `verify` and `study`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from attnlens import requests
+from attnlens.choices import STUDIES
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import Inputs, Outputs, deliver
+from attnlens.cli.outputs import (
+    NO_MODEL,
+    Inputs,
+    Outputs,
+    begin_workers,
+    check_reading,
+    checked_model,
+    deliver,
+    end_strictly,
+    working,
+)
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
-from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, end_strictly, working
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
+from attnlens.requests.study import StudyRequest, table
 from attnlens.requests.training import DescentRequest, SyntheticRequest, checked_synthetic
 from attnlens.requests.work_options import SharedRequest
+
+Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`.")]
+
+
+@guarded
+@opt.also(opt.parameters(StudyRequest), opt.SHOWN)
+def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
+    """Train small models and rerun the papers' tables: kernels, positions, order, values, dimension, primal."""
+    given = context.params
+    table(name)
+    outputs = Outputs.of(given)
+    settings = opt.keywords(StudyRequest, given)
+    outputs.check(Inputs.of(given, ()))
+    begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
+    with interruptible_at_once():
+        from attnlens import run
+
+    with working(outputs) as tell:
+        try:
+            report = run.study(name, progress=tell, **settings)
+        except KeyboardInterrupt:
+            say("What is finished is kept: the same command goes on from there.")
+            raise
+    deliver(outputs, report)
+
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""

@@ -15,10 +15,10 @@ from attnlens.errors import UnreadableError
 from attnlens.models import Loaded
 from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
 from attnlens.registry import Analyzer, measure_sources
-from attnlens.registry.measure_info import FORMS, KEY_ANGLE, QUERY_ANGLE
+from attnlens.registry.analysis import FORMS, KEY_ANGLE, QUERY_ANGLE
 from attnlens.run.in_memory import at_rest
-from attnlens.run.inspect.sink import finite_heads
-from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.collector import finite_heads
+from attnlens.run.inspect.pipeline import Inspection
 
 if TYPE_CHECKING:
     from jaxtyping import Float

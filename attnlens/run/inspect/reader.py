@@ -1,4 +1,4 @@
-"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a sink."""
+"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a collector."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from attnlens.hooks import Reached
 from attnlens.hooks.survey import hiding_padding
 from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
 from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace
-from attnlens.run.inspect.collector import scaled_null
-from attnlens.run.inspect.sink import Sink, finite_heads, sequences
-from attnlens.run.perplexity import Guesses
+from attnlens.run.feeding import Guesses
+from attnlens.run.inspect.collector import Collector, finite_heads, scaled_null, sequences
 from attnlens.runs.progress import Progress
 from attnlens.statistics import gaussian_null
 from attnlens.weights import Factors
@@ -155,7 +154,7 @@ class Gathered:
 
     gatherings: Sequence[Gathering]
     """Which analyzers."""
-    collector: Sink
+    collector: Collector
     """Where their answers go."""
     place: Callable[[Site, QueryKey | str], GatheringPlace]
     """The terms on which they work, by site and form."""
@@ -247,7 +246,7 @@ class Reader:
         """The analyzers that pose one question over all sequences of a site."""
         return [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
 
-    def weights_of(self, site: Site, sink: Sink) -> None:
+    def weights_of(self, site: Site, sink: Collector) -> None:
         """The weights.* measures of a site, with their nulls."""
         analyzers = self.of_source("weights")
         factors, base = next(self._factors([site]))
@@ -261,7 +260,7 @@ class Reader:
         self._analyse_weights(factors, base, analyzers, sink)
         sink.add_traits(factors.traits)
 
-    def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Sink) -> None:
+    def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Collector) -> None:
         """The tokens.* measures of one batch: each site's queries and keys are analysed and dropped."""
         batch, chosen, analyzers = fed.batches[number], set(sites), self.of_source("tokens")
         start = sum(other.size for other in fed.batches[:number])
@@ -283,7 +282,7 @@ class Reader:
         for means, counts in zip(guesses.means, guesses.counts, strict=True):
             sink.add_losses(means, counts, guesses.vocabulary)
 
-    def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Sink) -> None:
+    def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Collector) -> None:
         """What the gatherers say of these sites, over all sequences."""
         gathered = Gathered(self.gatherings, sink, self._place)
         if gathered.needs_inputs:
@@ -342,7 +341,7 @@ class Reader:
         return replace(form, query=form.query.to(own), key=form.key.to(own)) if isinstance(form, QueryKey) else form
 
     def _analyse_weights(
-        self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Sink
+        self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Collector
     ) -> None:
         whole = replace(factors.query_key, base=base)
         finite = finite_heads(whole)
@@ -378,7 +377,7 @@ class Reader:
         return self._nulls[shape][1]
 
     def _analyse_tokens(
-        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Sink
+        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Collector
     ) -> None:
         """One batch of a site, whose rows belong to the sequences with these `numbers`."""
         total = len(query_key.heads)
@@ -391,7 +390,7 @@ class Reader:
             steps = self.settings.tokens if self.settings.pack is False else None
             sink.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
 
-    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Sink) -> None:
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Collector) -> None:
         if heads:
             named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
             where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"

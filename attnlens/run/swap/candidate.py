@@ -19,8 +19,8 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.models import Loaded
 from attnlens.records import Control, Healing, ModelInfo, Pair, Settings, Site, Stage, Swap
 from attnlens.requests.swap import SwapOptions
+from attnlens.run.feeding import guess_notes
 from attnlens.run.outcomes.differences import Differences, Variant
-from attnlens.run.perplexity import guess_notes
 from attnlens.run.swap.controls import Alternative, alternatives, healed_far_part, mean_state, window_beyond
 from attnlens.run.swap.ranks.plans import origin
 from attnlens.run.swap.ranks.search import Choice

@@ -15,7 +15,7 @@ from attnlens.records import Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
 from attnlens.run.inspect.collector import Collector
-from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.swap.sweep import Alone, Unit, sweep, units
 from attnlens.runs.progress import Tell, silent, timed
 from attnlens.runs.work import Keep, keep_nothing

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from attnlens.records import Control, Coverage, Plan, Report, Settings, Skipped, Stage, Summary, Swap
-from attnlens.records.windows import Windows
+from attnlens.records.report import Windows
 from attnlens.run.outcomes.differences import placed_windows
 from attnlens.run.outcomes.outputs import TokenLosses
 from attnlens.run.provenance import report_of

@@ -17,8 +17,7 @@ from attnlens.kernels import parsed
 from attnlens.records import PARTS
 from attnlens.registry import checked_name
 from attnlens.run import checks
-from attnlens.run.in_memory import at_rest, held_model
-from attnlens.run.inspect.capture import tensors
+from attnlens.run.in_memory import at_rest, held_model, tensors
 from attnlens.run.swap.sites import chosen_sites, idle_sites, refuse_crossing
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from attnlens.kernels.spelling import HeadShape
 from attnlens.records import Settings, Site, Skipped, Task
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
-from attnlens.run.initialised import predictions, refuse_initialised
+from attnlens.run.checks import predictions, refuse_initialised
 from attnlens.run.outcomes.agreement import Continued, Prompts, own_continuation
 from attnlens.run.outcomes.differences import Differences, Variant
 from attnlens.run.outcomes.outputs import run

@@ -15,7 +15,7 @@ from attnlens.registry import (
     checked_name,
     every_analyzer,
 )
-from attnlens.registry.measure_info import BETWEEN_FORMS, BETWEEN_ROWS
+from attnlens.registry.analysis import BETWEEN_FORMS, BETWEEN_ROWS
 from attnlens.sections.reference.lists import bounds, fitted, range_of, told_parameters
 from attnlens.sections.section import Section
 from attnlens.sentences.findings import WORDS
